@@ -1,26 +1,29 @@
-"""Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
+"""Kill and return workers at random by seed, and require the numbers of training in one process.
 
     python -m benchmarks.chaos --events 300 --seed 1 [--grid 3x2] [--iterations 60] [--kind NAME] [--seconds 400]
                                [--switch-interval 1e-6 | --double] [--node-0 0.3] [--pairs] [--log FILE]
                                [--keep FOLDER]
 
-Trains a small GPT in float64, again and again, until so much has happened to the runs: workers die or lose their
-connections, by SIGKILL, SIGSTOP, an exception, a broken connection, or by just ending, or all of a node at once; before
-any op, between the staggered optimizer steps, in the middle of a recovery, while layers are fetched, several at once,
-or at any time by the clock; they come back; they are slow for a while. Runs differ in whether gradients are clipped,
-roles move, nodes die, workers are slow, and layers move to better schedules, and in how fast layers can be fetched
-(`benchmarks.chaos_scenario`). When a stage has no worker left, those that live go back to the newest checkpoint in
-place; when fewer live than there are stages, a new run goes on from it. With `--node-0`, such a share of the runs is
-led by a process of its own at first, which is killed, too; another one goes on with its workers. With
-`--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky moments. With `--double`,
-tensors travel over the scripted double of NCCL that tests use, not over gloo. With `--pairs`, two things fail within
-one iteration: a worker and its buddy, or another one, or one that has just come back, or node 0 and one of them. The
-seeds of the runs are consecutive.
+The benchmark trains a small GPT in float64 repeatedly, until the given number of events has happened to the runs.
+Workers die or lose their connections: by SIGKILL, SIGSTOP, an exception, a broken connection, a plain exit, or all of a
+node at once. This happens before any op, between the staggered optimizer steps, in the middle of a recovery, while
+layers are fetched, to several workers at once, or at any time by the clock. Workers come back, and are slow for a
+while. Runs differ in whether gradients are clipped, roles move, nodes die, workers are slow, and layers move to better
+schedules, and in how fast layers can be fetched (`benchmarks.chaos_scenario`). When a stage has no worker left, the
+live workers return to the newest checkpoint in place; when fewer workers live than there are stages, a new run resumes
+from it.
 
-Checked after each run: losses and parameters against the same training in one process; that nobody was started again
-who had not been lost; that no process, thread or open descriptor is left, and in the folder nothing that nobody needs.
-Prints how long recoveries took and the largest deviation. Exit status 1 when that is above 1e-9, or when anything else
-goes wrong; `--keep` then has the folder of the run, and the other runs go on. `--log` appends a line a run.
+Options: with `--node-0`, this share of the runs is first led by a separate process, which is killed, too; another one
+continues with its workers. With `--switch-interval`, threads of all processes switch that often, and meet at unlucky
+moments. With `--double`, tensors travel over the scripted double of NCCL that tests use instead of gloo. With
+`--pairs`, two things fail within one iteration: a worker and its buddy, or another worker, or one that has just come
+back, or node 0 and one of them. The seeds of the runs are consecutive.
+
+After each run the benchmark checks losses and parameters against the same training in one process; that no worker was
+restarted without having been lost; that no process, thread or open descriptor is left; and that the folder holds no
+unneeded files. It prints how long recoveries took and the largest deviation. The exit status is 1 when the deviation is
+above 1e-9 or anything else goes wrong; `--keep` then keeps the folder of the run, and the other runs continue. `--log`
+appends a line for each run.
 """
 
 import argparse
@@ -64,15 +67,15 @@ TOLERANCE = 1e-9
 STALL_SECONDS = 60.0
 CALM = 8
 SURVIVED = ("has no live worker left", "no worker is left", "leave no live worker")
-"""What a run says that ends because too many have died at once."""
+"""Texts in the errors of runs that end because too many workers died at once."""
 
 
 class Storm(threading.Thread):
-    """Kills or stops workers by the clock; ends this process when nothing is committed any more.
+    """Thread that kills or stops workers by the clock, and ends this process when iterations stop committing.
 
-    Each victim since the last committed iteration doubles the pause before the next one, up to `CALM` times: on a slow
-    machine nothing would ever be committed between two of them. None is stopped before the first one is committed: a
-    start waits for workers that have not connected.
+    Each victim since the last committed iteration doubles the pause before the next one, up to `CALM` times: otherwise
+    a slow machine would never commit anything between two of them. No worker is stopped before the first commit,
+    because a start waits for workers that have not connected.
     """
 
     def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float) -> None:
@@ -85,16 +88,16 @@ class Storm(threading.Thread):
         self._pause = seconds
         self._committed = False
         self.stalled = False
-        """Whether it has ended this process."""
+        """True if this thread has ended this process."""
 
     def progress(self, _: int = -1) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed."""
         self._progressed = time.monotonic()
         self._pause = self._seconds
         self._committed = True
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Kill or stop workers until `stop` is called."""
         while not self._over.wait(self._rng.uniform(0.2, 1.8) * self._pause):
             if time.monotonic() - self._progressed > STALL_SECONDS:
                 self.stalled = True
@@ -110,16 +113,16 @@ class Storm(threading.Thread):
                 self._pause = min(2 * self._pause, CALM * self._seconds)
 
     def stop(self) -> None:
-        """Kill no more."""
+        """Stop killing workers, and wait for the thread to end."""
         self._over.set()
         self.join()
 
 
 class PairStorm(Storm):
-    """Kills two workers within an iteration, now and then, rather more often where a checkpoint is being written.
+    """Thread that sometimes kills two workers within an iteration, more often around a checkpoint.
 
-    They are of one stage, as a worker and its buddy are, or of two; or the first one has just come back. `found` are
-    processes below which workers of another node 0 live.
+    The workers are of one stage, as a worker and its buddy are, or of two stages, or the first one has just come back.
+    The processes `found` are the parents of workers that another node 0 has left.
     """
 
     def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float, tally: Tally,
@@ -130,7 +133,7 @@ class PairStorm(Storm):
         self._seen: dict[str, int] = {}
 
     def progress(self, iteration: int = -1) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed, and choose victims now and then."""
         super().progress()
         now, saves = workers_below(*self._tops), (iteration + 1) % CHECKPOINT_EVERY in (0, 1)
         new = [name for name, pid in now.items() if self._seen.get(name, pid) != pid]
@@ -148,7 +151,7 @@ class PairStorm(Storm):
             self._victims.put((pause, now[name]))
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Kill the chosen victims until `stop` is called."""
         while not self._over.wait(0.01):
             if time.monotonic() - self._progressed > STALL_SECONDS:
                 self.stalled = True
@@ -163,7 +166,7 @@ class PairStorm(Storm):
 
 @contextmanager
 def storming(storm: Storm) -> Iterator[Storm]:
-    """A storm for as long as the context lasts."""
+    """Run a storm for as long as the context lasts."""
     storm.start()
     try:
         yield storm
@@ -178,9 +181,9 @@ def storming(storm: Storm) -> Iterator[Storm]:
 def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
                   leaks: Leaks | None = None, storm_seconds: float = 3.0, node_0_dies: bool = False,
                   pairs: bool = False) -> None:
-    """One training to its end, whatever happens; enters what happened. Raises ChaosError.
+    """Train to the end despite all failures, and count them in `tally`. Raises ChaosError.
 
-    Where `node_0_dies`, a process of its own leads it at first. With `pairs`, two things fail at a time.
+    With `node_0_dies`, a separate process leads the training at first. With `pairs`, two things fail at a time.
     """
     reference = judge(setting.config, setting.job.microbatches, setting.iterations)
     found = dict[str, int]()
@@ -208,7 +211,7 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
 
 def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
           storm_seconds: float, found: dict[str, int], pairs: bool) -> None:
-    """One run, to its end or until too few are left. Raises RunError and ChaosError."""
+    """Run until the end, or until too few workers are left. Raises RunError and ChaosError."""
     survivors = Survivors(found, lambda: fork_server.pids)
 
     def tell(news: Recovery | SpeedEvent | str) -> None:
@@ -236,10 +239,10 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
 
 def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally: Tally, *,
                    pairs: bool = False) -> dict[str, int]:
-    """Have another process lead the training, which dies on the way; the processes below it then, by their names.
+    """Have another process lead the training until it dies, and return its child processes by name.
 
-    With `pairs` a worker dies with it, which may have just come back; more often than not at a checkpoint. It may also
-    end before, as too few are left. Raises ChaosError.
+    With `pairs`, a worker dies together with that process, more often than not at a checkpoint; it may have just come
+    back. The process may also end earlier because too few workers are left. Raises ChaosError.
     """
     dies = rng.randint(3 if pairs else 1, setting.iterations - 2)
     if pairs and rng.random() < 0.6:
@@ -272,13 +275,13 @@ def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally:
 
 @functools.cache
 def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> ReferenceResult:
-    """The same training in one process; computed once."""
+    """Return the result of the same training in one process, computed only once."""
     return reference_run(config, microbatches, iterations, torch.device(choose_device(config.training.device)))
 
 
 @contextmanager
 def switching(seconds: float | None) -> Iterator[None]:
-    """Threads of this process and of those it starts meanwhile take turns so often; None: as usual, every 5 ms."""
+    """Make threads of this process and of its new child processes switch at an interval. None keeps the usual 5 ms."""
     if seconds is None:
         yield
         return
@@ -293,7 +296,7 @@ def switching(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def over_double() -> Iterator[None]:
-    """This process, for good, and those that it starts meanwhile train over the double of NCCL."""
+    """Use the double of NCCL in this process, permanently, and in child processes started within the context."""
     with starting_with("import benchmarks.chaos_double\n"):
         import_module("benchmarks.chaos_double")
         yield
@@ -301,8 +304,10 @@ def over_double() -> Iterator[None]:
 
 @contextmanager
 def starting_with(lines: str) -> Iterator[None]:
-    """Processes that are started meanwhile begin with these lines of Python: it imports `sitecustomize` at its start,
-    wherever its path has it."""
+    """Make Python run these lines first in all child processes started within the context.
+
+    Python imports `sitecustomize` at its start, from anywhere on its path.
+    """
     path = os.environ.get("PYTHONPATH")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(lines)
@@ -315,7 +320,7 @@ def starting_with(lines: str) -> Iterator[None]:
 
 def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, leaks: Leaks, tally: Tally,
             training: Mapping[str, Any] = {}) -> str | None:
-    """The run of one seed; what went wrong, in one line. `training` replaces keys of `[training]`."""
+    """Run the training of one seed, and return an error in one line. `training` replaces keys of `[training]`."""
     rng = random.Random(seed)
     made = [setting for name, setting in settings(options.grid, options.iterations, training).items()
             if not options.kind or name in options.kind]

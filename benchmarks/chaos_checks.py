@@ -1,4 +1,4 @@
-"""What must be true after each run of `benchmarks.chaos`, and what is counted."""
+"""Define what must be true after each run of `benchmarks.chaos`, and what is counted."""
 
 import contextlib
 import json
@@ -20,72 +20,71 @@ from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
 
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
-"""What is said of a worker that was lost on purpose."""
+"""Texts in the reasons for workers that were lost on purpose."""
 KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
                   r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+(-rank-\d+)?\.log|checkpoints/iteration-\d+/[^.][^/]*")
-"""What a run leaves in its folder."""
+"""Pattern of the files that a run may leave in its folder."""
 NOTICED_SECONDS = 10.0
-"""A process that ends is found out in a second; on a busy machine, in a few."""
+"""Time limit, in seconds, to notice that a process has ended: one second usually, a few on a busy machine."""
 _OF_WORKER = re.compile(r"[/-].*")
-"""What the name of a process has behind that of its worker."""
+"""Part of a process name that follows the name of its worker."""
 _BEFORE = re.compile(r"worker (\S+) .*, before it took part")
 
 
 class ChaosError(RuntimeError):
-    """Something that must not happen. The message is one line."""
+    """Exception for something that must not happen. The message is one line."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened so far."""
+    """Counts of what has happened so far."""
 
     recoveries: list[Recovery] = field(default_factory=list)
     lost: int = 0
-    """Times that fewer workers were left than there are stages."""
+    """Number of times that fewer workers were left than there are stages."""
     back: int = 0
-    """Times that the others went back to a checkpoint, because a stage had no worker left."""
+    """Number of times that the live workers returned to a checkpoint, because a stage had no worker left."""
     nodes: int = 0
-    """Times that all workers of a node were lost in one recovery."""
+    """Number of times that all workers of a node were lost in one recovery."""
     leaders: int = 0
-    """Times that node 0 was killed, and another one went on."""
+    """Number of times that node 0 was killed and another one continued."""
     pairs: Counter[str] = field(default_factory=Counter)
-    """Times that two things failed within an iteration, by what they are."""
+    """Number of times that two things failed within an iteration, by what failed."""
     slowdowns: int = 0
-    """Changes of workers' speeds."""
+    """Number of changes of workers' speeds."""
     found: int = 0
-    """Changes of workers' speeds that the run has found, or taken for such."""
+    """Number of changes of workers' speeds that the run detected, correctly or not."""
     left_out: int = 0
-    """Times that a worker was left out as too slow."""
+    """Number of times that a worker was left out as too slow."""
     deviation: float = 0.0
-    """The largest, of any loss and any parameter."""
+    """Largest deviation of any loss and any parameter."""
     reasons: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     told: list[str] = field(default_factory=list)
-    """What a run has said besides."""
+    """Further messages of the runs."""
 
     @property
     def kills(self) -> int:
-        """Workers that were lost, and connections that were."""
+        """Number of lost workers and lost connections."""
         return self.lost + sum(max(len(one.dead), not one.returned) for one in self.recoveries if not one.settled)
 
     @property
     def returns(self) -> int:
-        """Workers that came in again."""
+        """Number of workers that came back."""
         return sum(len(one.returned) for one in self.recoveries)
 
     @property
     def settled(self) -> int:
-        """Times that layers have moved while all trained on."""
+        """Number of times that layers moved while all workers trained."""
         return sum(one.settled for one in self.recoveries)
 
     @property
     def events(self) -> int:
-        """All that has happened to the runs from outside."""
+        """Number of events that happened to the runs from outside."""
         return self.kills + self.returns + self.leaders + self.slowdowns
 
     def add(self, recovery: Recovery, nodes: Sequence[Collection[Worker]] = ()) -> None:
-        """Count a recovery; `nodes` are the workers of each. Raises ChaosError where a worker was lost that should not.
-        """
+        """Count a recovery, given the workers of each node. Raises ChaosError for an unknown reason of a loss."""
         self.recoveries.append(recovery)
         self.nodes += sum(set(recovery.dead).issuperset(workers) for workers in nodes)
         self.back += recovery.went_back_to is not None
@@ -97,12 +96,12 @@ class Tally:
         self.reasons["connections"] += not recovery.dead and not recovery.returned and not recovery.settled
 
     def add_speeds(self, event: SpeedEvent) -> None:
-        """Count what was found about workers' speeds."""
+        """Count the detected changes of workers' speeds."""
         self.found += len(event.changes)
         self.left_out += len(event.left_out)
 
     def join(self, other: "Tally") -> None:
-        """Count what another has counted, too."""
+        """Add the counts of another tally."""
         self.recoveries += other.recoveries
         self.reasons += other.reasons
         self.pairs += other.pairs
@@ -111,7 +110,7 @@ class Tally:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def report(self) -> str:
-        """A few lines."""
+        """Return the counts in a few lines."""
         seconds = sorted(one.seconds for one in self.recoveries if one.dead or not (one.returned or one.settled))
         middle, worst = (statistics.median(seconds), seconds[-1]) if seconds else (0.0, 0.0)
         causes = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
@@ -126,7 +125,7 @@ class Tally:
                 f"largest deviation {self.deviation:.3g}")
 
     def compare_losses(self, out: Path, reference: ReferenceResult) -> int:
-        """How many iterations are on disk. Raises ChaosError."""
+        """Return the number of losses on disk. Raises ChaosError if they are incomplete or out of order."""
         lines = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
         found = [line["iteration"] for line in lines]
         place = next((place for place, iteration in enumerate(found) if place != iteration), None)
@@ -140,7 +139,7 @@ class Tally:
         return len(lines)
 
     def compare_parameters(self, out: Path, reference: ReferenceResult) -> None:
-        """Raises ChaosError where some are missing."""
+        """Update the deviation by that of the parameters. Raises ChaosError if some are missing."""
         parameters = load_parameters(out)
         if parameters.keys() != reference.parameters.keys():
             raise ChaosError(f"{out}: parameters are missing")
@@ -149,10 +148,10 @@ class Tally:
 
 
 class Survivors:
-    """Sees to it that no process of a worker ends, or is replaced, that the run does not say was lost.
+    """Check that no process of a worker ends or is replaced unless the run reports that the worker was lost.
 
-    `found` are the processes of workers of another node 0 that are to be found, by the workers' names; `running` gives
-    those that run, so that one is known to be lost that was started and lost between two commits.
+    The processes `found` belong to workers of another node 0 that must be adopted, by name of worker. `running` returns
+    the processes that run now, so that a worker that is started and lost between two commits is known to be lost.
     """
 
     def __init__(self, found: Mapping[str, int], running: Callable[[], Mapping[str, int]] = dict) -> None:
@@ -160,13 +159,13 @@ class Survivors:
         self._running = running
         self._pids: dict[str, int] = {}
         self._ended: dict[str, float] = {}
-        """Of those to be found, since when they are gone without a word."""
+        """Times since when processes that must be adopted are gone without a report, by name of worker."""
         self._lost: set[int] = set()
-        """Those that are said to be lost; they may take a moment to end."""
+        """Processes of workers that are reported lost, which may take a moment to end."""
         self._wrong: list[str] = []
 
     def observe(self, event: Event) -> None:
-        """Of the run."""
+        """Record an event of the run."""
         # One that joins takes the place of a process that node 0 had started, and that had not joined when node 0 died.
         worker = str(event.worker) if isinstance(event, Failed | Joined) else None
         if isinstance(event, Noted) and (match := _BEFORE.match(event.text)):
@@ -180,7 +179,7 @@ class Survivors:
                                if _worker_of(name) == worker}
 
     def look(self, pids: Mapping[str, int]) -> None:
-        """Compare with the processes that there are, by the names of the workers, at a commit."""
+        """Compare the expected processes with those that exist at a commit, by name of worker."""
         self._wrong += [f"worker {name} was process {self._pids[name]} and is {pid}, but was not lost"
                         for name, pid in pids.items() if self._pids.get(name, pid) not in {pid, *self._lost}]
         self._pids.update(pids)
@@ -189,7 +188,7 @@ class Survivors:
                 self._ended.setdefault(name, time.monotonic())
 
     def require(self) -> None:
-        """Raises ChaosError."""
+        """Raise ChaosError if a process has ended or was replaced without a report."""
         late = [f"the process of worker {name} has ended, and nobody has said so" for name, at in self._ended.items()
                 if time.monotonic() - at > NOTICED_SECONDS]
         if self._wrong or late:
@@ -197,23 +196,27 @@ class Survivors:
 
 
 def _worker_of(process: str) -> str:
-    """Whose process this is, where a worker may be several, or go on as half of them; the fork server's is its own."""
+    """Return the name of the worker that a process belongs to.
+
+    A worker may consist of several processes, or continue as half of them. The fork server has its own name.
+    """
     return _OF_WORKER.sub("", process)
 
 
 class Leaks:
-    """What this process and those below it hold after the first run, and must not hold more of after others.
+    """Check that this process and its children hold no more after later runs than after the first one.
 
-    Some things are made once, and kept: the fork server's selector, say.
+    Some things are made only once and kept, such as the selector of the fork server.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, list[str]] | None = None
 
     def require(self, others: Mapping[str, int]) -> None:
-        """Raises ChaosError where something is left after a moment; `others` are processes that must be gone, too.
+        """Raise ChaosError if something is left after a moment. The processes `others` must be gone, too.
 
-        A run that has adopted these does not use all that others do: it is compared with them, and they not with it.
+        A run that has adopted processes does not use everything that other runs use: it is compared with them, but they
+        are not compared with it.
         """
         if self._before is None and not others:
             time.sleep(0.5)
@@ -232,7 +235,7 @@ class Leaks:
 
 
 def require_no_litter(out: Path) -> None:
-    """Raises ChaosError where a run leaves files that nobody needs."""
+    """Raise ChaosError if a run leaves files that nobody needs."""
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir())
     litter = [name for name in names if not KEPT.fullmatch(name)]
     if litter:
@@ -240,7 +243,7 @@ def require_no_litter(out: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs: one that waits for its parent to notice does not."""
+    """Return whether a process runs. A zombie process does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -248,7 +251,7 @@ def lives(pid: int) -> bool:
 
 
 def below(pid: int) -> list[int]:
-    """A process's children, and theirs."""
+    """Return the process ids of all descendants of a process."""
     try:
         mine = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
                 for child in (task / "children").read_text().split()]
@@ -258,7 +261,9 @@ def below(pid: int) -> list[int]:
 
 
 def workers_below(*pids: int) -> dict[str, int]:
-    """The processes of workers below some processes, by the workers' names; of several ranks, the first that is found.
+    """Return the processes of workers below the given processes, by name of worker.
+
+    For a worker of several ranks, this is the first process found.
     """
     found: dict[str, int] = {}
     for pid in (one for top in pids for one in below(top)):
@@ -270,7 +275,7 @@ def workers_below(*pids: int) -> dict[str, int]:
 
 
 def _held() -> dict[str, list[str]]:
-    """Processes, threads, and the open descriptors of them all, each by a name of its own."""
+    """Return processes, threads and their open descriptors, each with a unique name."""
     processes = below(os.getpid())
     return {"processes": [str(pid) for pid in processes],
             "threads": [f"{thread.name} {thread.ident}" for thread in threading.enumerate()],
@@ -278,7 +283,7 @@ def _held() -> dict[str, list[str]]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    """What a process has open; what is of one kind is numbered."""
+    """Return the open descriptors of a process, numbered within each kind."""
     counts: Counter[str] = Counter()
     try:
         for path in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,11 +1,11 @@
-"""Leads a training of `benchmarks.chaos`, with failures, until it is killed by itself.
+"""Lead a training of `benchmarks.chaos`, with failures, until this process kills itself.
 
     python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later|joining ""|before|after
 
-NAME is a scenario's. Iteration DIES is where: right after its loss is written, or some milliseconds later, or while a
-worker joins that was killed before. A worker is killed just before this process or just after it, or none: that which
-joins, or any. Recoveries go to the file NEWS, and before it dies, the pids of its fork server and of its workers, by
-their names.
+NAME is the name of a scenario. The process dies in iteration DIES: right after its loss is written, some milliseconds
+later, or while a worker joins that was killed before. Just before or just after this process, a worker is killed, too:
+the joining one or any. An empty last argument kills none. Recoveries are written to the file NEWS, and before the
+process dies, the pids of its fork server and of its workers, by name.
 """
 
 import json
@@ -35,9 +35,9 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 
 JOIN_SECONDS = 60.0
-"""For which the return of a worker is waited for."""
+"""Maximum time, in seconds, to wait for the return of a worker."""
 LATE = 10
-"""Iterations after which this process dies in any case."""
+"""Number of iterations after DIES at which this process dies in any case."""
 
 
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str,

@@ -1,4 +1,4 @@
-"""What the runs of `benchmarks.chaos` train, what is to happen in them, and how they answer that. All is seeded."""
+"""Define what the runs of `benchmarks.chaos` train, what happens in them, and how they react. Everything is seeded."""
 
 import functools
 import itertools
@@ -29,69 +29,68 @@ from slipstream.schedules.schedule import HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.tables.relabel import relabel
 
 ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
-"""How often each is drawn."""
+"""Relative frequencies of failures."""
 IN_RECOVERY: tuple[Place, ...] = ("ordered", "met", "moved")
 FETCH_BYTES_PER_SECOND = (None, 400e3)
-"""As fast as it goes, or so slowly that it lasts for many iterations."""
+"""Speeds of fetches: unlimited, or so slow that a fetch lasts for many iterations."""
 IN_FETCH: tuple[Place, ...] = ("asked", "loaded")
 IN_FETCH_SPAN = 6
-"""Iterations: one of them may be where a fetch begins."""
+"""Number of consecutive iterations with an injected failure, one of which may be where a fetch begins."""
 FACTORS = (2.0, 3.0, 20.0)
-"""By which slow workers take longer: by the last one, they are not worth their place."""
+"""Factors by which slow workers take longer. With the last one, a worker is not worth its place."""
 LAYERS_A_STAGE = 4
-"""Where layers move."""
+"""Number of layers per stage in scenarios in which layers move."""
 CHECKPOINT_EVERY = 7
 GREEDY = PlanOptions(method="greedy", time_limit=0.3)
 CLIP_NORM = 1.8
-"""Exceeded now and then."""
+"""Norm for gradient clipping, which gradients exceed now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosScenario:
-    """What to train, and how often something happens."""
+    """Job and configuration to train, and how often something happens to it."""
 
     name: str
-    """The grid, and what is special."""
+    """Name of the scenario: the grid and the kind."""
     job: Job
     config: RunConfig
     iterations: int
     moves: bool = False
-    """Whether roles are assigned anew after each failure, by normal forms."""
+    """True if roles are reassigned after each failure, by normal forms."""
     settles: bool = False
-    """Whether layers move to better schedules."""
+    """True if layers move to better schedules."""
     slows: bool = False
-    """Whether workers are slow now and then."""
+    """True if workers are slow now and then."""
     ranks: int = 1
-    """How many processes a worker is."""
+    """Number of processes per worker."""
     node_workers: int = 0
-    """How many workers a node has, which may all die at once; 0: that happens to none."""
+    """Number of workers per node, which may all die at once. 0 means that no node dies."""
     shards: bool = False
-    """Whether workers keep parts of layers' optimizer states."""
+    """True if workers keep parts of the layers' optimizer states."""
     uneven: bool = False
-    """Whether samples are not alike: they are dealt by their costs, and weigh as much as they have tokens that count.
-    """
+    """True if samples are unequal: they are dealt by their costs and weighted by the number of tokens that count."""
     gap: tuple[int, int] = (4, 16)
-    """Iterations between two failures that are planned."""
+    """Least and largest number of iterations between two planned failures."""
     away: tuple[int, int] = (1, 4)
-    """Iterations until whoever is dead then comes back."""
+    """Least and largest number of iterations until dead workers come back."""
     heartbeat_timeout_seconds: float = 1.0
 
     @property
     def nodes(self) -> list[tuple[Worker, ...]]:
-        """The workers of each, stage by stage: with a node, a stage loses several."""
+        """Workers of each node, stage by stage, so that a stage loses several workers with a node."""
         by_stage = sorted(self.workers, key=lambda worker: (worker.column, worker.pipeline))
         size = self.node_workers
         return [tuple(by_stage[first:first + size]) for first in range(0, len(by_stage), size)] if size else []
 
     @property
     def workers(self) -> list[Worker]:
-        """All of the grid."""
+        """All workers of the grid."""
         return [Worker(pipeline, column) for pipeline in range(self.job.pipelines)
                 for column in range(self.job.stages)]
 
 
 SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35)}
-"""A schedule is planned, and layers are fetched, before the next worker comes or goes."""
+"""Fields of scenarios in which layers move: failures are rare enough to plan a schedule and fetch layers in between."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
     "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
@@ -102,16 +101,15 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "uneven-sharded-settling": {"uneven": True, "shards": True, "slows": True, **SETTLING},
     "uneven-ranks": {"uneven": True, "shards": True, "ranks": 2}}
 UNEVEN = {"data": "tests.runtime.uneven_data:Uneven", "loss_weights": "tokens"}
-"""As `[training]` has it."""
+"""Keys of `[training]` for samples of unequal cost."""
 
 
 def settings(grid: str, iterations: int, training: Mapping[str, Any] = {}) -> dict[str, ChaosScenario]:
-    """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
-    two processes, and that with the latter; with sharded optimizer state, by itself and with others; with nodes that
-    die, and roles that move; with samples that are not alike, by itself and with others; each of them with and without
-    clipping.
+    """Return all scenarios by name, each with and without clipping.
 
-    `training` replaces keys of `[training]`; on GPUs, workers may be silent for longer.
+    Scenarios combine: roles that move; slow workers; layers that move; workers of two processes; sharded optimizer
+    state; nodes that die; and unequal samples. `training` replaces keys of `[training]`. On GPUs, workers may be silent
+    for longer.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -132,15 +130,16 @@ def settings(grid: str, iterations: int, training: Mapping[str, Any] = {}) -> di
 
 
 def scenario(name: str, iterations: int) -> ChaosScenario:
-    """The one of this `ChaosScenario.name`."""
+    """Return the scenario with this `ChaosScenario.name`."""
     grid, _, kind = name.partition(":")
     return settings(grid, iterations)[kind]
 
 
 @contextmanager
 def watching_closely() -> Iterator[None]:
-    """Iterations are short here, and runs, too: each is an observation of the workers' speeds, and those that are left
-    out measure themselves soon.
+    """Observe the speeds of workers in every iteration, and let workers that are left out measure themselves soon.
+
+    Iterations and runs are short here.
     """
     before = slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS
     slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS = 0.0, 0.3
@@ -151,7 +150,7 @@ def watching_closely() -> Iterator[None]:
 
 
 def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None) -> Resilience:
-    """What happens from a checkpoint on, or from the beginning, and how it is answered."""
+    """Return what happens from a checkpoint on, or from the beginning, and how the run reacts."""
     first = 0 if resume is None else resume.iteration
     injections, returns = _failures(setting, rng, first)
     return Resilience(
@@ -165,7 +164,7 @@ def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | 
 
 
 def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[list[Injection], list[Return]]:
-    """Failures at places, and when those that they hit come back."""
+    """Return failures at places in the program, and the returns of the workers that they hit."""
     workers, ops = setting.workers, 3 * max(setting.job.microbatches)
     places: tuple[Place, ...] = (*range(ops), "A", "O", "stepped", "reported")
     injections, returns = [], []
@@ -187,19 +186,19 @@ def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[l
 
 
 def _node_failures(setting: ChaosScenario, rng: random.Random, first: int) -> Iterator[NodeFailure]:
-    """Nodes whose workers die at once; they come back with those that other failures hit."""
+    """Yield nodes whose workers die at once. They come back with the workers that other failures hit."""
     at = first
     while setting.nodes and (at := at + rng.randint(*setting.gap)) < setting.iterations:
         yield NodeFailure(rng.choice(setting.nodes), at)
 
 
 def _rank(setting: ChaosScenario, rng: random.Random) -> int:
-    """Of the process that fails."""
+    """Return the rank of the process that fails."""
     return 0 if setting.ranks == 1 else rng.randrange(setting.ranks)
 
 
 def _slowdowns(setting: ChaosScenario, rng: random.Random) -> Iterator[Slowdown]:
-    """Workers that are slow for a while."""
+    """Yield workers that are slow for a while."""
     at = 0
     while (at := at + rng.randint(5, 15)) < setting.iterations:
         worker = rng.choice(setting.workers)
@@ -212,7 +211,7 @@ def _action(rng: random.Random) -> Action:
 
 
 def scheduler(setting: ChaosScenario) -> Scheduler:
-    """Schedules by the list schedulers; moved to a normal form where the setting says so."""
+    """Return a function that plans by list schedulers, and moves roles to a normal form if the scenario says so."""
     options = PlanOptions(method="greedy", time_limit=1.0)
 
     most = (setting.job.pipelines - 1) * setting.job.stages
@@ -235,13 +234,13 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
 
 
 def _lost_column(job: Job, down: tuple[Worker, ...]) -> int | None:
-    """One of which no worker is left."""
+    """Return a column that has no live worker, or None."""
     return next((column for column in range(job.stages)
                  if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines))), None)
 
 
 class _SchedulerAtSpeeds:
-    """Plans for workers that are slow; where a stage has none left, as without speeds."""
+    """Scheduler that considers slow workers, unless a stage has no live worker."""
 
     def __init__(self, setting: ChaosScenario) -> None:
         self._job = setting.job
@@ -254,7 +253,7 @@ class _SchedulerAtSpeeds:
 
 
 class _Rebalancer:
-    """Plans in this process, in a fraction of a second."""
+    """Rebalancer that plans in this process, in a fraction of a second."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -1,12 +1,12 @@
-"""What checkpoints cost where the run itself chooses how often to save.
+"""Measure the cost of checkpoints if the run itself chooses how often to save.
 
     python -m benchmarks.checkpoints [--width 256] [--seconds 120] [--least 1]
 
-Trains a small GPT on 2 pipelines of 2 stages, as `slipstream train` does by default, but with `--least` seconds from
-one checkpoint to the next at least, where a run waits a minute: so many fit into two. Prints the cost of each as the
-run measures it, from the first copy of a layer until the last is on the disk; the share of all of them in the time, for
-whole pauses (the one after the last has only begun); and how much longer than others the iterations took in which one
-was written. Exit status 1 when the share is above 1 %.
+Trains a small GPT on 2 pipelines of 2 stages, as `slipstream train` does by default, but with at least `--least`
+seconds between checkpoints instead of a minute, so that many fit into two minutes. Prints the cost of each checkpoint
+as the run measures it, from the first copy of a layer until the last one is on disk; the share of all checkpoints in
+the time, over complete pauses (the pause after the last one has only begun); and how much longer iterations took in
+which one was written. Exit status 1 when the share is above 1 %.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LIMIT = 0.01
 
 
 def train(width: int, iterations: int, fork_server: ForkServer, every: int | None) -> tuple[RunResult, list[float]]:
-    """A run, and when its iterations were committed."""
+    """Return a run and the times at which its iterations were committed."""
     job = uniform_job(2, 2, 2, op=1, optimizer=1, transfer=0)
     config = parse_run_config({"blocks": 4, "width": width, "heads": 4, "context": 32},
                               {"batch": 1, "device": "cpu", "iterations": iterations})

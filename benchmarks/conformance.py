@@ -1,7 +1,7 @@
-"""What every transport promises to replay (`runtime.replay.session`): checks that tests and `benchmarks.devices` run.
+"""Check what every transport promises to replay (`runtime.replay.session`), for tests and `benchmarks.devices`.
 
-Each is a function of a team: workers in threads of one process, or in processes of their own, over gloo on CPUs, gloo
-beside GPUs, NCCL, or a double that stands for it. They raise NotConformingError.
+Each check is a function of a team of workers, in threads of one process or in separate processes, over gloo on CPUs,
+gloo next to GPUs, NCCL, or a double of it. Checks raise NotConformingError.
 """
 
 import threading
@@ -28,31 +28,31 @@ GLOO, STAGED, NCCL = "gloo on CPUs", "gloo beside GPUs", "nccl"
 WORKERS = (Worker(0, 0), Worker(0, 1), Worker(1, 1))
 GONE = Worker(1, 0)
 LAYERS: tuple[LayerRange, LayerRange] = ((0, 2), (2, 4))
-"""The last two workers hold layers 2 and 3 together."""
+"""Layer ranges of the team. The last two workers hold layers 2 and 3 together."""
 LIMIT_SECONDS = 60.0
 HELD_UP_SECONDS = 0.2
-"""Long enough for a thread to be blocked by then."""
+"""Time, in seconds, after which a thread that can block is blocked."""
 LOOKS = 40
-"""At a device, within that time."""
+"""Number of times that a device is asked within that time."""
 RELEASED_SECONDS = 20.0
-"""On a busy machine."""
+"""Time limit, in seconds, for a release on a busy machine."""
 LARGE = 2**21
-"""Elements that an abort finds half sent, half received, or half summed up."""
+"""Number of elements of which an abort finds some half sent, half received, or half summed."""
 
 
 class NotConformingError(Exception):
-    """A transport breaks a promise. The message is one line."""
+    """Exception for a transport that breaks a promise. The message is one line."""
 
 
 class Member(NamedTuple):
-    """One worker, in this process."""
+    """Worker of the team in this process."""
 
     worker: Worker
     device: torch.device
     links: Links
 
     def full(self, value: float, size: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-        """On the device of this worker."""
+        """Return a tensor filled with a value on the device of this worker."""
         return torch.full((size,), float(value), dtype=dtype, device=self.device)
 
 
@@ -71,20 +71,20 @@ class Team:
         self._sessions: list[Session] = []
 
     def session(self, member: Member, order: int = 1) -> Session:
-        """One that is not connected."""
+        """Return a session that is not connected."""
         made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
                        store=self.store)
         self._sessions.append(made)
         return made
 
     def connected(self, order: int = 1) -> list[Session]:
-        """Those of all members; the last two hold layers together."""
+        """Return connected sessions of all members. The last two members hold layers together."""
         shared: Mapping[Shared, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
         sharers = [{LAYERS[0]: WORKERS[:1]}, shared, shared]
         return self.each(Session.connect, [self.session(member, order) for member in self.members], sharers)
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Call in a thread that computes on the device of a worker."""
+        """Start a call in a thread that computes on the device of a worker."""
         def work() -> Any:
             if member.device.type == "cuda":
                 torch.cuda.set_device(member.device)
@@ -93,13 +93,13 @@ class Team:
         return self._pool.submit(work)
 
     def each(self, call: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
-        """Call for all members at the same time."""
+        """Call a function for all members at the same time, and return the results."""
         begun = [self.begin(member, call, *arguments)
                  for member, *arguments in zip(self.members, *lists, strict=True)]
         return [one.result(LIMIT_SECONDS) for one in begun]
 
     def close(self) -> None:
-        """End all that is left."""
+        """End all sessions and threads that are left."""
         for one in self._sessions:
             one.abort()
         for one in self._sessions:
@@ -111,7 +111,7 @@ class Team:
 
 def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tensors: Sequence[Tensor],
             tags: Sequence[int]) -> list[Tensor]:
-    """Send some tensors from one to another; what has arrived, on the CPU."""
+    """Send tensors from one worker to another, and return what arrived, on the CPU."""
     source, target = ends
 
     def send() -> None:
@@ -132,14 +132,17 @@ def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tens
 
 
 def in_order(team: Team) -> None:
-    """Tensors arrive in the order in which they were sent; also two of one tag, as in two iterations."""
+    """Check that tensors arrive in the order of sending, also two of one tag, as in two iterations."""
     sent = [team.members[0].full(value, 2) for value in (1, 2, 3)]
     found = pass_on(team, team.connected(), (0, 1), sent, (0, 1, 0))
     _expect([one.tolist() for one in found] == [[1, 1], [2, 2], [3, 3]], "tensors are out of order")
 
 
 def both_ways(team: Team) -> None:
-    """Each posts its receive first; over NCCL, both would wait for good in one communicator."""
+    """Check that two workers that each post a receive first can exchange tensors.
+
+    Over NCCL, both would wait forever in one communicator.
+    """
     sessions = team.connected()
 
     def swap(member: Member, other: Worker, one: Session) -> float:
@@ -153,7 +156,7 @@ def both_ways(team: Team) -> None:
 
 
 def any_tensor(team: Team) -> None:
-    """What is sent may be a view, and of any dtype."""
+    """Check that a tensor of any dtype can be sent, also a view."""
     tensors = [torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(), torch.tensor(3.0),
                torch.tensor([[2**40, -1]])]
     found = pass_on(team, team.connected(), (0, 1), [one.to(team.members[0].device) for one in tensors], (0, 1, 2))
@@ -162,7 +165,7 @@ def any_tensor(team: Team) -> None:
 
 
 def sums(team: Team) -> None:
-    """Gradients are summed over those who hold the layers only."""
+    """Check that gradients are summed only over the workers that hold the layers."""
     tensors = [[member.full(rank + 1, 3, torch.float32), member.full(rank + 1, 2)]
                for rank, member in enumerate(team.members)]
     team.each(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), team.connected(), WORKERS,
@@ -171,7 +174,7 @@ def sums(team: Team) -> None:
 
 
 def sums_over_all(team: Team) -> None:
-    """All get the same, of one sum after the other; an abort releases who waits for one that takes no part."""
+    """Check that all workers get the same of consecutive sums, and that an abort ends the wait for an absent worker."""
     sessions = team.each(lambda one: one.connect(sums=True), list(map(team.session, team.members)))
 
     def two_sums(one: Session, value: float) -> list[Sequence[float]]:
@@ -188,7 +191,7 @@ def sums_over_all(team: Team) -> None:
 
 
 def meeting(team: Team) -> None:
-    """All wait for the last."""
+    """Check that all workers wait for the last one."""
     sessions = team.connected()
     begun = [team.begin(member, one.wait_for_all) for member, one in zip(team.members[1:], sessions[1:], strict=True)]
     time.sleep(HELD_UP_SECONDS)
@@ -199,7 +202,7 @@ def meeting(team: Team) -> None:
 
 
 def commit_point(team: Team) -> None:
-    """It returns once all is done."""
+    """Check that a commit point returns once all operations are done."""
     sessions = team.connected()
     pass_on(team, sessions, (0, 1), [team.members[0].full(1)], (0,))
     team.each(Session.commit_point, sessions)
@@ -208,25 +211,27 @@ def commit_point(team: Team) -> None:
 
 
 def _receives(team: Team, sessions: Sequence[Session]) -> Tensor:  # noqa: ARG001
-    """Blocks: nothing is sent."""
+    """Block in a receive to which nothing is sent."""
     return sessions[1].receive((1,), torch.float64, WORKERS[2], 0).take().cpu()
 
 
 def _sums(team: Team, sessions: Sequence[Session]) -> Tensor:
-    """Blocks: the third worker takes no part."""
+    """Block in a sum in which the third worker takes no part."""
     gradients = [team.members[1].full(1)]
     sessions[1].sum_over_sharers(LAYERS[1], gradients)
     return gradients[0].cpu()
 
 
 def _meets(team: Team, sessions: Sequence[Session]) -> None:  # noqa: ARG001
-    """Blocks: the others do not come."""
+    """Block in a meeting to which the others do not come."""
     sessions[1].wait_for_all()
 
 
 def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
-    """An abort releases it. It may return as if all were well, with garbage, or raise: a commit point raises in any
-    case."""
+    """Check that an abort releases a blocked operation.
+
+    The operation may return as if it had succeeded, with garbage, or raise. A commit point raises in either case.
+    """
     sessions, begun = _blocked(team, blocked)
     device = blocked is not _meets and team.ordered
     _expect(sessions[1].errored() is None, "there is an error, and nothing has failed")
@@ -243,7 +248,11 @@ def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[Session]], 
 
 
 def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
-    """Over gloo, who waits for a member that is gone is told at once; over NCCL nothing says so but a question."""
+    """Check that a worker that waits for a dead member is released.
+
+    Over gloo, its operation fails at once. Over NCCL, the operation waits until an abort, because nothing reports the
+    death.
+    """
     sessions, begun = _blocked(team, blocked)
     sessions[2].abort()
     if team.ordered:
@@ -266,7 +275,7 @@ def _blocked(team: Team, call: Callable[[Team, Sequence[Session]], Any]) -> tupl
 
 
 def abort_of_a_meeting(team: Team) -> None:
-    """An abort ends a meeting that somebody does not come to."""
+    """Check that an abort ends a meeting to which a worker does not come."""
     made = [team.session(member) for member in team.members[:2]]
     begun = [team.begin(member, one.connect) for member, one in zip(team.members, made, strict=False)]
     time.sleep(HELD_UP_SECONDS)
@@ -278,9 +287,11 @@ def abort_of_a_meeting(team: Team) -> None:
 
 
 def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
-    """One leaves while it waits for the other, which then finds where it was: it fails, waits for good, or, over gloo,
-    reaches the socket at which the first one has listened, and takes that for a connection; then what it waits for, or
-    its commit point, fails."""
+    """Check that a worker can leave while it waits for the other one to join a group.
+
+    The other one then fails, waits forever, or, over gloo, reaches the socket at which the first one has listened and
+    takes that for a connection. In this case its operation or its commit point fails.
+    """
     for worker in WORKERS:
         team.store.set(f"order1/kept {worker}:0", "{}")  # each has said that it has no group of an order before
     made = {place: team.session(team.members[place]) for place in (first, second)}
@@ -302,8 +313,10 @@ def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
 
 
 def abort_at_any_time(team: Team, size: int) -> None:
-    """Again and again sent and received, summed and committed, until it is aborted: no commit point follows that. Gloo
-    forgets those who wait for what is half sent, half received, or half summed up."""
+    """Check that no commit point succeeds after an abort at any time during transfers, sums and commits.
+
+    Gloo forgets waiting workers if data is half sent, half received, or half summed.
+    """
     sessions, aborted, late = team.connected(), threading.Event(), list[bool]()
 
     def work(member: Member, one: Session) -> None:
@@ -334,8 +347,10 @@ def abort_at_any_time(team: Team, size: int) -> None:
 
 
 def clean_groups(team: Team) -> None:
-    """Where transfers match by order, groups in which nothing was under way live on; over gloo, a receive may be left
-    in them."""
+    """Check that groups without pending operations stay usable in the next generation, if transfers match by order.
+
+    Over gloo no group stays, because a receive may be left in it.
+    """
     sessions, begun = _blocked(team, _receives)
     before = [one.groups() for one in sessions]
     for one in sessions:
@@ -356,7 +371,7 @@ def clean_groups(team: Team) -> None:
 
 
 def nobody_receives(team: Team) -> None:
-    """What was sent in an order that ends, and that nobody received, is not taken for what the next one sends."""
+    """Check that data that was sent in one generation and not received is not delivered in the next one."""
     sessions = team.connected()
 
     def send() -> None:
@@ -374,8 +389,10 @@ def nobody_receives(team: Team) -> None:
 
 
 def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) -> None:
-    """Who keeps a part has its sums, and all have what its owner steps; of four elements, the last of three workers has
-    none."""
+    """Check that owners of parts get their sums, and that all workers get what the owners step.
+
+    With four elements, the last of three workers has no part.
+    """
     one = cut(total, [*WORKERS, *gone], (), sharded=True)
     if gone:
         left = one.left(WORKERS)
@@ -411,7 +428,7 @@ def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) 
 
 
 def bytes_between(team: Team) -> None:
-    """Bytes go from worker to worker."""
+    """Check that bytes can be sent between workers."""
     sessions = _all_share(team)
     arrived = team.begin(team.members[2], sessions[2].receive_bytes, LAYERS[0], WORKERS[0])
     sessions[0].send_bytes(b"some bytes", LAYERS[0], WORKERS[2])
@@ -419,13 +436,13 @@ def bytes_between(team: Team) -> None:
 
 
 def _all_share(team: Team) -> list[Session]:
-    """Sessions of three workers that hold layers 0 and 1 together."""
+    """Return sessions of three workers that hold layers 0 and 1 together."""
     return team.each(lambda one: one.connect({LAYERS[0]: WORKERS}, bytes_too=True), list(map(team.session,
                                                                                            team.members)))
 
 
 def _becomes_over(session: Session) -> bool:
-    """Whether the device soon says that it has ended all: it is asked by a thread of its own."""
+    """Return whether the device soon reports that all operations have ended. A separate thread asks it."""
     for _ in range(LOOKS):  # counted, so that members in processes of their own all look as often
         if session.over():
             return True
@@ -463,4 +480,4 @@ CHECKS: dict[str, Callable[[Team], None]] = {
        for total in (10, 4) for dtype in (torch.float64, torch.bfloat16) for gone in ((), (GONE,))},
     "bytes": bytes_between,
 }
-"""By name."""
+"""All checks by name."""

@@ -1,10 +1,11 @@
-"""What it takes to deal an iteration's samples to a schedule, and what it brings.
+"""Measure the time to deal an iteration's samples to a schedule, and what dealing gains.
 
     python -m benchmarks.dealing [--grids 8x4x16 32x8x32] [--swaps 6000] [--iterations 5] [--json]
 
-Plans each grid by the list scheduler, all alive and with a worker dead, and deals samples of packed documents to it
-(log-normal lengths, sigma 1.5, half of F and of I by their squares). Times are of the processor, for an iteration; a
-dealer is made once a schedule. Exit status 1 where that takes more than 60 ms with up to 512 micro-batches, or 1 s.
+Plans each grid by the list scheduler, with all workers alive and with one dead, and deals samples of packed documents
+to it (log-normal lengths, sigma 1.5; half of F and of I grows with their squares). Times are CPU seconds per iteration;
+a dealer is built once for each schedule. Exit status 1 when dealing takes more than 60 ms with up to 512 micro-batches,
+or more than 1 s with more.
 """
 
 import argparse
@@ -27,7 +28,7 @@ FEW, MOST_SECONDS_OF_FEW, MOST_SECONDS = 512, 0.06, 1.0
 
 
 def packed(samples: int, random: np.random.Generator) -> Costs:
-    """Costs [samples, 3] of samples of whole documents, filled one after the other."""
+    """Return the costs, of shape [samples, 3], of samples that are filled with whole documents one after the other."""
     found: list[list[int]] = [[]]
     while len(found) <= samples:
         length = int(min(CONTEXT, max(16, random.lognormal(7, SIGMA))))
@@ -38,7 +39,7 @@ def packed(samples: int, random: np.random.Generator) -> Costs:
 
 
 def measure(schedule: Schedule, swaps: int, iterations: int) -> dict[str, Any]:
-    """Seconds of the processor, and of an iteration."""
+    """Return the CPU seconds of dealing, and the seconds of an iteration."""
     began = time.process_time()
     dealer = Dealer(schedule)
     made = time.process_time() - began

@@ -1,10 +1,10 @@
-"""How often a worker is found slow that is not, on a machine that has other things to do.
+"""Measure how often a worker is wrongly found slow, on a machine that runs other programs.
 
     python -m benchmarks.false_alarms [--grid 3x2x4] [--iterations 2000] [--milliseconds 2] [--computes]
 
 Trains with ops that sleep, or with small ones that compute (`--computes`: a GPT of 2 blocks), and counts what the
-detector finds where nobody is slow, and when it found that out. Exit status 1 when that is one in 1,000 iterations or
-more.
+detector finds although no worker is slow, and when it finds that out. Exit status 1 when there is one such case in
+1,000 iterations or more.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MOST = 1 / 1000
 
 @contextmanager
 def lasting(unit: float, computes: bool) -> Iterator[None]:
-    """Ops of so many seconds, if they sleep."""
+    """Make ops sleep for a number of seconds, if they sleep."""
     with nullcontext() if computes else sleeping(unit, unit, unit, 3 * unit):
         yield
 

@@ -1,16 +1,18 @@
-"""How planning grows with the cluster: from 16 workers to 16,384.
+"""Measure how planning scales with the cluster: from 16 workers to 16,384.
 
     python -m benchmarks.growth [--smallest 16] [--largest 16384] [--stages 16] [--failures 0 1 5 50]
                                 [--stage-layers 8] [--layers fixed|move] [--time-limit 10] [--json FILE]
 
-Micro-batches: 32 a pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each size and
-number of failures (each in another pipeline, stages in turn), every plan in a process of its own and checked:
+There are 32 micro-batches per pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each
+size and number of failures (each in another pipeline, stages in turn), every plan is made in a separate process and
+checked. The columns are:
 
-- pieces: different groups of pipelines, which are what is planned (see `planner.model.decompose`), and their ops;
-- first: seconds to a plan by the list scheduler alone (`--layers move`: of the first layout, in no time);
+- pieces: different groups of pipelines, which are planned once each (see `planner.model.decompose`), and their ops;
+- first: seconds to a plan by the list scheduler alone (`--layers move`: of the first layout, without search);
 - gap after the time limit, seconds until then, and the peak memory of the process.
 
-Printed below each other: seconds, and in brackets those of the processor, which are fewer where others use it, too.
+Each cell has wall-clock seconds, and below, in brackets, CPU seconds, which are fewer if other programs use the
+machine.
 """
 
 import argparse
@@ -37,7 +39,7 @@ FAILURES = (0, 1, 5, 50)
 
 
 def measure(pipelines: int, stages: int, layers: int, failures: int, options: PlanOptions) -> dict[str, float]:
-    """One plan, in this process."""
+    """Measure one plan in this process."""
     big = uniform_job(pipelines, stages, MICROBATCHES, capacity=2 * stages,
                       layers=[layers] * stages if layers else None)
     failed = [Worker(index, index % stages) for index in range(failures)]
@@ -52,7 +54,7 @@ def measure(pipelines: int, stages: int, layers: int, failures: int, options: Pl
 
 
 def _apart(*given: object) -> dict[str, float]:
-    """The same in a fresh process, so that its peak memory is its own."""
+    """Measure one plan in a new process, whose peak memory is that of this plan only."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measure, given)
 

@@ -1,4 +1,4 @@
-"""Jobs to measure with."""
+"""Build jobs for measurements."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from slipstream.planner.job.toml import job_text
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
                  transfer: float = 1, capacity: float | None = None,
                  layers: Sequence[int] | None = None) -> str:
-    """A job file of equal stages: F, I and W take `op` seconds; memory, if limited, counts micro-batches until W.
+    """Return a job file of equal stages, whose F, I and W take `op` seconds each.
 
-    `layers` are those of each stage.
+    Memory, if limited, counts micro-batches until W. `layers` has the number of layers of each stage.
     """
     tables: dict[str, Any] = {
         "name": f"{pipelines}x{stages}x{microbatches}", "pipelines": pipelines, "stages": stages,
@@ -30,13 +30,16 @@ def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 
 def uniform_job(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
                 transfer: float = 1, capacity: float | None = None,
                 layers: Sequence[int] | None = None) -> Job:
-    """The job of `uniform_text`."""
+    """Return the job of `uniform_text`."""
     return parse_job(uniform_text(pipelines, stages, microbatches, op=op, optimizer=optimizer, transfer=transfer,
                                   capacity=capacity, layers=layers))
 
 
 def gpt_job(stages: int, microbatches: int, options: argparse.Namespace, **training: object) -> Job:
-    """One pipeline of a GPT of `options.blocks`, `width`, `context` and `batch`, whose times are to be measured."""
+    """Return a job of one pipeline of a GPT whose times are to be measured.
+
+    The options `blocks`, `width`, `context` and `batch` give its shape.
+    """
     tables: dict[str, Any] = {
         "name": "gpt", "pipelines": 1, "stages": stages, "microbatches": microbatches,
         "time": {"forward": 1, "backward_input": 1, "backward_weight": 1},

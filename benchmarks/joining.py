@@ -1,13 +1,13 @@
-"""How long training stands still when a worker comes back whose layers take longer to move than an iteration lasts.
+"""Measure how long training pauses when a worker returns whose layers take longer to copy than an iteration.
 
     python -m benchmarks.joining [--width 1536] [--megabytes-per-second 15] [--returns 5] [--shard-optimizer]
 
 Trains layers that sleep through their ops (so that two cores are enough for six workers) and are as large as real ones,
-by AdamW, in 3 pipelines of 2 stages. Again and again a worker is killed and comes back, and is sent its layers no
-faster than it is told. Prints the longest time between two commits from when the worker is started until it has trained
-5 iterations; the median iteration without it; the switch: from when all have stopped until the first op; and the same
-after a death. With --shard-optimizer, all of it once more with sharded optimizer state, and how its switch compares.
-Exit status 1 when the median of the longest is above 1.5 iterations and the switch: an iteration that begins with empty
+with AdamW, in 3 pipelines of 2 stages. A worker is killed and comes back repeatedly, and receives its layers at the
+given speed. Prints the longest time between two commits from the start of the worker until it has trained 5 iterations;
+the median iteration without it; the switch, from when all workers have stopped until the first op; and the same after a
+death. With --shard-optimizer, repeats all of it with sharded optimizer state, and compares the switch. Exit status 1
+when the median of the longest times is above 1.5 iterations and the switch: an iteration that begins with empty
 pipelines is longer than the others.
 """
 
@@ -33,9 +33,9 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 OP_SECONDS = 0.03
 GAP = 40
-"""Iterations between two deaths."""
+"""Number of iterations between two deaths."""
 SETTLED = 5
-"""Iterations after which the one who came back is like the others."""
+"""Number of iterations after which a worker that came back is like the others."""
 SLACK = 1.5
 WORKER = Worker(1, 0)
 STAGES = 2
@@ -44,27 +44,27 @@ LAYERS_A_STAGE = 2
 
 @dataclass(slots=True)
 class Clock:
-    """When iterations were committed, and what changed."""
+    """Times at which iterations were committed, and what changed."""
 
     commits: list[float] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
 
     def progress(self, *_: object) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed."""
         self.commits.append(time.monotonic())
 
     def notify(self, news: Recovery | str) -> None:
-        """Something has changed."""
+        """Record a change of workers."""
         if isinstance(news, Recovery):
             self.recoveries.append(news)
 
     def gap(self, start: int, end: int) -> float:
-        """The longest from one commit to the next, of the iterations in a range."""
+        """Return the longest time from one commit to the next in a range of iterations."""
         return max(later - earlier for earlier, later in pairwise(self.commits[start:end]))
 
 
 def returns(options: argparse.Namespace, fork_server: ForkServer, out: Path, *, sharded: bool) -> Clock:
-    """A worker dies and comes back so many times."""
+    """Run a training in which a worker dies and comes back several times."""
     count = options.returns
     job = uniform_job(3, STAGES, 2, op=1, optimizer=0, transfer=0)
     config = parse_run_config({**MODEL, "width": options.width, "blocks": STAGES * LAYERS_A_STAGE},
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def tell(clock: Clock, options: argparse.Namespace) -> tuple[float, bool]:
-    """Print what was measured: the switch, in seconds, and whether no commit was late."""
+    """Print what was measured, and return the switch, in seconds, and whether no commit was late."""
     back = [one for one in clock.recoveries if one.returned]
     state_bytes = LAYERS_A_STAGE * options.width**2 * 4 * 3
     # From the third iteration after the death on: the worker is started in the second.

@@ -1,20 +1,21 @@
-"""How near to the work bound plans with moved layers are.
+"""Measure how close plans with moved layers are to the work bound.
 
     python -m benchmarks.layers [--group NAME ...] [--every N] [--offset N] [--time-limit 10] [--room tight|roomy]
                                 [--loads] [--json FILE]
 
-A grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4, 8, 16; M in 2 S, 4 S), 4 or 8 layers
-a stage, F = I = W, transfer F / 10, optimizer F / 2, and workers that failed or are slow, placed at random: one, two or
-four down; one or two slow, 1.2 to 3 times; one of each. `--group "1 down"` takes only those of that row of the table,
-and `--every N` each N-th instance of what is left, from `--offset` on.
+Instances have a grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4, 8, 16; M in 2 S, 4
+S), 4 or 8 layers per stage, F = I = W, transfer F / 10, optimizer F / 2, and randomly placed workers that failed or are
+slow: one, two or four down; one or two slow, 1.2 to 3 times; one of each. `--group "1 down"` takes only the instances
+of that row of the table, and `--every N` each N-th of the remaining instances, from `--offset` on.
 
-Room for 2 S micro-batches beside the own stage, whose weights take as much as S micro-batches (`tight`: who holds half
-a stage more has room for 1.5 S); or the same and half a stage's weights beside (`roomy`). `--loads` makes no plans.
+There is room for 2 S micro-batches in addition to the worker's own stage, whose weights take as much as S micro-batches
+(`tight`: a worker that holds another half stage has room for 1.5 S), or for the same and half a stage's weights
+(`roomy`). `--loads` makes no plans.
 
-For each instance: period / work bound; the best proven bound / work bound, which no plan can undercut (somebody runs
-whole layers of whole micro-batches, so more than the mean); the least longest load of all layouts made / work bound,
-which no order of these can. Exit status 1 when fewer than nine in ten instances with one or two failures are within
-1.04.
+For each instance the benchmark prints: period / work bound; the best proven bound / work bound, below which no plan can
+be (a worker runs whole layers of whole micro-batches, hence more than the mean); and the smallest longest load of all
+layouts tried / work bound, below which no order of these layouts can be. Exit status 1 when fewer than nine in ten
+instances with one or two failures are within 1.04.
 """
 
 import argparse
@@ -45,11 +46,11 @@ from slipstream.schedules.schedule import Worker
 
 GOAL, LIMIT = 1.04, 1.10
 KINDS = ((1, 0), (2, 0), (4, 0), (0, 1), (0, 2), (1, 1))
-"""Workers down, and slow."""
+"""Numbers of workers that are down, and that are slow."""
 
 
 class Instance(NamedTuple):
-    """A job, its failures, and the row of the table that counts it."""
+    """Job and its failures, with the row of the table that counts it."""
 
     name: str
     group: str
@@ -58,14 +59,14 @@ class Instance(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of an instance: its period, or with `--loads` the least load, and the best proven bound, / the work bound."""
+    """Period (with `--loads`, least load) and best proven bound of an instance, relative to the work bound."""
 
     value: float
     bound: float
 
 
 def instances(room: str, seed: int = 0) -> Iterator[Instance]:
-    """The grid, the same for the same seed."""
+    """Return the instances of the benchmark, which are the same for the same seed."""
     chosen = random.Random(seed)
     grid = itertools.product((2, 3, 4, 6, 8, 16), (4, 8, 16), (2, 4), (4, 8), KINDS)
     for pipelines, stages, factor, layers, (down, slow) in grid:
@@ -90,7 +91,7 @@ def _job(pipelines: int, stages: int, microbatches: int, layers: int, slow: dict
 
 
 def longest_load(given: Problem, layout: Layout) -> int:
-    """Ticks of the busiest worker: its ops, then all-reduces and optimizer of what it holds."""
+    """Return the ticks of the busiest worker: its ops, and all-reduces and optimizer steps of the layers it holds."""
     load = {worker: total(given.costs.sums.closing, ranges) for worker, ranges in layout.holds.items()}
     for route in layout.routes.values():
         for layers, worker in route:
@@ -137,12 +138,12 @@ def main() -> None:
 
 
 def tick_of_layers(job: Job) -> float:
-    """Seconds of a tick in the problem of a layout."""
+    """Return the seconds of a tick in the problem of a layout."""
     return float(tick_of(job, layer_costs(job)))
 
 
 def _planned(instance: Instance, seconds: float) -> float:
-    """The period in seconds; infinite where there is no plan."""
+    """Return the period in seconds, or infinity if there is no plan."""
     try:
         schedule = plan_only(PlanOptions(layers="move", time_limit=seconds), instance.job, instance.failed).schedule
     except NoPlanError:

@@ -1,17 +1,17 @@
-"""What links do to a plan that plans do not count: a bound on each, from replays of plans of presets.
+"""Bound the effect of links that plans do not count, from replays of plans of presets.
 
     python -m benchmarks.links [--preset llama-3-8b ...] [--steps 400000] [--failed 2.1 ...]
 
-A plan with `[network] overlap` is replayed, each worker's ops in their order, its first op when planned, with
+A plan with `[network] overlap` is replayed, with each worker's ops in their order and its first op when planned, with
 
 - *queued*: a worker sends one transfer at a time, receives one at a time, and neither while it reduces. A transfer that
-  comes during a reduction waits for all of it, where real links share: so this is an upper end.
-- *free*: transfers that take no time, as if all neighbours shared a node with endless links: a lower end of what links
-  within a node could bring to these orders.
+  comes during a reduction waits for all of it, while real links share: this is an upper limit.
+- *free*: transfers that take no time, as if all neighbours shared a node with unlimited links: a lower limit of what
+  links within a node could gain for these orders.
 
-Periods relative to the plan's are printed, and the share of the period that gathering parameters takes where state is
-sharded (the optimizer step of a job with sharded state counts it; none of it goes on beside the next iteration); and
-for how many iterations a link is busy with what the busiest worker receives when layers move.
+The benchmark prints periods relative to the plan's; the share of the period in which parameters are gathered if state
+is sharded (the optimizer step of such a job includes it, and none of it overlaps with the next iteration); and for how
+many iterations a link is busy with what the busiest worker receives when layers move.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OVERLAP = "\n[network]\noverlap = true\n"
 
 
 def replayed(schedule: Schedule, transfer: int, *, queued: bool) -> int:
-    """The longest window of a worker, in ticks."""
+    """Return the longest window of a worker, in ticks."""
     programs = {worker: [op for op in schedule.ops(worker) if op.kind in COMPUTE_KINDS] for worker in schedule.members}
     host = {op_key(op): worker for worker, ops in programs.items() for op in ops}
     paths = _paths(schedule, host)
@@ -90,7 +90,7 @@ def replayed(schedule: Schedule, transfer: int, *, queued: bool) -> int:
 
 
 class _Reductions:
-    """What is reduced once what has been done."""
+    """Reductions with the ops that each of them awaits."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -119,7 +119,7 @@ class _Reductions:
         return self._schedule.times.all_reduce[number]
 
     def after(self, key: OpKey) -> list[int]:
-        """The reductions that await nothing any more once this W is done."""
+        """Return the reductions that no longer await anything once this W is done."""
         found = []
         for number in self._of(key):
             self._left[number] -= 1
@@ -143,8 +143,10 @@ def _paths(schedule: Schedule, host: dict[OpKey, Worker]) -> dict[tuple[int, int
 
 
 def gathering(name: str) -> float:
-    """Seconds in which the slowest stage gathers its parameters, of an estimated preset with sharded state: what its
-    optimizer step takes beside its share of the step."""
+    """Return the seconds in which the slowest stage of a preset with sharded state gathers its parameters.
+
+    This is the part of its optimizer step that exceeds its share of the step itself.
+    """
     whole, sharded = (parse_job(preset(name, shard_optimizer=shard)) for shard in (False, True))
     share = replace(ESTIMATED[name][1], shard_optimizer=True).stepped
     return max(one - share * other for one, other in zip(sharded.time.optimizer, whole.time.optimizer, strict=True))

@@ -1,9 +1,10 @@
-"""How long a lookup takes in a loaded table: random failure sets, each schedule relabelled and, apart, fully checked.
+"""Measure the time of lookups in a loaded table, for random failure sets, and of full checks of the schedules.
 
     python -m benchmarks.lookup [--pipelines 16] [--stages 8] [--microbatches 16] [--failures 12] [--lookups 500]
                                 [--json FILE]
 
-The table holds greedy plans: what a lookup costs does not depend on how good they are. Times in milliseconds.
+Each schedule is relabelled. The table holds greedy plans, because the cost of a lookup does not depend on their
+quality. Times are in milliseconds.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What stashes of weight work and copies for undoing a step cost in memory, against what `slipstream profile` writes.
+"""Compare the memory of weight-work stashes and undo copies with what `slipstream profile` writes.
 
     python -m benchmarks.memory [--width 256] [--blocks 4] [--context 256] [--batch 4] [--device cpu] [--json]
 
-Profiles a small GPT in two stages, takes the job file's numbers, and then measures each stage in a process of its own,
-by what the system says that the process holds (Linux), or what torch has allocated on its GPU: a few micro-batches
+Profiles a small GPT in two stages, takes the numbers of the job file, and then measures each stage in a separate
+process, by the memory that the system reports (Linux) or that torch has allocated on its GPU: a few micro-batches
 between F and I, between I and W, and the stage itself with the optimizer, with and without the copies. Exit status 1
-when the profile is more than 10 % below what is measured, or 25 % above: a plan by too small numbers runs out of
+when the profile is more than 10 % below the measurement, or 25 % above: a plan with too small numbers runs out of
 memory.
 """
 

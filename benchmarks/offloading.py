@@ -1,12 +1,12 @@
-"""What offloading of activations to host memory could gain at most.
+"""Bound what offloading of activations to host memory could gain.
 
     python -m benchmarks.offloading [--steps N] [--bandwidth BYTES] [--json]
 
-The host link of a worker carries a share of its activations, out and back, while it computes. If that share were away
-from F to I, without any time to leave and to come back, a worker would have room for so much more: such a plan is at
-least as short as one with offloading, and so is one of a placement that needs less memory (`plan --placement any`)
-beside it. GPT presets have room for as many micro-batches as a pipeline has workers (1F1B), for half and for twice as
-many; the Llama presets have what is left beside their weights.
+The host link of a worker carries a share of its activations, out and back, while it computes. If this share were away
+from F to I, without taking any time to leave and return, a worker would have room for that much more. Such a plan is at
+least as short as one with offloading. Placements that need less memory (`plan --placement any`) are bounded in the same
+way. GPT presets have room for as many micro-batches as a pipeline has workers (1F1B), for half and for twice as many;
+the Llama presets have the memory that their weights leave.
 """
 
 import argparse
@@ -29,39 +29,39 @@ from slipstream.planner.plan import plan_only
 GPTS, LLAMAS = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b"), ("llama-3-8b", "llama-3-70b")
 ROOMS = (0.5, 1.0, 2.0)
 LINK = 25e9
-"""Bytes a second, each way: a PCIe 4.0 x16 link as measured by those who offload (arXiv 2503.01328 has such)."""
+"""Bandwidth each way, in bytes per second: a PCIe 4.0 x16 link as measured in work on offloading (arXiv 2503.01328)."""
 
 
 class Row(NamedTuple):
-    """A job with some memory. Periods are in seconds; None: no plan."""
+    """Job with a memory limit. Periods are in seconds; None means that there is no plan."""
 
     job: str
     room: float | None
-    """Micro-batches on a worker, as a multiple of the workers of a pipeline."""
+    """Micro-batches that fit on a worker, as a multiple of the workers of a pipeline."""
     period: float | None
     placed: float | None
-    """Of any placement with the same memory."""
+    """Period of the best placement with the same memory."""
     away: float
-    """The share of activations that the link carries."""
+    """Share of the activations that the link carries."""
     offloaded: float | None
-    """With so much more room."""
+    """Period with the additional room."""
     placed_offloaded: float | None
-    """Of any placement with it."""
+    """Period of the best placement with the additional room."""
 
     @property
     def gain(self) -> float | None:
-        """What offloading gains, about at most."""
+        """Approximate upper limit of what offloading gains."""
         return None if self.period is None or self.offloaded is None else self.period / self.offloaded - 1
 
     @property
     def gain_over_placed(self) -> float | None:
-        """The same of the best placements."""
+        """Approximate upper limit of what offloading gains over the best placement."""
         return None if self.placed is None or self.placed_offloaded is None else \
             self.placed / min(self.placed, self.placed_offloaded) - 1
 
 
 def one_pipeline(name: str, room: float | None) -> str:
-    """The job file of one healthy pipeline of a preset. `room`: see `Row`."""
+    """Return the job file of one healthy pipeline of a preset, with the room described in `Row`."""
     layers = MovableLayers(preset(name))
     job = layers.job
     text = layers.text(layers.given)
@@ -77,7 +77,7 @@ def one_pipeline(name: str, room: float | None) -> str:
 
 
 def measured(name: str, room: float | None, options: PlanOptions, bandwidth: float) -> Row:
-    """All plans of one row."""
+    """Make all plans of one row."""
     text = one_pipeline(name, room)
     job = parse_job(text)
     assert job.memory is not None

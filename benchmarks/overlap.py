@@ -1,17 +1,17 @@
-"""Reductions beside compute: measured against planned, and how much of them is hidden, against torch's DDP.
+"""Compare reductions that overlap with compute, measured and planned, with torch's DDP.
 
     python -m benchmarks.overlap [--layers 8] [--microbatches 4] [--milliseconds 20] [--bandwidth 8e6] [--iterations 10]
 
-Layers sleep so many milliseconds in each of F, I and W. Each worker has a network namespace of its own, whose link a
-relay (`benchmarks.packet_relay`) slows to `--bandwidth` bytes a second; one layer's gradients take as long to reduce as
-2.5 of its ops, unless `--width` says otherwise. Plans are made from these numbers, with `[network] overlap`.
+Layers sleep the given milliseconds in each of F, I and W. Each worker has a network namespace of its own, whose link a
+relay (`benchmarks.packet_relay`) slows to `--bandwidth` bytes per second; reducing one layer's gradients takes as long
+as 2.5 of its ops, unless `--width` says otherwise. Plans are made from these numbers, with `[network] overlap`.
 
-First 2 pipelines of 1 stage, and the same model in torch's DistributedDataParallel, over gloo and the same link: of its
-buckets (one layer each, two, or its default) those that hide most count. "Hidden" is the share of the reductions that
-does not lengthen an iteration: 1 - (iteration - computing) / reductions, where computing is what torch's loop takes
-without reductions, and reductions what they take alone. Then 2 pipelines of 2 stages. An iteration is the median time
-from one commit to the next, or, of torch, from one step to the next. Exit status 1 where one is more than 5 % longer
-than planned, or less is hidden than torch hides.
+The first case is 2 pipelines of 1 stage, and the same model in torch's DistributedDataParallel, over gloo and the same
+link. The bucket setting of DDP that hides most counts (one layer each, two, or the default). "Hidden" is the share of
+the reductions that does not lengthen an iteration: 1 - (iteration - computing) / reductions, where computing is what
+torch's loop takes without reductions, and reductions what they take alone. The second case is 2 pipelines of 2 stages.
+An iteration is the median time from one commit to the next, or, in torch, from one step to the next. Exit status 1 when
+an iteration is more than 5 % longer than planned, or less is hidden than torch hides.
 """
 
 import argparse
@@ -43,38 +43,38 @@ LATENCY_SECONDS = 0.001
 PIPELINES = 2
 STAGES = (1, 2)
 WARM_UP = 3
-"""Iterations that do not count."""
+"""Number of iterations that do not count."""
 OPS = 2.5
-"""Of a layer, that its reduction takes as long as, unless a width is given."""
+"""Number of ops of a layer that take as long as its reduction, unless a width is given."""
 TIMEOUT_SECONDS = 400
 
 
 class Torch(NamedTuple):
-    """What torch measures; seconds."""
+    """Measurements of torch, in seconds."""
 
     computing: float
-    """An iteration without reductions."""
+    """Seconds of an iteration without reductions."""
     reductions: float
-    """All of them, alone."""
+    """Seconds of all reductions alone."""
     iterations: dict[str, float]
-    """With them, by the buckets."""
+    """Seconds of an iteration with reductions, by bucket setting."""
 
 
 class Ours(NamedTuple):
-    """Seconds of an iteration."""
+    """Planned and measured seconds of an iteration."""
 
     planned: float
     measured: float
 
 
 def width_of(options: argparse.Namespace) -> int:
-    """Of the layers."""
+    """Return the width of the layers."""
     wanted: float = OPS * options.milliseconds / 1e3 * options.bandwidth / torch.float32.itemsize
     return int(options.width or wanted**0.5)
 
 
 def job(stages: int, options: argparse.Namespace) -> str:
-    """A job file. The first layer has no I, and does all in W."""
+    """Return a job file. The first layer has no I, and does all of its backward in W."""
     each = options.layers // stages
     size = width_of(options) ** 2 * torch.float32.itemsize
     op = options.milliseconds / 1e3
@@ -94,7 +94,7 @@ def job(stages: int, options: argparse.Namespace) -> str:
 
 @contextmanager
 def network(sides: int, options: argparse.Namespace) -> Iterator[tuple[list[list[str]], dict[str, str]]]:
-    """What to put before commands, and their environment."""
+    """Return the prefixes of commands, and their environment."""
     with slow_network(LATENCY_SECONDS, 0.0, sides=sides, bandwidth=options.bandwidth) as before, \
             sleeping(*(options.milliseconds / 1e3,) * 3, 0.0):
         yield before, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
@@ -102,7 +102,7 @@ def network(sides: int, options: argparse.Namespace) -> Iterator[tuple[list[list
 
 
 def answer_of_first(commands: list[list[str]], environment: dict[str, str], folder: Path) -> bytes:
-    """Run all, and read what the first says. Raises OSError, SubprocessError."""
+    """Run all commands, and return the output of the first. Raises OSError and SubprocessError."""
     with ExitStack() as stack:
         processes = []
         for side, command in enumerate(commands):
@@ -119,7 +119,7 @@ def answer_of_first(commands: list[list[str]], environment: dict[str, str], fold
 
 
 def ours(stages: int, options: argparse.Namespace) -> Ours:
-    """Plan and train."""
+    """Plan and train with Slipstream."""
     sides = PIPELINES * stages
     with tempfile.TemporaryDirectory() as name, network(sides, options) as (before, environment):
         folder = Path(name)
@@ -136,7 +136,7 @@ def ours(stages: int, options: argparse.Namespace) -> Ours:
 
 
 def torchs(options: argparse.Namespace) -> Torch:
-    """What DistributedDataParallel takes."""
+    """Measure DistributedDataParallel."""
     with tempfile.TemporaryDirectory() as name, network(PIPELINES, options) as (before, environment):
         environment |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29600"}
         words = [word for key in ("layers", "microbatches", "milliseconds", "bandwidth", "iterations")
@@ -148,14 +148,14 @@ def torchs(options: argparse.Namespace) -> Torch:
 
 
 def as_rank(options: argparse.Namespace) -> Torch:
-    """One process of torch's."""
+    """Run one process of torch."""
     config = parse_run_config({**MODEL, "blocks": options.layers, "width": options.width}, TRAINING)
     model = Sleepers(config.model, 0, torch.float32, torch.device("cpu"))
     tokens = torch.zeros(1, config.model.context, dtype=torch.long)
     distributed.init_process_group("gloo", rank=options.rank, world_size=PIPELINES)
 
     def iterating(bucket_mb: float | None, *, reduces: bool = True) -> float:
-        """Seconds of an iteration."""
+        """Return the seconds of an iteration."""
         replica = DistributedDataParallel(nn.Sequential(*map(model.build, range(options.layers))),
                                           bucket_cap_mb=bucket_mb)  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ def as_rank(options: argparse.Namespace) -> Torch:
 
 
 def median(run: Callable[[], None], options: argparse.Namespace) -> float:
-    """Seconds of one, after some."""
+    """Return the median seconds of an iteration, after a warm-up."""
     ends = []
     distributed.barrier()
     for _ in range(WARM_UP + options.iterations):

@@ -1,9 +1,9 @@
-"""A slow network: network namespaces of Linux, joined by a relay that delays and drops packets.
+"""Simulate a slow network: network namespaces of Linux, joined by a relay that delays and drops packets.
 
-Each namespace has one interface, a TUN device, whose packets this process passes to the one that they are for: each one
-`latency` seconds after it was sent, or never, with a probability of `loss`, in either direction. Where a bandwidth is
-given, each namespace's link carries so many bytes a second each way. The system's own TCP runs on all sides, so that a
-lost packet costs what it does there: retransmission, and a smaller window. Needs the right to make network namespaces,
+Each namespace has one interface, a TUN device, whose packets this process passes to their destination `latency` seconds
+after they were sent, or drops with a probability of `loss`, in either direction. If a bandwidth is given, each
+namespace's link carries that many bytes per second each way. The system's own TCP runs on all sides, so that a lost
+packet has its real cost: retransmission, and a smaller window. The relay needs the right to make network namespaces,
 and no traffic control in the kernel.
 """
 
@@ -31,10 +31,10 @@ PACKET_BYTES = 65536
 IPV4 = 4
 READY = "ready"
 DESTINATION = 19
-"""The last byte of an IPv4 packet's destination: where all addresses differ."""
+"""Index of the last byte of an IPv4 packet's destination, in which all addresses differ."""
 LIMITED = (("mtu", "9000"), ("net.ipv4.tcp_wmem", "4096 65536 262144"), ("net.ipv4.tcp_rmem", "4096 65536 262144"))
-"""Where bandwidth is limited: packets of which this process can pass enough, and connections that do not fill a link's
-queue for longer than others can wait."""
+"""Settings for limited bandwidth: packets so large that this process can pass enough, and short queues of
+connections."""
 
 
 def ip(*words: str) -> None:
@@ -43,15 +43,17 @@ def ip(*words: str) -> None:
 
 
 def address(side: int) -> str:
-    """That of one side."""
+    """Return the address of one side."""
     return f"10.214.9.{side + 1}"
 
 
 @contextmanager
 def slow_network(latency_seconds: float, loss: float, seed: int = 1, *, sides: int = SIDES,
                  bandwidth: float = math.inf) -> Iterator[list[list[str]]]:
-    """What to put before a command to run it on each side; `bandwidth` in bytes a second. Raises CalledProcessError,
-    OSError."""
+    """Yield the prefix of commands for each side. Raises CalledProcessError and OSError.
+
+    The bandwidth is in bytes per second.
+    """
     names = [f"slow{os.getpid()}-{side}" for side in range(sides)]
     with ExitStack() as stack:
         for name in names:
@@ -77,7 +79,7 @@ def slow_network(latency_seconds: float, loss: float, seed: int = 1, *, sides: i
 
 
 def _open_device(namespace: str) -> int:
-    """A TUN device in a namespace, which this thread enters."""
+    """Open a TUN device in a namespace, which this thread enters."""
     with Path(f"/var/run/netns/{namespace}").open() as place:
         if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "cannot enter the namespace")
@@ -87,7 +89,7 @@ def _open_device(namespace: str) -> int:
 
 
 def relay(namespaces: list[str], latency_seconds: float, loss: float, bandwidth: float, seed: int) -> None:
-    """Pass packets to those that they are for, for ever."""
+    """Pass packets to their destinations forever."""
     devices, rng = [_open_device(name) for name in namespaces], random.Random(seed)
     print(READY, flush=True)
     waiting: list[tuple[float, int, int, bytes]] = []

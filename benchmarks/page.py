@@ -1,9 +1,10 @@
-"""How long the timeline page takes to draw a frame with 100,000 ops, in a real headless Chromium without a GPU.
+"""Measure the time to draw a frame of the timeline page with 100,000 ops, in a headless Chromium without a GPU.
 
     python -m benchmarks.page [--pipelines 32] [--stages 8] [--microbatches 128] [--frames 60] [--json FILE]
 
-A greedy plan with four workers down, so that most pipelines differ; zoomed, panned and scrolled, one step a frame.
-Milliseconds: drawing, and from one frame to the next. Exits 1 when the median of a movement is above 1000 / 60.
+The page shows a greedy plan with four workers down, so that most pipelines differ. It is zoomed, panned and scrolled,
+one step per frame. Prints milliseconds of drawing, and from one frame to the next. Exit status 1 when the median of a
+movement is above 1000 / 60.
 """
 
 import argparse

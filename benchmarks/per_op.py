@@ -1,15 +1,15 @@
-"""What an op costs here and in torch.distributed.pipelining: the same schedule, model, optimizer and processes.
+"""Compare the cost of an op with torch.distributed.pipelining: the same schedule, model, optimizer and processes.
 
     python -m benchmarks.per_op [--stages 2] [--microbatches 8] [--width 32] [--iterations 150] [--repeats 5] [--json]
 
 (`benchmarks.devices` runs it on GPUs, also with large layers.)
 
-A GPT so small that most of the time is the runtime's own, over gloo, a process a stage, one thread each. `table` is
-torch's runtime for orders of ops, given ours as CSV; `1F1B` its own class for that one schedule. Runs take turns; the
-quickest of each counts, as other programs can only delay. Seconds of an iteration, with data, optimizer step and, here,
-reports and what it takes to undo a step, by the number of F, I, W and B that a worker runs; and, likewise, seconds that
-the threads of all workers computed, which tell more on a busy machine. Exit status 1 when an op costs more here than in
-torch's runtime for the same order, by both.
+The GPT is so small that most of the time is the runtime's own, over gloo, with one process per stage and one thread
+each. `table` is torch's runtime for orders of ops, which gets Slipstream's order as CSV; `1F1B` is torch's own class
+for that one schedule. Runs take turns, and the quickest of each counts, because other programs can only delay. The
+benchmark prints the seconds of an iteration, with data, optimizer step and, here, reports and undo copies, divided by
+the number of F, I, W and B that a worker runs; and likewise the CPU seconds of all workers, which tell more on a busy
+machine. Exit status 1 when an op costs more here than in torch's runtime for the same order, by both measures.
 """
 
 import argparse
@@ -44,28 +44,28 @@ from slipstream.schedules.torchcsv import write_order
 LIMIT = 1.0
 WARM_UP = 20
 Rival = Literal["table", "1F1B", "zero-bubble"]
-"""Torch's runtime for orders of ops, given ours; its own schedules: two stages a worker for the last."""
+"""Runtime of torch: the one for orders of ops, or a schedule of its own. The last one has two stages per worker."""
 
 
 class Comparison(NamedTuple):
-    """What both run."""
+    """Settings that all runtimes run."""
 
     name: str
     schedule: Schedule
     config: RunConfig
     rivals: tuple[Rival, ...]
     warm_up: int = WARM_UP
-    """Iterations before those that are measured."""
+    """Number of iterations before the measured ones."""
 
     @property
     def ops(self) -> int:
-        """Computing ops of the busiest worker."""
+        """Number of compute ops of the busiest worker."""
         return max(sum(op.kind not in (OpKind.A, OpKind.O) for op in self.schedule.ops(seat.worker))
                    for seat in self.schedule.seats)
 
 
 class Cost(NamedTuple):
-    """Of an iteration: seconds that pass, and seconds that all workers compute in."""
+    """Cost of an iteration: wall-clock seconds, and CPU seconds of all workers."""
 
     wall: float
     cpu: float
@@ -81,18 +81,19 @@ class OpCosts(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """What an op costs here, in what it costs there."""
+        """Cost of an op here, relative to torch."""
         return self.ours.wall / self.torchs.wall
 
     @property
     def cpu_ratio(self) -> float:
-        """The same by computing time, which other programs disturb less."""
+        """Cost of an op here, relative to torch, by CPU time, which other programs disturb less."""
         return self.ours.cpu / self.torchs.cpu
 
 
 def settings(stages: int, microbatches: int, width: int, iterations: int, model: Mapping[str, object] = {},
              training: Mapping[str, object] = {}, warm_up: int = WARM_UP) -> list[Comparison]:
-    """1F1B, and a schedule that splits the backward. `model` and `training` replace keys of these tables."""
+    """Return the settings: 1F1B, and a schedule with split backward. `model` and `training` replace keys of these
+    tables."""
     zero_first = [0] + [1] * (stages - 1)
     job = parse_job(f"pipelines = 1\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\nforward = 1\n"
                     f"backward_input = {zero_first}\nbackward_weight = 1\noptimizer = 1\n")
@@ -104,7 +105,7 @@ def settings(stages: int, microbatches: int, width: int, iterations: int, model:
 
 
 def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
-    """Costs of an iteration here."""
+    """Return the costs of an iteration here."""
     ends: list[tuple[float, float]] = []
 
     def note(iteration: int, _: float) -> None:
@@ -120,13 +121,13 @@ def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has computed, in all its threads (Linux)."""
+    """Return the CPU seconds of a process in all of its threads (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def torchs(setting: Comparison, rival: Rival) -> Cost:
-    """Costs of an iteration in torch.distributed.pipelining."""
+    """Return the costs of an iteration in torch.distributed.pipelining."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "order.csv").write_text(write_order(setting.schedule))
@@ -191,7 +192,11 @@ def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: R
 
 
 def _device(training: TrainingConfig, rank: int, stages: int) -> torch.device:
-    """Of a rank. On fewer cards than ranks, each is a machine of its own to NCCL, which refuses two on a card else."""
+    """Return the device of a rank.
+
+    With fewer cards than ranks, each rank appears to NCCL as a separate machine, because NCCL refuses two ranks on a
+    card.
+    """
     if training.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() < stages:
@@ -213,7 +218,7 @@ def _torch_schedule(rival: Rival, parts: list[PipelineStage], microbatches: int,
 
 
 def compare(setting: Comparison, repeats: int) -> list[OpCosts]:
-    """All runs of a setting, in turns."""
+    """Run all runtimes of a setting in turns, and return their costs."""
     here: list[Cost] = []
     there: dict[Rival, list[Cost]] = {rival: [] for rival in setting.rivals}
     with ForkServer() as fork_server:
@@ -226,7 +231,7 @@ def compare(setting: Comparison, repeats: int) -> list[OpCosts]:
 
 
 def least(costs: Sequence[Cost], ops: int) -> Cost:
-    """Of an op, at best."""
+    """Return the smallest costs of an op."""
     return Cost(min(cost.wall for cost in costs) / ops, min(cost.cpu for cost in costs) / ops)
 
 

@@ -1,11 +1,11 @@
-"""How well a plan made from a profile predicts the period that is then measured: profile, plan, train, compare.
+"""Measure how well a plan made from a profile predicts the measured period: profile, plan, train, compare.
 
     python -m benchmarks.prediction [--width 256] [--blocks 6] [--batch 4] [--iterations 12] [--repeats 3]
 
-The grid is 1 pipeline x as many stages as there are cores (or GPUs), at most 4, so that each worker has one of its own.
-Each repeat profiles, plans, trains, and profiles again: it counts only where the machine was as fast after the run as
-before it and no profile had to wait for other programs. Prints the repeats that do not count, too. Exit
-status 1 when the median of those that count is more than 10 % off, 2 when the machine is too busy to tell.
+The grid is 1 pipeline with as many stages as there are cores (or GPUs), at most 4, so that each worker has its own.
+Each repeat profiles, plans, trains, and profiles again. It counts only if the machine was as fast after the run as
+before it and no profile had to wait for other programs. Repeats that do not count are printed, too. Exit status 1 when
+the median of those that count is more than 10 % off, and 2 when the machine is too busy to tell.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from slipstream.runtime.tools.profile import Profile, profile
 
 LIMIT = 0.10
 CALM = 0.05
-"""By how much a machine that is left alone may change its speed, and keep a process waiting."""
+"""Maximum change of the machine's speed, and maximum waiting share, of a machine that is left alone."""
 TRIES = 4
-"""Times as many repeats as are asked for, at most."""
+"""Maximum number of repeats, as a multiple of the requested ones."""
 
 
 class Predicted(NamedTuple):
-    """Periods in seconds; whether the machine was calm."""
+    """Periods in seconds, and whether the machine was calm."""
 
     planned: float
     measured: float
@@ -46,7 +46,7 @@ class Predicted(NamedTuple):
 
 
 def predict_and_measure(options: argparse.Namespace, stages: int, backward: str, folder: Path) -> Predicted:
-    """One repeat."""
+    """Run one repeat."""
     guess = gpt_job(stages, options.microbatches, options, iterations=options.iterations)
     config = parse_run_config(guess.model, guess.training)
     measure = partial(profile, config, split_layers(options.blocks + 2, stages), copies=1, workers=stages,
@@ -62,7 +62,7 @@ def predict_and_measure(options: argparse.Namespace, stages: int, backward: str,
 
 
 def work(measured: Profile) -> float:
-    """Seconds of one micro-batch in all stages."""
+    """Return the seconds of one micro-batch in all stages."""
     return sum(stage.forward + stage.backward_input + stage.backward_weight for stage in measured.stages)
 
 

@@ -1,4 +1,4 @@
-"""Whether the figures in documents are those that commands print.
+"""Check whether the figures in documents are those that commands print.
 
     python -m benchmarks.figures trace               # into reproduction/, and so on for each figure
     python -m benchmarks.fleet                       # into benchmark/
@@ -10,17 +10,17 @@ A document names the file that a command wrote, and holds its tables between two
     | model | policy | ...
     <!-- end -->
 
-Without --write, says which blocks differ from their files (exit 1), and which files are not there (not compared).
-With it, the blocks become what the files say.
+Without --write, the command reports which blocks differ from their files (exit 1), and which files are missing (not
+compared). With --write, it replaces the blocks by the content of the files.
 
-Outside these blocks, a document may state no other figures (numbers with a decimal point, and percentages): each has to
-be in a printed block of its section (to the digits that it has), or between comments that name where it is from:
+Outside of these blocks, a document may state no other figures (numbers with a decimal point, and percentages). Each
+figure must be in a printed block of its section (to the digits that it has), or between comments that name its source:
 
     <!-- from: ReCycle (SOSP 2024) -->          what others published, what is assumed, or what a command measured
     ... published is 0.78 ...
     <!-- end -->
 
-It says which are not (exit 1).
+The command reports all other figures (exit 1).
 """
 
 import argparse
@@ -34,18 +34,18 @@ BLOCK = re.compile(r"(<!-- printed: (?P<file>\S+) -->\n)(?P<body>.*?)(<!-- end -
 FROM = re.compile(r"<!-- from: [^\n]*? -->.*?<!-- end -->", re.DOTALL)
 NO_FIGURES = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|!\[[^]]*\]|<!--.*?-->|"
                         r"\b\d{4}\.\d{5}\b|\b\d+\.\d+\.\d+\b|\bPython \d\.\d+", re.DOTALL)
-"""Code, links, pictures, comments; numbers of arXiv, versions."""
+"""Pattern of text whose numbers are not figures: code, links, pictures, comments, arXiv numbers, versions."""
 FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*\.\d+)(?!\w|\.\d)|(?<![\w.,])(\d+)(?= ?%)")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def printed_part(text: str) -> str:
-    """What a document takes of a file: all but its title and what it assumes, which the document says in its words."""
+    """Return the part of a file that a document takes: all but title and assumptions, which it words itself."""
     return re.sub(r"\A# .*?\n\n", "", text).split("\nAssumed:\n")[0].rstrip() + "\n"
 
 
 def renewed(document: str, folder: Path) -> tuple[str, Sequence[str], Sequence[str]]:
-    """(the document with blocks as printed, files from which a block differs, files that are not there)."""
+    """Return (the document with blocks as printed, files from which a block differs, missing files)."""
     differing: list[str] = []
     missing: list[str] = []
 
@@ -62,7 +62,8 @@ def renewed(document: str, folder: Path) -> tuple[str, Sequence[str], Sequence[s
 
 
 def unprinted(document: str) -> Iterator[tuple[int, str]]:
-    """Figures (line, figure) that are in no printed block of their section, and of which nothing says where from."""
+    """Return figures, as (line, figure), that are in no printed block of their section and whose source is not
+    named."""
     line = 1
     for section in re.split(r"(?m)^(?=#)", document):
         printed = [float(number.replace(",", "")) for block in BLOCK.finditer(section)

@@ -1,12 +1,12 @@
-"""How many small jobs are planned within 2 % of what is proven.
+"""Count the small jobs that are planned within 2 % of the proven bound.
 
     python -m benchmarks.proofs [--jobs 100] [--first 0] [--seed 0] [--hard] [--time-limit 60] [--steps N]
                                 [--json FILE] [--compare FILE]
 
-Draws jobs of up to 150 compute ops, with workers down, unlike stages and pipelines, and mostly little memory; counts
-those whose plan is at most 2 % above its bound. `--hard` draws only such of which list schedules, at once, are further
-from the bounds that need no search. With `--steps` a figure depends on no machine: 400,000 are about a second of an
-idle core. `--json` keeps periods and bounds, `--compare` prints the change against kept ones.
+Draws jobs of up to 150 compute ops, with workers down, unequal stages and pipelines, and mostly little memory, and
+counts those whose plan is at most 2 % above its bound. `--hard` draws only jobs for which list schedules alone are
+further from the bounds that need no search. With `--steps` the result does not depend on the machine: 400,000 are about
+a second of an idle core. `--json` stores periods and bounds, `--compare` prints the change against stored ones.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from slipstream.schedules.schedule import Worker
 
 MOST_OPS, FEWEST_OPS = 150, 60
 CLOSE = 0.02
-"""Gap up to which a job counts as proven."""
+"""Maximum gap at which a job counts as proven."""
 
 
 class Drawn(NamedTuple):
-    """A job and the workers that are down."""
+    """Job and the workers that are down."""
 
     name: str
     job: Job
@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
 
 def draw_jobs(seed: int) -> Iterator[Drawn]:
-    """Jobs without end. At least one worker of each stage is alive, and memory has room for what a schedule needs."""
+    """Yield jobs without end. Each stage has a live worker, and memory has room for a schedule."""
     draw = random.Random(seed)
     for number in range(10**9):
         while True:
@@ -63,7 +63,7 @@ def draw_jobs(seed: int) -> Iterator[Drawn]:
 
 
 def is_hard(drawn: Drawn) -> bool:
-    """Whether list schedules do not come near to the bound."""
+    """Return whether list schedules are not close to the bound."""
     schedule = plan_only(PlanOptions(method="greedy", steps=20_000), drawn.job, drawn.failed).schedule
     return schedule.gap > CLOSE
 

@@ -1,11 +1,11 @@
-"""How near to the proven bound the plans are.
+"""Measure how close plans are to the proven bound.
 
     python -m benchmarks.quality [--suite fault-free|generated|failures|grids|uneven|shared|moved ...] [--every N]
                                  [--offset N] [--time-limit 10] [--method cp-sat] [--json FILE] [--compare FILE]
 
-`--every N` takes each N-th instance from `--offset` on. `--json` keeps the gaps, `--compare` prints the change against
-kept ones. Every plan passes the checker before it is counted. How fast the machine is matters only through the time
-limit.
+`--every N` takes each N-th instance from `--offset` on. `--json` stores the gaps, `--compare` prints the change
+against stored ones. Every plan passes the checker before it is counted. The speed of the machine matters only through
+the time limit.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from slipstream.planner.plan import plan_with
 from slipstream.schedules.schedule import Worker
 
 LIMITS = {1.0: 0.08, 1.5: 0.03, 2.0: 0.01}
-"""Gap aimed at for each capacity, in activations per stage of the pipeline; on nine instances in ten."""
+"""Target gap by capacity, in activations per stage of the pipeline, for nine in ten instances."""
 MOVED_LIMIT = 0.04
-"""Gap aimed at over the work of all layers, where these may move."""
+"""Target gap over the work of all layers, if these may move."""
 
 
 class Published(NamedTuple):
-    """A profiled setting of Zero Bubble Pipeline Parallelism (Qi et al., ICLR 2024): milliseconds, memory units."""
+    """Profiled setting of Zero Bubble Pipeline Parallelism (Qi et al., ICLR 2024), in milliseconds and memory units."""
 
     model: str
     stages: int
@@ -62,7 +62,7 @@ PUBLISHED = (
 
 
 class Instance(NamedTuple):
-    """A job to plan: its name, its group in the summary, the gap (or bubble) aimed at."""
+    """Job to plan, with its name, its group in the summary, and the target gap (or bubble rate)."""
 
     name: str
     group: str
@@ -70,12 +70,12 @@ class Instance(NamedTuple):
     failed: list[Worker]
     limit: float
     bubble: bool = False
-    """Judge the bubble rate, (period - work) / period, as the zero-bubble papers do."""
+    """True if the bubble rate, (period - work) / period, is judged, as in the zero-bubble papers."""
     layers: Layers = "fixed"
 
 
 def fault_free() -> Iterator[Instance]:
-    """One pipeline at the published settings, with room for p and for 2p activations."""
+    """Yield one pipeline at the published settings, with room for p and for 2p activations."""
     for row in PUBLISHED:
         for factor, target in ((1, row.zb_1p), (2, row.zb_2p)):
             times = (f"forward = {row.forward}\nbackward_input = {row.backward_input}\n"
@@ -92,7 +92,7 @@ def fault_free() -> Iterator[Instance]:
 
 
 def generated() -> Iterator[Instance]:
-    """One pipeline at random settings of the same kind."""
+    """Yield one pipeline at random settings of the same kind."""
     draw = random.Random(0)
     for _ in range(40):
         stages = draw.choice((4, 8, 12, 16, 24, 32))
@@ -110,7 +110,7 @@ def generated() -> Iterator[Instance]:
 
 
 def failures() -> Iterator[Instance]:
-    """Uniform stages, one failure and one in each of three different stages."""
+    """Yield uniform stages with one failure, and with one in each of three different stages."""
     times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
     for factor, pipelines, stages, microbatches, count in itertools.product(
             LIMITS, (3, 4, 8, 16, 32), (4, 8, 16), (8, 16, 32), (1, 3)):
@@ -119,7 +119,7 @@ def failures() -> Iterator[Instance]:
 
 
 def grids() -> Iterator[Instance]:
-    """Random grids with one to four random failures; uniform stages, capacity 2S."""
+    """Yield random grids with one to four random failures; uniform stages, capacity 2S."""
     draw = random.Random(0)
     times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
     for _ in range(60):
@@ -135,7 +135,7 @@ def grids() -> Iterator[Instance]:
 
 
 def uneven() -> Iterator[Instance]:
-    """Heavier embedding and head, stage 0 without input gradient, one slow worker; capacity 2S."""
+    """Yield grids with heavier embedding and head, stage 0 without input gradient, one slow worker; capacity 2S."""
     for pipelines, stages, microbatches, count in itertools.product((3, 4, 8, 16), (4, 8, 16), (8, 16, 32), (1, 3)):
         middle = stages - 2
         times = (f"forward = [12, {'10, ' * middle}14]\nbackward_input = [0, {'10, ' * middle}13]\n"
@@ -153,20 +153,20 @@ def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: st
 
 
 def _uniform(pipelines: int, stages: int, microbatches: int, times: str, factor: float) -> Job:
-    """With room for `factor` times as many micro-batches as there are stages."""
+    """Return a job with room for `factor` times as many micro-batches as there are stages."""
     return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n{times}\n"
                      f"[memory]\ncapacity = {int(factor * stages)}\nactivation = 1\nweight_stash = 1\n")
 
 
 def shared() -> Iterator[Instance]:
-    """Slow workers, alone and with failures; layers in place, of which four make a stage; capacity 2S."""
+    """Yield slow workers, alone and with failures; layers in place, four per stage; capacity 2S."""
     for pipelines, stages, factor, count in itertools.product((2, 4, 8), (4, 8), (1.2, 1.34, 2.0, 3.0), (0, 1)):
         yield _layered(pipelines, stages, 4 * stages, 4 * stages, [Worker(index, stages - 1) for index in range(count)],
                        f"{{'{pipelines - 1}.{stages // 2}' = {factor}}}")
 
 
 def moved() -> Iterator[Instance]:
-    """Layers may change hands; one, two and four failures, one and two slow workers, and both."""
+    """Yield instances whose layers may move: one, two and four failures, one and two slow workers, and both."""
     for pipelines, stages, rounds, layers in itertools.product((2, 3, 4, 6, 8, 16), (4, 8, 16), (2, 4), (4, 8)):
         for count, slow in ((1, {}), (2, {}), (4, {}), (0, {0: 1.34}), (0, {0: 1.2, 1: 3.0}), (1, {1: 2.0})):
             failed = [Worker(index % pipelines, (stages // 2 + 3 * index) % stages) for index in range(count)]
@@ -176,7 +176,10 @@ def moved() -> Iterator[Instance]:
 
 def _layered(pipelines: int, stages: int, microbatches: int, layers: int, failed: list[Worker], slow: str,
              mode: Layers = "fixed") -> Instance:
-    """F = I = W, transfer F / 10, optimizer F / 2, capacity 2S; layers have no weights, so that any may be held."""
+    """Return a job with F = I = W, transfer F / 10, optimizer F / 2, capacity 2S, whose layers have no weights.
+
+    Any worker may therefore hold any layers.
+    """
     job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
                     f"[placement]\nlayers = {[layers // stages] * stages}\n"
                     f"[time]\nforward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n"
@@ -190,7 +193,7 @@ SUITES = {"fault-free": fault_free, "generated": generated, "failures": failures
 
 
 def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
-    """(gap or bubble rate, lower bound of the same, seconds, what a gap may be due to)."""
+    """Return (gap or bubble rate, lower bound of the same, seconds, possible reason of a gap)."""
     began = time.monotonic()
     options = PlanOptions(method=method, time_limit=time_limit, layers=instance.layers)  # type: ignore[arg-type]
     plan = plan_with(options, instance.job, instance.failed)

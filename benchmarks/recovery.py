@@ -1,10 +1,10 @@
-"""How long training stands still when a worker is killed, and what a user sees of it.
+"""Measure how long training pauses when a worker is killed, and what a user sees of it.
 
     python -m benchmarks.recovery [--kills 20] [--grid 3x2] [--iteration 0.08]
 
 Trains layers that sleep through their ops, so that two cores are enough for six workers and an iteration takes as long
-as it is told to. Again and again a worker is killed at some moment, by SIGKILL from outside, and comes back. Prints
-the median and the worst of
+as requested. Workers are killed repeatedly at random times, by SIGKILL from outside, and come back. Prints the median
+and the worst of
 
     pause        from the kill until the last worker begins its first op again
     commit gap   from the last iteration that was committed before to the first one after: what was lost of an
@@ -40,27 +40,27 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 PAUSE_LIMIT_SECONDS = 1.0
 GAP_LIMIT_SECONDS = 0.15
-"""Above an iteration."""
+"""Maximum of the median commit gap beyond an iteration, in seconds."""
 APART = 40
-"""Iterations between two kills: enough to come back."""
+"""Number of iterations between two kills, enough for the worker to come back."""
 A_RUN = 5
-"""Kills in one run."""
+"""Number of kills in one run."""
 
 
 @dataclass(slots=True)
 class Killer:
-    """Kills a worker some time after each of certain iterations, and takes the times of commits and recoveries."""
+    """Kill workers some time after certain iterations, and record the times of commits and recoveries."""
 
     fork_server: ForkServer
     kills: dict[int, tuple[Worker, float]]
-    """By iteration: whom, and how many seconds after it was committed."""
+    """Worker to kill by iteration, with the seconds after the commit of the iteration."""
     killed: list[float] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
-    """First ops after a death."""
+    """Times of the first ops after deaths."""
     commits: list[float] = field(default_factory=list)
 
     def progress(self, iteration: int, _: float) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed, and start the timer of a kill if one follows it."""
         self.commits.append(time.monotonic())
         if iteration in self.kills:
             worker, seconds = self.kills[iteration]
@@ -69,16 +69,16 @@ class Killer:
             timer.start()
 
     def notify(self, news: Recovery | str) -> None:
-        """Something has changed."""
+        """Record a recovery from a death."""
         if isinstance(news, Recovery) and news.dead:
             self.began.append(time.monotonic())
 
     def pauses(self) -> list[float]:
-        """From each kill until the last worker has begun its first op after it."""
+        """Return the times, in seconds, from each kill until the last worker has begun its first op after it."""
         return [began - killed for killed, began in zip(self.killed, self.began, strict=True)]
 
     def gaps(self) -> list[tuple[float, float]]:
-        """From the last commit before a pause to the first after it; and what of that was before the kill."""
+        """Return the times from the last commit before each pause to the next one, and their parts before the kill."""
         found = []
         for killed, began in zip(self.killed, self.began, strict=True):
             last, first = next(pair for pair in pairwise(self.commits) if pair[1] > began)
@@ -86,7 +86,7 @@ class Killer:
         return found
 
     def iteration_seconds(self) -> float:
-        """The median."""
+        """Return the median duration of an iteration, in seconds."""
         return statistics.median(later - earlier for earlier, later in pairwise(self.commits))
 
     def _kill(self, name: str) -> None:
@@ -97,7 +97,7 @@ class Killer:
 
 def kills(job: Job, rng: random.Random, fork_server: ForkServer, iteration_seconds: float,
           heartbeat_timeout_seconds: float) -> Killer:
-    """One run in which workers are killed and come back."""
+    """Run a training in which workers are killed and come back."""
     workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
     killer = Killer(fork_server, {APART * (number + 1): (rng.choice(workers), rng.uniform(0, iteration_seconds))
                                   for number in range(A_RUN)})

@@ -1,13 +1,13 @@
-"""What replaying a schedule costs: the measured period over the planned one, ops being sleeps.
+"""Measure the cost of replaying a schedule: the measured period over the planned one, with ops that sleep.
 
     python -m benchmarks.replay [--milliseconds 20] [--grid 3x4x6] [--iterations 12] [--repeats 2] [--json]
 
-Every op sleeps one unit (the optimizer three), so that all workers fit on two cores and whatever exceeds the plan is
+Every op sleeps one unit (the optimizer three), so that all workers fit on two cores and everything beyond the plan is
 the runtime's own: transfers, reports, Python. In the last case, stages have two layers that sleep half a unit each, and
 these have moved to the workers that are left. Plans are made without transfer times. `measured` is what `slipstream
-train` reports, the median over iterations of the longest busy window; `cadence` the median time from one committed
-iteration to the next; the quickest of the repeats counts, as other programs can only delay. Exit status 1 when one of
-them is more than 4 % above the plan.
+train` reports, the median over iterations of the longest busy window; `cadence` is the median time from one committed
+iteration to the next. The quickest of the repeats counts, because other programs can only delay. Exit status 1 when one
+of them is more than 4 % above the plan.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 LIMIT = 1.04
 WARM_UP = 2
-"""Iterations that do not count for the cadence."""
+"""Number of iterations that do not count for the cadence."""
 
 
 class Replayed(NamedTuple):
-    """Periods in seconds."""
+    """Planned and measured periods, in seconds."""
 
     name: str
     failed: tuple[str, ...]
@@ -49,12 +49,12 @@ class Replayed(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Measured by planned, whichever way of measuring says more."""
+        """Measured period relative to the planned one, by the measure that gives more."""
         return max(self.measured, self.cadence) / self.planned
 
 
 class Case(NamedTuple):
-    """What is replayed, with so many layers a stage."""
+    """Schedule to replay, with the number of layers per stage."""
 
     name: str
     schedule: Schedule
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 def sleeping_job(pipelines: int, stages: int, microbatches: int, unit: float, layers: int = 1) -> Job:
-    """Every op takes one unit, for all layers of a stage; the first stage has no I, and does all in W."""
+    """Return a job whose ops take one unit for all layers of a stage. The first stage has no I, and does all in W."""
     inputs, weights = [0.0] + [unit] * (stages - 1), [2 * unit] + [unit] * (stages - 1)
     return parse_job(f"""
         name = "sleepers"
@@ -95,7 +95,7 @@ def replay(case: Case, stages: int, unit: float, iterations: int) -> Replayed:
 
 
 def cases(pipelines: int, stages: int, microbatches: int, unit: float) -> Sequence[Case]:
-    """The usual schedule, the split one, both ideas with workers down, and routes over layers that have moved."""
+    """Return the cases: 1F1B, split backward, both with workers down, and routes over layers that have moved."""
     job, fine = (sleeping_job(pipelines, stages, microbatches, unit, layers) for layers in (1, 2))
     one, two = [Worker(1, stages // 2)], [Worker(1, stages // 2), Worker(0, 0)]
     return (Case("1F1B", plan_job(job, method="1f1b").schedule),

@@ -1,17 +1,19 @@
-"""Descriptors, threads and memory over many recoveries: what an order opens is closed when it ends, and what it holds
-is given back.
+"""Check descriptors, threads and memory over many recoveries: all that a generation opens is closed when it ends.
 
     python -m benchmarks.resources [--recoveries 100] [--gap 10] [--seed 1]
 
 Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with clipping. The workers of one pipeline live,
-or lose their connections; the others are killed again and again, every `gap` iterations, and come back. At every
-commit, the open descriptors and the threads of the living are counted; at every fifth, their memory, and that of the
-coordinator, which is this process. Memory is counted twice: all that is no part of a file, and what no other process
-shares. The fork server's pages are the workers', too, until they are written to, which makes them private, and the
-memory no larger. A worker holds more for a moment, while orders change, so that minima are compared: those of each
-fifth of the recoveries. Exit status 1 when the last fifth's is higher than the first's by more than one process group,
-which a worker has or has not, by who lives when it is counted; when memory is more than 2 % and 1 MiB above the
-second's: in the first, what is made when first used is made; or when private memory is so much above the third's.
+or lose their connections; the others are killed repeatedly, every `gap` iterations, and come back. At every commit, the
+benchmark counts the open descriptors and the threads of the living workers; at every fifth commit, their memory, and
+that of the coordinator, which is this process. Memory is counted twice: all that belongs to no file, and what no other
+process shares. Pages of the fork server are shared with workers until they are written to, which makes them private
+without making memory larger. A worker briefly holds more while generations change, so that minima are compared: those
+of each fifth of the recoveries.
+
+Exit status 1 when the minimum of the last fifth is higher than that of the first by more than one process group, which
+a worker may or may not have, depending on which workers live when it is counted; when memory is more than 2 % and 1 MiB
+above that of the second fifth (the first fifth includes what is made at first use); or when private memory is that much
+above that of the third fifth.
 """
 
 import argparse
@@ -37,38 +39,38 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 OP_SECONDS = 0.002
 WIDTH = 256
-"""Activations of 256 KiB: more than a socket takes at once, so that some are cut off in the middle."""
+"""Width of layers. Activations of 256 KiB exceed what a socket takes at once, so that some are cut off."""
 AWAY = 1
-"""Iterations after which a worker is started again."""
+"""Number of iterations after which a worker is restarted."""
 PLACES: tuple[Place, ...] = (0, 2, 4, "A", "O", "stepped", "ordered", "met")
 CUTS = 0.2
 """Share of the failures that are broken connections of a worker that lives."""
 STABLE = (Worker(0, 0), Worker(0, 1))
 PARTS = 5
 MEMORY_EVERY = 5
-"""Commits: reading it takes milliseconds."""
+"""Number of commits between two readings of memory, which take milliseconds."""
 MOST_GROWTH = 1.02
 A_GROUP = {"descriptors": 8, "threads": 3}
-"""What a process group of six workers holds: a connection to each other one, and three of its own."""
+"""Resources of a process group of six workers: a connection to each other worker, and three of its own."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """What the workers that live hold, and the coordinator, by the recoveries before."""
+    """Resources that the living workers and the coordinator hold, by the number of previous recoveries."""
 
     fork_server: ForkServer
     recoveries: int = 0
     counts: dict[Worker, list[tuple[int, int, int]]] = field(default_factory=lambda: {one: [] for one in STABLE})
-    """Recoveries, descriptors, threads."""
+    """Triples of recoveries, descriptors and threads, by worker."""
     memory: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Recoveries, KiB in all, and KiB that are private."""
+    """Triples of recoveries, total KiB, and private KiB, by process."""
 
     def notify(self, news: Recovery | str) -> None:
-        """Something has changed."""
+        """Count a recovery."""
         self.recoveries += isinstance(news, Recovery)
 
     def progress(self, iteration: int, _: float) -> None:
-        """An iteration was committed."""
+        """Record the resources after an iteration was committed."""
         for worker in STABLE:
             process = Path(f"/proc/{self.fork_server.pids[str(worker)]}")
             counted = [len(list((process / what).iterdir())) for what in ("fd", "task")]
@@ -79,11 +81,11 @@ class Samples:
                 self.memory[name].append((self.recoveries, memory_kib(pid), private_kib(pid)))
 
     def minima(self, worker: Worker, what: int) -> list[int]:
-        """Of descriptors (1) or threads (2) in each part of the recoveries."""
+        """Return the minima of descriptors (1) or threads (2) in each part of the recoveries."""
         return self._parts([(one[0], one[what]) for one in self.counts[worker]])
 
     def memory_minima(self, what: int) -> dict[str, list[int]]:
-        """In KiB, of all memory (1) or what is private (2), in each part of the recoveries."""
+        """Return the minima, in KiB, of all memory (1) or private memory (2) in each part of the recoveries."""
         return {name: self._parts([(one[0], one[what]) for one in mine]) for name, mine in self.memory.items()}
 
     def _parts(self, mine: Sequence[tuple[int, int]]) -> list[int]:
@@ -93,12 +95,13 @@ class Samples:
 
 
 def memory_kib(pid: int) -> int:
-    """Memory of a process that is no part of a file, also where it is still that of the process it was forked from."""
+    """Return the memory of a process that belongs to no file, including what it still shares with its parent, in
+    KiB."""
     return _kib(pid, "Anonymous:")
 
 
 def private_kib(pid: int) -> int:
-    """Memory of a process that no other one shares."""
+    """Return the memory of a process that no other process shares, in KiB."""
     return _kib(pid, "Private_Clean:", "Private_Dirty:")
 
 
@@ -108,7 +111,7 @@ def _kib(pid: int, *names: str) -> int:
 
 
 def kills(count: int, gap: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
-    """One run with so many kills."""
+    """Run a training with the given number of kills."""
     job, rng = uniform_job(3, 2, 2, op=1, optimizer=0, transfer=0), random.Random(seed)
     victims = [Worker(pipeline, column) for pipeline in (1, 2) for column in (0, 1)]
     killed = [(rng.choice(STABLE if rng.random() < CUTS else victims), gap * (number + 1)) for number in range(count)]

@@ -1,17 +1,19 @@
-"""How many samples three ways to live with failures keep: re-routing, dropping the replica, restarting.
+"""Compare how many samples three reactions to failures keep: re-routing, dropping the replica, restarting.
 
     python -m benchmarks.samples_kept [--failures 10] [--every 12] [--back 6] [--milliseconds 20] [--grid 3x4x6]
 
-The same job for all: ops sleep, one worker is killed every so many iterations, and is back a few iterations later.
+The same job runs in all cases: ops sleep, one worker is killed every so many iterations, and is back a few iterations
+later.
 
 re-routed   one run of `slipstream train`'s runtime: peers take over by schedules that were planned ahead, and the
             worker comes back while the others train.
 dropped     torchft's way: while a worker is away, its whole pipeline is. Over the wall time, outages and recoveries of
             the run above, at the measured speed of the job with one pipeline less, whose samples are fewer.
-restarted   all processes end, and start anew from the last checkpoint, again and again, measured to the second. In its
-            favour a new worker is there at once, and a checkpoint is written every few iterations.
+restarted   all processes end, and restart from the last checkpoint, repeatedly, measured to the second. In favour of
+            this way, a new worker is there at once, and a checkpoint is written every few iterations.
 
-`kept` is samples a second over those of a run without failures. Exit status 1 when re-routing does not keep most.
+The column `kept` has samples per second relative to those of a run without failures. Exit status 1 when re-routing does
+not keep most.
 """
 
 import argparse
@@ -42,12 +44,12 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 CHECKPOINT_EVERY = 5
 PLACE = 2
-"""The op before which a worker is killed."""
+"""Index of the op before which a worker is killed."""
 WARM_UP = 2
 
 
 class Scenario(NamedTuple):
-    """What happens."""
+    """Job, duration of an op, and failures."""
 
     job: Job
     unit: float
@@ -57,18 +59,18 @@ class Scenario(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """Of the whole training."""
+        """Number of iterations of the whole training."""
         return self.every * (self.failures + 1)
 
     def failure(self, number: int) -> tuple[Worker, int]:
-        """Who dies in which iteration: each stage and pipeline in turn."""
+        """Return which worker dies in which iteration. Stages and pipelines take turns."""
         workers = [Worker(pipeline, column) for column in range(self.job.stages)
                    for pipeline in range(self.job.pipelines)]
         return workers[number * (self.job.pipelines + 1) % len(workers)], (number + 1) * self.every
 
 
 class Kept(NamedTuple):
-    """What a way of recovering achieves; `lost` is the time without progress at a failure, of the median failure."""
+    """Throughput with a reaction to failures, and the time without progress at the median failure."""
 
     name: str
     samples_per_second: float
@@ -76,7 +78,7 @@ class Kept(NamedTuple):
 
 
 class Clock:
-    """When each iteration was committed, last."""
+    """Last time at which each iteration was committed."""
 
     def __init__(self) -> None:
         self.times: dict[int, float] = {}
@@ -85,13 +87,13 @@ class Clock:
         self.times[iteration] = time.perf_counter()
 
     def seconds(self) -> float:
-        """From the end of the warm-up to the end."""
+        """Return the seconds from the end of the warm-up to the end."""
         return self.times[max(self.times)] - self.times[WARM_UP]
 
 
 def train(scenario: Scenario, schedule: Schedule, clock: Clock, folder: Path, iterations: int,
           resilience: Resilience) -> RunResult:
-    """Run ops that sleep."""
+    """Run a schedule with ops that sleep."""
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     with sleeping(scenario.unit, scenario.unit, scenario.unit, 3 * scenario.unit):
         return run(schedule, config, out=folder, iterations=iterations, progress=clock, resilience=resilience,
@@ -99,7 +101,7 @@ def train(scenario: Scenario, schedule: Schedule, clock: Clock, folder: Path, it
 
 
 def without_failures(scenario: Scenario, schedule: Schedule, folder: Path) -> float:
-    """Samples (micro-batches) a second."""
+    """Return the samples (micro-batches) per second without failures."""
     clock = Clock()
     train(scenario, schedule, clock, folder, 2 * scenario.every, Resilience())
     between = [after - before for before, after in pairwise(list(clock.times.values())[WARM_UP:])]
@@ -107,7 +109,7 @@ def without_failures(scenario: Scenario, schedule: Schedule, folder: Path) -> fl
 
 
 def rerouted(scenario: Scenario, whole: Schedule, folder: Path) -> tuple[Kept, float, float]:
-    """One run; also its seconds, and those of them in which somebody was away."""
+    """Measure re-routing in one run. Also returns its seconds, and those in which a worker was away."""
     failures = [scenario.failure(number) for number in range(scenario.failures)]
     table = {(worker,): plan_job(scenario.job, [worker], time_limit=3).schedule
              for worker in {one for one, _ in failures}}
@@ -128,7 +130,7 @@ def rerouted(scenario: Scenario, whole: Schedule, folder: Path) -> tuple[Kept, f
 
 
 def dropped(scenario: Scenario, full: float, seconds: float, away: float, lost: float, folder: Path) -> Kept:
-    """The same wall time without the pipelines that miss a worker."""
+    """Compute the samples of the same wall time without the pipelines that lack a worker."""
     fewer = sleeping_job(scenario.job.pipelines - 1, scenario.job.stages, scenario.job.microbatches[0], scenario.unit)
     partial = without_failures(scenario, plan_job(fewer, time_limit=5).schedule, folder)
     samples = full * (seconds - away) + partial * (away - scenario.failures * lost)
@@ -136,7 +138,7 @@ def dropped(scenario: Scenario, full: float, seconds: float, away: float, lost: 
 
 
 def restarted(scenario: Scenario, whole: Schedule, folder: Path) -> Kept:
-    """As many lives as there are failures, and one more."""
+    """Measure restarts, with one more life than there are failures."""
     clock, resume, stops = Clock(), None, []
     for life in count():
         worker, at = scenario.failure(life) if life < scenario.failures else (Worker(0, 0), 2**30)
@@ -156,7 +158,7 @@ def restarted(scenario: Scenario, whole: Schedule, folder: Path) -> Kept:
 
 
 def compare(scenario: Scenario, folder: Path) -> tuple[float, Sequence[Kept]]:
-    """Samples a second without failures, and with them."""
+    """Return the samples per second without failures, and with each reaction to failures."""
     whole = plan_job(scenario.job, time_limit=5).schedule
     full = without_failures(scenario, whole, folder / "full")
     ours, seconds, away = rerouted(scenario, whole, folder / "ours")

@@ -1,15 +1,15 @@
-"""What a run keeps of its throughput after a failure: at once, and when layers have moved.
+"""Measure which share of its throughput a run keeps after a failure: at once, and when layers have moved.
 
     python -m benchmarks.settling [--pipelines 4] [--stages 4] [--microbatches 16] [--layers-a-stage 4]
         [--layer-megabytes 50] [--width 256] [--op-ms 10] [--megabytes-per-second 15] [--json]
 
-Layers sleep through their ops, so that two cores are enough for all workers, and are as large as real ones: what a
-layer of the width lacks to its bytes is parameters that are not trained, which move, but are neither stepped nor
-reduced. A worker is killed; the run settles, as `train --layers move` does. Prints the share of the fault-free
-throughput before the failure, at once, and settled; the iterations that were planned, those that the run predicted
-when it chose to settle, and those measured; what moved, and the longest time between two commits from when layers began
-to move until the run has settled. Exit status 1 when less than 0.88 is left, settled iterations are 5 % off those
-predicted, or that time is above 1.3 iterations.
+Layers sleep through their ops, so that two cores are enough for all workers, and are as large as real ones: the bytes
+that a layer of this width lacks are parameters that are not trained, which move, but are neither stepped nor reduced. A
+worker is killed, and the run settles, as `train --layers move` does. Prints the share of the fault-free throughput
+before the failure, at once, and settled; the iterations that were planned, those that the run predicted when it chose
+to settle, and those measured; what moved; and the longest time between two commits from when layers began to move until
+the run has settled. Exit status 1 when less than 0.88 is left, settled iterations are 5 % off those predicted, or that
+time is above 1.3 iterations.
 """
 
 import argparse
@@ -35,46 +35,47 @@ from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.schedules.schedule import Worker
 
 HEALTHY = 8
-"""Iterations before the failure."""
+"""Number of iterations before the failure."""
 AFTER = 8
-"""Iterations after the run has settled."""
+"""Number of iterations after the run has settled."""
 LEAST_LEFT, MOST_OFF, LONGEST_GAP = 0.88, 0.05, 1.3
 TRANSFER_SECONDS = 0.0005
 ADAM_COPIES, TRAINED_BYTES = 3, 4
-"""What moves of a trained parameter: itself and AdamW's two moments, in float32."""
+"""Number of values that move with a trained parameter (itself and AdamW's moments), and bytes of each."""
 
 
 class Watch:
-    """When iterations were committed, and the events between them."""
+    """Times at which iterations were committed, and the events of the run."""
 
     def __init__(self) -> None:
         self.commits: list[float] = []
         self.events: list[tuple[float, Event]] = []
 
     def progress(self, *_: object) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed."""
         self.commits.append(time.monotonic())
 
     def observe(self, event: Event) -> None:
-        """Something has happened."""
+        """Record an event of the run."""
         self.events.append((time.monotonic(), event))
 
     def at(self, kind: type[Event], number: int = 0) -> tuple[float, Event]:
-        """The event of a kind, and when it was."""
+        """Return the time of an event of a kind, and the event."""
         return [(at, event) for at, event in self.events if isinstance(event, kind)][number]
 
     def period(self, begin: float, end: float) -> float:
-        """The median from one commit to the next, without the first two, which begin with empty pipelines."""
+        """Return the median time between commits, without the first two iterations, which begin with empty
+        pipelines."""
         within = [at for at in self.commits if begin <= at <= end]
         return statistics.median(later - earlier for earlier, later in pairwise(within[2:]))
 
     def longest(self, begin: float, end: float) -> float:
-        """From one commit to the next, where this reaches into the time."""
+        """Return the longest time between commits that overlaps with an interval."""
         return max(later - earlier for earlier, later in pairwise(self.commits) if later >= begin and earlier <= end)
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """A job whose stages take as long as their layers sleep."""
+    """Return a job whose stages take as long as their layers sleep."""
     op = options.op_ms / 1e3 * options.layers_a_stage
     inputs, weights = [0.0] + [op] * (options.stages - 1), [2 * op] + [op] * (options.stages - 1)
     return parse_job(f"pipelines = {options.pipelines}\nstages = {options.stages}\n"
@@ -100,7 +101,7 @@ def measure(options: argparse.Namespace, job: Job, fork_server: ForkServer, out:
 
 
 def report(watch: Watch, planned: float) -> dict[str, object]:
-    """The figures."""
+    """Return the figures of a run."""
     (began, _), (failed, at_once) = watch.at(OrderGiven), watch.at(OrderGiven, 1)
     (fetched, _), (handed, _), (_, settled) = watch.at(FetchBegun), watch.at(HandedOver), watch.at(OrderGiven, 2)
     _, chosen = watch.at(SettlingChosen)

@@ -1,13 +1,13 @@
-"""What it costs on CPU processes that a worker's two ranks shard a stage's parameters, as torch's fully_shard does.
+"""Measure the cost, on CPU processes, of two ranks of a worker that shard a stage's parameters with fully_shard.
 
     python -m benchmarks.sharded_parameters [--widths 128 256 ...] [--layers N] [--rounds N] [--json]
 
-Each rank takes half of a micro-batch's rows. Measured, by the width of the layers: F, I and W of that half with whole
-parameters; a gather of a layer's parameters and a reduce-scatter of its gradients over gloo, and their bytes; F and B
-under fully_shard, what it holds then beyond its parts of parameters, and how far its gradients are from those of one
-process. Where the backward is split beneath fully_shard: how many parameters have a reduced gradient after I and W; how
-many have the right one if whole gradients are held until W has run, and reduced then; what is held in between. Times
-are medians, in milliseconds.
+Each rank takes half of a micro-batch's rows. The benchmark measures, by the width of the layers: F, I and W of that
+half with whole parameters; a gather of a layer's parameters and a reduce-scatter of its gradients over gloo, and their
+bytes; F and B under fully_shard, the memory then held beyond its parts of parameters, and the difference of its
+gradients from those of one process. For a backward that is split beneath fully_shard it measures: how many parameters
+have a reduced gradient after I and W; how many have the right one if whole gradients are held until W has run, and
+reduced then; and what is held in between. Times are medians, in milliseconds.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from slipstream.runtime.model.layers.split import WeightWork, backward_input, ba
 
 RANKS = 2
 ROWS = 256
-"""Of a micro-batch: each rank takes its part."""
+"""Number of rows of a micro-batch, of which each rank takes its part."""
 
 
 class Block(nn.Module):
-    """Two products and a norm, as the MLP of a decoder layer: 8 width^2 parameters."""
+    """Module of two products and a norm, as the MLP of a decoder layer: 8 width^2 parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features [S, C] to features."""
+        """Map features [S, C] to features [S, C]."""
         found: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return found
 
 
 def build_stage(width: int, layers: int) -> nn.Sequential:
-    """Make the same stage in each process."""
+    """Build the same stage in each process."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(width) for _ in range(layers))).double()
 
@@ -63,7 +63,7 @@ def held_bytes() -> int:
 
 
 def _median(rounds: int, measure: Callable[[], Sequence[float]]) -> list[float]:
-    """Of several times, after a first one; both ranks begin each together."""
+    """Return the median of several times after a first one. Both ranks begin each together."""
     taken = []
     for _ in range(1 + rounds):
         distributed.barrier()
@@ -78,7 +78,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _split(stage: nn.Module, rows: Tensor) -> list[float]:
-    """Return what F, I and W take."""
+    """Return the times of F, I and W."""
     work: WeightWork = deque()
     value, found = rows.clone().requires_grad_(), list[Tensor]()
 
@@ -91,7 +91,7 @@ def _split(stage: nn.Module, rows: Tensor) -> list[float]:
 
 
 def _joint(stage: nn.Module, rows: Tensor, held: list[int]) -> list[float]:
-    """Return what F and B take; what is held after each is noted."""
+    """Return the times of F and B, and note what is held after each."""
     value, found = rows.clone().requires_grad_(), list[Tensor]()
     times = [_timed(lambda: found.append(stage(value)))]
     held.append(held_bytes())
@@ -101,7 +101,7 @@ def _joint(stage: nn.Module, rows: Tensor, held: list[int]) -> list[float]:
 
 
 def _measure_whole(rows: Tensor, stage: nn.Sequential, rounds: int) -> dict[str, float]:
-    """Return F, I and W of rows with whole parameters, and what moves a layer's."""
+    """Return the times of F, I and W with whole parameters, and those to gather and reduce a layer."""
     forward, of_input, of_weight = _median(rounds, lambda: _split(stage, rows))
     size = -(-sum(one.numel() for one in stage[0].parameters()) // RANKS)
     part, full = torch.zeros(size, dtype=torch.float64), torch.zeros(size * RANKS, dtype=torch.float64)
@@ -120,8 +120,8 @@ def _sharded(width: int, layers: int) -> nn.Sequential:
 
 
 def _measure_sharded(rows: Tensor, layers: int, expected: dict[str, Tensor], rounds: int) -> dict[str, float]:
-    """Return what fully_shard takes and holds, and what becomes of its gradients; `expected` are those of one process.
-    """
+    """Return the times and memory of fully_shard, and the state of its gradients. `expected` are those of one
+    process."""
     width = rows.shape[1]
     stage = _sharded(width, layers)
     held, begun = list[int](), held_bytes()
@@ -146,8 +146,7 @@ def _measure_sharded(rows: Tensor, layers: int, expected: dict[str, Tensor], rou
 
 
 def _hold_gradients(stage: Any, *, hold: bool) -> None:
-    """Keep whole parameters and gradients; or reduce these now, as torch's own pipelines do, by calls without a public
-    name."""
+    """Keep whole parameters and gradients, or reduce them now, with non-public calls as torch's own pipelines do."""
     stage.set_reshard_after_backward(not hold)
     stage.set_requires_gradient_sync(not hold)
     if not hold:
@@ -184,7 +183,7 @@ def _run_rank(rank: int, folder: str, widths: Sequence[int], layers: int, rounds
 
 
 def measure(widths: Sequence[int], layers: int, rounds: int) -> list[dict[str, float]]:
-    """Return what is measured by width, with two ranks over gloo."""
+    """Return the measurements by width, with two ranks over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_run_rank, (folder, widths, layers, rounds), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found: list[dict[str, float]] = json.loads((Path(folder) / "found.json").read_text())
@@ -192,7 +191,7 @@ def measure(widths: Sequence[int], layers: int, rounds: int) -> list[dict[str, f
 
 
 def main() -> None:
-    """Print what it costs."""
+    """Print the measurements."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_parameters", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512])

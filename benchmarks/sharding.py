@@ -1,16 +1,18 @@
-"""Sharded optimizer state: steps per second against torch's ZeroRedundancyOptimizer, and bytes against the formula.
+"""Compare sharded optimizer state with torch's ZeroRedundancyOptimizer in speed, and with its formula in bytes.
 
     python -m benchmarks.sharding [--workers 4] [--width 256] [--blocks 2] [--microbatches 2] [--iterations 12]
                                   [--repeats 3] [--steps-to-compute 8]
 
-A GPT of one stage on so many workers, in float32 on CPUs: without and with `[training] shard_optimizer`, and under
-torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which reads the same
-micro-batches and keeps no copy of any part. In turns; the least wall time of an iteration counts, over the last half
-of a run. Then what buddies cost: what workers wait for reducing, stepping and gathering, with and without them, in
-turns, and beside it the whole iteration. What is computed sleeps for as long as so many such steps take, as a device
-leaves cores to others. Once steps are made on these cores, which all workers share, once they sleep, too, for as
-long as AdamW and its undo copies take on a core that has nothing else to do. Exit status 1 when what a worker keeps of
-the optimizer is more than 2 % off (1 + buddy) x 20 bytes a parameter / workers.
+A GPT of one stage runs on the given number of workers, in float32 on CPUs: without and with `[training]
+shard_optimizer`, and under torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which
+reads the same micro-batches and keeps no copy of any part. They take turns; the least wall time of an iteration counts,
+over the last half of a run.
+
+Then the benchmark measures the cost of buddies: how long workers wait for reducing, stepping and gathering, with and
+without them, in turns, and the whole iteration. Compute sleeps for as long as the given number of such steps takes, as
+a device leaves cores to others. Steps run once on these cores, which all workers share, and once sleep, too, for as
+long as AdamW and its undo copies take on an idle core. Exit status 1 when the optimizer bytes of a worker are more than
+2 % off (1 + buddy) x 20 bytes per parameter / workers.
 """
 
 import argparse
@@ -55,7 +57,7 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 BYTES = 20
-"""Of the optimizer for each parameter that is stepped: two moments, and what undoes a step of them and of itself."""
+"""Bytes of the optimizer per stepped parameter: two moments, and undo copies of them and of the parameter."""
 LIMIT = 0.02
 STEPS = 24
 _SECONDS = "SHARDING_SECONDS_PER_ELEMENT"
@@ -69,14 +71,14 @@ class _Rank(msgspec.Struct, frozen=True):
     microbatches: int = 1
     folder: str = ""
     seconds_per_element: float = 0.0
-    """That steps sleep."""
+    """Time that steps sleep per element, in seconds. 0 makes them compute."""
     compute_seconds: float = 0.0
-    """That sleep beside them."""
+    """Time that compute sleeps, in seconds, while steps run."""
     rendezvous: Rendezvous | None = None
 
 
 def ours(config: RunConfig, workers: int, microbatches: int, fork_server: ForkServer) -> float:
-    """Seconds of an iteration."""
+    """Return the seconds of an iteration here."""
     ends: list[float] = []
     schedule = plan_job(uniform_job(workers, 1, microbatches, op=1, optimizer=1, transfer=0), method="greedy").schedule
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +88,7 @@ def ours(config: RunConfig, workers: int, microbatches: int, fork_server: ForkSe
 
 
 def torchs(config: RunConfig, workers: int, microbatches: int) -> float:
-    """Seconds of an iteration under ZeroRedundancyOptimizer."""
+    """Return the seconds of an iteration under ZeroRedundancyOptimizer."""
     with tempfile.TemporaryDirectory() as folder:
         tasks = [_Rank(config, rank, workers, microbatches, folder) for rank in range(workers)]
         with Children("benchmarks.sharding:zero", tasks) as children:
@@ -94,7 +96,7 @@ def torchs(config: RunConfig, workers: int, microbatches: int) -> float:
 
 
 def zero(data: bytes) -> bytes:
-    """One process of a run under ZeroRedundancyOptimizer."""
+    """Run one process under ZeroRedundancyOptimizer."""
     task = msgspec.json.decode(data, type=_Rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -123,7 +125,7 @@ def zero(data: bytes) -> bytes:
 
 
 def sleeping_adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """Takes its time, and changes nothing."""
+    """Return an optimizer that takes the time of AdamW, and changes nothing."""
     seconds = float(os.environ[_SECONDS])
 
     class Sleeping(torch.optim.SGD):
@@ -134,7 +136,7 @@ def sleeping_adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> torc
 
 
 def seconds_per_element(config: RunConfig) -> float:
-    """Of a step that can be undone, on one core."""
+    """Return the seconds per element of a step that can be undone, on one core."""
     torch.set_num_threads(1)
     model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
     holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
@@ -147,14 +149,15 @@ def seconds_per_element(config: RunConfig) -> float:
 
 
 class _Times(NamedTuple):
-    """Seconds: of A and O, and of the iteration."""
+    """Seconds of A and O, and of the iteration."""
 
     waited: float
     iteration: float
 
 
 def cost_of_buddies(config: RunConfig, workers: int, compute: float, sleep: float = 0.0) -> tuple[_Times, _Times]:
-    """Of reducing, stepping and gathering the whole model, without buddies and with; steps may sleep."""
+    """Return the times of reducing, stepping and gathering the whole model, without and with buddies. Steps may
+    sleep."""
     store, opened = host_store()
     if sleep:
         config = replace(config, training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"))
@@ -168,7 +171,7 @@ def cost_of_buddies(config: RunConfig, workers: int, compute: float, sleep: floa
 
 
 def step_parts(data: bytes) -> bytes:
-    """One process of those that reduce, step and gather, with and without buddies in turns."""
+    """Run one process of those that reduce, step and gather, with and without buddies in turns."""
     task = msgspec.json.decode(data, type=_Rank)
     assert task.rendezvous is not None
     torch.set_num_threads(1)
@@ -202,7 +205,7 @@ def step_parts(data: bytes) -> bytes:
 
 def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers: LayerRange,
                      iteration: int) -> None:
-    """As the executor's A and O do."""
+    """Reduce and step as the executor's A and O do."""
     ((_, parameters, _),) = holding.flat_parameters()
     exchange.reduce(layers, holding.gradients(layers)[0], cut, holding.copies(layers))
     holding.optimizer.step(iteration)
@@ -212,12 +215,12 @@ def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers:
 
 
 def _least(ends: Sequence[float]) -> float:
-    """Of an iteration in the second half."""
+    """Return the least seconds of an iteration in the second half."""
     return min(after - before for before, after in pairwise(ends[len(ends) // 2:]))
 
 
 def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
-    """What the first worker keeps of the optimizer once it has stepped, and how many parameters the model has."""
+    """Return the optimizer bytes of the first worker after a step, and the number of parameters of the model."""
     model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
     holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
     total = sum(elements_of(module).cut for module in holding.modules.values())

@@ -1,11 +1,11 @@
-"""How fast failure traces are simulated, and schedules replayed under noise.
+"""Measure how fast failure traces are simulated, and schedules are replayed under noise.
 
     python -m benchmarks.simulate [--study large largest seeds replays] [--days 30] [--seeds 1000] [--json FILE]
 
-Four studies, each with all policies and everything planned on the spot: a 16,384-GPU job at Llama 3's failure rate for
-30 days, once with a GPU a worker (1,024 pipelines x 16 stages) and once with tensor-parallel groups of 8 (128 x 16);
-131,072 GPUs for 90 days (1,024 x 16 groups of 8); peak memory is that of the process so far;
-1,000 days of a 24-GPU job with a failure an hour, each with its own seed; 10,000 replays of a schedule under noise.
+There are four studies, each with all policies and everything planned on the spot: a 16,384-GPU job at Llama 3's failure
+rate for 30 days, once with one GPU per worker (1,024 pipelines x 16 stages) and once with tensor-parallel groups of 8
+(128 x 16); 131,072 GPUs for 90 days (1,024 x 16 groups of 8); 1,000 days of a 24-GPU job with a failure per hour, each
+with its own seed; and 10,000 replays of a schedule under noise. Peak memory is that of the process so far.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A model whose layers sleep: F, I and W take as long as they are told to, so that many workers fit on few cores."""
+"""Define a model whose layers sleep: F, I and W take a given time, so that many workers fit on few cores."""
 
 import ctypes
 import json
@@ -32,10 +32,11 @@ TRAINING = {"optimizer": "benchmarks.sleeping:sleeping_optimizer", "batch": 1, "
 @contextmanager
 def sleeping(forward: float, backward_input: float, backward_weight: float, optimizer: float,
              frozen_bytes: int = 0, slow: Path | None = None) -> Iterator[None]:
-    """Workers started in here sleep so many seconds in an op. The first stage, which has no I, sleeps in W for both.
+    """Make ops of workers started within the context sleep for the given seconds.
 
-    Each layer has so many bytes of parameters that are not trained: they move with it, and cost no computing. A process
-    takes longer as long as the folder `slow` has a file of its number, by the factor in it.
+    The first stage, which has no I, sleeps in W for both. Each layer has `frozen_bytes` of parameters that are not
+    trained: they move with the layer, and cost no compute. While the folder `slow` has a file named by the number of a
+    process, that process takes longer by the factor in it.
     """
     given = {_SECONDS: json.dumps({"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer}),
              _FROZEN: str(frozen_bytes), **({} if slow is None else {_SLOW: str(slow)})}
@@ -53,7 +54,7 @@ def _seconds() -> Mapping[str, float]:
 
 
 def _factor() -> float:
-    """By which this process takes longer just now."""
+    """Return the factor by which this process currently takes longer."""
     folder = os.environ.get(_SLOW)
     try:
         return 1.0 if folder is None else float((Path(folder) / str(os.getpid())).read_text())
@@ -63,24 +64,24 @@ def _factor() -> float:
 
 @contextmanager
 def _lasting(seconds: float) -> Iterator[None]:
-    """What is done in here takes so long."""
+    """Make the body of the context take a given time."""
     end = time.perf_counter() + seconds * _factor()
     yield
     time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def _wake_in_time() -> None:
-    """Ask Linux not to lengthen this thread's naps, as it does by 50 microseconds and more to save power."""
+    """Ask Linux not to lengthen the sleeps of this thread, which it does by 50 microseconds and more to save power."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
 
 
 class _Sleep(torch.autograd.Function):
-    """value @ weight, in F, I and W that take their time."""
+    """Autograd function value @ weight whose F, I and W take a given time."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: nn.Parameter, seconds: Mapping[str, float]) -> Tensor:
-        """`seconds`: of this sample."""
+        """Return value @ weight. `seconds` are those of this sample."""
         with _lasting(seconds["F"]):
             ctx.save_for_backward(value)
             ctx.weight, ctx.seconds, ctx.work = weight, seconds, weight_work()
@@ -107,7 +108,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Unequal(NamedTuple):
-    """A micro-batch whose ops take so many times as long as usual: `times` is [3], of F, I and W."""
+    """Micro-batch whose ops take longer by the factors `times`, of shape [3], for F, I and W."""
 
     tokens: Tensor
     targets: Tensor
@@ -115,7 +116,7 @@ class Unequal(NamedTuple):
 
 
 class UnequalData:
-    """Samples whose ops take different times, and that know them: log-normal, by [training.options] `spread`."""
+    """Samples with known, log-normal op times, whose sigma is `spread` of [training.options]."""
 
     digest = "unequal"
 
@@ -125,20 +126,21 @@ class UnequalData:
         self._spread = float(options["spread"])
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> Unequal:
-        """Tokens are of no matter."""
+        """Return a micro-batch, whose tokens do not matter."""
         number = self._first[microbatch.pipeline] + microbatch.index
         tokens = torch.full((batch, context), number)
         return Unequal(tokens, tokens, torch.from_numpy(self.costs(microbatch.iteration)[number]))
 
     def costs(self, iteration: int) -> Costs:
-        """[samples, 3]"""
+        """Return the costs of the samples, of shape [samples, 3]."""
         random = np.random.default_rng(derive_seed("unequal", self._seed, iteration))
         found = random.lognormal(0, self._spread, self._first[-1])
         return np.repeat((found / found.mean())[:, None], 3, axis=1)
 
 
 class Sleeper(nn.Module):
-    """A layer that takes its time. Features [B, T, C] to features [B, T, C]; the first one takes tokens [B, T]."""
+    """Layer that takes a given time. It maps features [B, T, C] to the same shape; the first one takes tokens [B,
+    T]."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, takes_tokens: bool) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ class Sleeper(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Sleepers:
-    """A `LayeredModel` of `blocks` sleeping layers."""
+    """`LayeredModel` of `blocks` sleeping layers."""
 
     config: ModelConfig
     seed: int
@@ -169,21 +171,21 @@ class Sleepers:
 
     @property
     def layers(self) -> int:
-        """One a stage."""
+        """Number of layers, one per stage."""
         return self.config.blocks
 
     def build(self, layer: int) -> nn.Module:
-        """Make one layer."""
+        """Return one layer."""
         with seeded(derive_seed("parameters", self.seed, layer)):
             return Sleeper(self.config.width, self.dtype, takes_tokens=layer == 0)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy over as many classes as there are features."""
+        """Return the cross entropy over as many classes as there are features."""
         return functional.cross_entropy(output.flatten(0, 1), target.flatten() % output.shape[-1])
 
 
 def sleeping_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """SGD that takes its time."""
+    """Return an SGD optimizer that takes a given time."""
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,12 +1,12 @@
-"""Training on two nodes with a slow network between them: latency and lost packets.
+"""Measure training on two nodes with a slow network between them: latency and lost packets.
 
     python -m benchmarks.slow_network [--latency 0 0.001 0.01 0.05] [--loss 0.01] [--layers 8] [--iterations 90]
 
 Trains layers that sleep for 10 ms in an op, in 3 pipelines of 2 stages on two nodes: one pipeline and the sums of
-gradients cross the network (`benchmarks.packet_relay`). A worker is killed in one third of the iterations and started
-again in two thirds. For each latency, one way, without and with loss, prints the iteration, also as a multiple of the
-first network's; pause and commit gap after the kill; and the commit gap and the iterations that pass when the worker
-comes back.
+gradients cross the network (`benchmarks.packet_relay`). A worker is killed after one third of the iterations and
+restarted after two thirds. For each one-way latency, without and with loss, prints the iteration, also as a multiple of
+the first network's; pause and commit gap after the kill; and the commit gap and the iterations that pass when the
+worker comes back.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 500
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run; seconds."""
+    """Measurements of one run, in seconds."""
 
     iteration: float
     pause: float
@@ -43,7 +43,7 @@ class Measured:
 
 
 def job(layers: int) -> str:
-    """A job file: `layers` in each stage, with one parameter each."""
+    """Return a job file with `layers` in each stage, of one parameter each."""
     return job_text({
         "name": "slow", "pipelines": 3, "stages": STAGES, "microbatches": 2,
         "time": {"forward": OP_SECONDS, "backward_input": OP_SECONDS, "backward_weight": OP_SECONDS},
@@ -51,7 +51,7 @@ def job(layers: int) -> str:
 
 
 def measure(latency: float, loss: float, layers: int, iterations: int) -> Measured:
-    """Train over such a network. Raises OSError or SubprocessError where that fails."""
+    """Train over a network with this latency and loss. Raises OSError or SubprocessError if that fails."""
     kill, back = iterations // 3, 2 * iterations // 3
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,11 +1,11 @@
-"""What slow workers cost, and what is left of that when their work is shed. Ops are sleeps.
+"""Measure the cost of slow workers, and what remains of it when their work is shed. Ops sleep.
 
     python -m benchmarks.slow_workers [--factor 2] [--grid 4x4x16] [--milliseconds 20] [--json]
 
-One worker takes `factor` times as long for its ops from some iteration on, and is as fast as the others again later.
-Prints for each phase of the run the planned period, the measured one (the longest busy window of any worker) and the
-throughput by the plan's, and after how many iterations the change was found. Exit status 1 when that is more than 5, or
-the throughput with shed work below 0.93 of the plan's.
+One worker takes `factor` times as long for its ops from some iteration on, and later is as fast as the others again.
+Prints for each phase of the run the planned period, the measured one (the longest busy window of any worker), the
+throughput relative to the plan's, and the number of iterations until the change was detected. Exit status 1 when that
+is more than 5, or the throughput with shed work is below 0.93 of the plan's.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 LEAST_SHARE, MOST_ITERATIONS = 0.93, 5
 WARM_UP = 2
-"""Iterations of a phase that do not count."""
+"""Number of iterations of a phase that do not count."""
 
 
 class Phase(NamedTuple):
-    """A part of a run; seconds."""
+    """Part of a run between changes of speed, in seconds."""
 
     name: str
     iterations: int
@@ -48,18 +48,18 @@ class Phase(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the planned throughput."""
+        """Throughput as a share of the planned one."""
         return self.planned / self.measured
 
 
 def phase(name: str, ends: list[float], first: int, end: int, planned: float) -> Phase:
-    """The iterations from `first` to before `end`, of which the first ones do not count."""
+    """Return the phase of iterations `first` to `end` - 1, of which the first ones do not count."""
     between = [later - earlier for earlier, later in pairwise(ends[first + WARM_UP - 1:end])]
     return Phase(name, end - first, planned, statistics.median(between))
 
 
 def train(schedule: Schedule, options: argparse.Namespace, unit: float, slow: Worker) -> tuple[RunResult, list[float]]:
-    """Run with one slow worker; and when iterations were committed."""
+    """Run with one slow worker, and return the result with the times at which iterations were committed."""
     job = sleeping_job(*map(int, options.grid.split("x")), unit)
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     ends: list[float] = []
@@ -75,7 +75,7 @@ def train(schedule: Schedule, options: argparse.Namespace, unit: float, slow: Wo
 
 def phases(schedule: Schedule, result: RunResult, ends: list[float], options: argparse.Namespace,
            slow: Worker) -> list[Phase]:
-    """What was measured from change to change. Where one was not found, those after it are missing."""
+    """Return the phases between changes of speed. If a change was not detected, later phases are missing."""
     usual = schedule.seconds(schedule.period_ticks)
     found = [phase("as fast as its peers", ends, 0, options.slow_at, usual)]
     shed = next((event for event in result.speed_events if event.changed), None)
@@ -93,7 +93,7 @@ def phases(schedule: Schedule, result: RunResult, ends: list[float], options: ar
 
 
 def iterations_until(event: SpeedEvent, change: int) -> int:
-    """From a change of speed until it was found: the last iteration that it was measured over counts."""
+    """Return the number of iterations from a change of speed to its detection, including the last one measured."""
     return max(one.since + one.iterations for one in event.changes) - change
 
 

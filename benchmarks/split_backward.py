@@ -1,8 +1,8 @@
-"""What splitting the backward costs: I + W against B, and how much of the work W takes, for one GPT block.
+"""Measure the cost of splitting the backward: I + W against B, and the share of W, for one GPT block.
 
     python -m benchmarks.split_backward [--width 256] [--context 128] [--batch 4] [--dtype float32] [--repeats 30]
 
-Prints one table, times in milliseconds (median over the repeats, after a warm-up).
+Prints one table, with times in milliseconds (median over the repeats, after a warm-up).
 """
 
 import argparse
@@ -21,14 +21,14 @@ from slipstream.runtime.tools.stage_bench import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:
-    """One block, and what goes into it."""
+    """Return one block, and its inputs."""
     model = model_for(config.model, 0, parameter_dtype(config.training), device)
     holding = build_holding(model, [1], config.training)
     return SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config), forms(model, config)[1]
 
 
 def measure(stage: SliceRunner, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
-    """Milliseconds of each op, the median, split and fused runs taking turns."""
+    """Return the median milliseconds of each op. Split and fused runs take turns."""
     times: dict[str, list[float]] = {}
     device = value.device
     for index in range(repeats + 3):

@@ -1,8 +1,9 @@
-"""What a stage holds, measured in a process of its own: micro-batches between F and I, between I and W, and always.
+"""Measure the memory of a stage in its own process: micro-batches between F and I, between I and W, and permanently.
 
     python -m benchmarks.stage_memory STAGE CONFIG
 
-prints it as JSON. The system says what the process holds (Linux), or torch what it has allocated on its GPU.
+prints it as JSON. The number is the memory that the system reports for the process (Linux), or that torch has allocated
+on its GPU.
 """
 
 import gc
@@ -29,13 +30,13 @@ from slipstream.runtime.model.state.holding import build_holding
 
 STAGES = 2
 ROW = 8
-"""Micro-batches that are held at a time."""
+"""Number of micro-batches that are held at a time."""
 MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "32768"}
-"""What is freed goes back to the system, so that what a process holds is what is alive."""
+"""Environment that makes freed memory return to the system, so that the memory of a process is what is alive."""
 
 
 class Line(NamedTuple):
-    """Bytes of one thing on one stage."""
+    """Profiled and measured bytes of one kind on one stage."""
 
     stage: int
     what: str
@@ -44,12 +45,12 @@ class Line(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Profiled by measured."""
+        """Profiled bytes relative to the measured ones."""
         return self.profiled / self.measured
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory that this process holds, on a GPU or on its machine."""
+    """Return the memory that this process holds, on its GPU or in the host."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -58,7 +59,8 @@ def held_bytes(device: torch.device) -> int:
 
 
 def measure(config: RunConfig, index: int) -> dict[str, int]:
-    """Bytes of a stage in this process: for a micro-batch after F and after I; always; and of the copies."""
+    """Return the bytes of a stage in this process: per micro-batch after F and after I; permanently; and of the
+    copies."""
     torch.set_num_threads(1)
     device = torch.device(choose_device(config.training.device))
     model = model_for(config.model, 0, parameter_dtype(config.training), device)
@@ -102,7 +104,7 @@ def _noise(form: Form, device: torch.device) -> Tensor:
 
 
 def _warm_up(config: RunConfig) -> None:
-    """Have torch load what it loads when it is first used."""
+    """Make torch load what it loads at first use."""
     model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
                       torch.float32, torch.device("cpu"))
     holding = build_holding(model, range(model.layers), config.training)
@@ -122,14 +124,14 @@ def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None
 
 
 def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
-    """What a job file says that a stage holds: for a micro-batch after F and after I, and always."""
+    """Return the bytes that a job file states for a stage: per micro-batch after F and after I, and permanently."""
     unit, memory = tables["memory"]["unit_bytes"], tables["memory"]
     return {what: [unit * size for size in memory[name]]
             for what, name in (("activation", "activation"), ("stash", "weight_stash"), ("always", "weights"))}
 
 
 def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
-    """Profiled bytes of each stage, by what they are of, against those of processes."""
+    """Compare the profiled bytes of each stage, by kind, with those of processes."""
     def measured(index: int) -> dict[str, int]:
         answer = subprocess.run([sys.executable, "-m", "benchmarks.stage_memory", str(index),
                                  config.to_json()],

@@ -1,11 +1,11 @@
-"""What clipping costs a staggered optimizer: nothing while nothing is clipped.
+"""Measure the cost of clipping for a staggered optimizer: nothing while no gradient is clipped.
 
     python -m benchmarks.staggering [--milliseconds 40] [--iterations 16]
 
-Four stages, six micro-batches; F, I and W sleep one unit, the optimizer three, so that four workers fit on any machine.
-Prints the median time from one iteration's end to the next: planned, without clipping, with a norm that is never
-exceeded, with one that always is, and for a synchronous optimizer. Exit status 1 when a norm that is never exceeded
-costs more than 3 %.
+There are four stages and six micro-batches; F, I and W sleep one unit, the optimizer three, so that four workers fit on
+any machine. Prints the median time from one iteration's end to the next: planned, without clipping, with a norm that is
+never exceeded, with one that is always exceeded, and for a synchronous optimizer. Exit status 1 when a norm that is
+never exceeded costs more than 3 %.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LIMIT = 1.03
 
 
 def _sleep_in_ops() -> None:
-    """Let every op of this process's stages sleep, besides what little it computes."""
+    """Make every op of this process's stages sleep, in addition to the little it computes."""
 
     def slept(original: Callable[..., Any], units: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _sleep_in_ops() -> None:
 
 
 class Sleepers(GPT):
-    """A tiny GPT whose workers sleep."""
+    """Tiny GPT whose workers sleep."""
 
     def build(self, layer: int) -> nn.Module:
         if SliceRunner.forward.__name__ == "forward":
@@ -62,7 +62,7 @@ class Sleepers(GPT):
 
 
 def period(optimizer: OptimizerMode, clip_norm: float | None, seconds: float, iterations: int) -> tuple[float, float]:
-    """Planned and measured seconds from iteration to iteration."""
+    """Return the planned and measured seconds from iteration to iteration."""
     job = uniform_job(1, 4, 6, op=seconds, optimizer=3 * seconds, transfer=0)
     config = parse_run_config({"name": "benchmarks.staggering:Sleepers", "blocks": 2, "context": 4, "width": 4},
                               {"iterations": iterations, "clip_norm": clip_norm, "device": "cpu"})

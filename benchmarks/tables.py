@@ -1,10 +1,10 @@
-"""What a table of schedules costs: seconds to build, bytes, gaps, and how much storing programs once saves.
+"""Measure the cost of a table of schedules: seconds to build, bytes, gaps, and the gain of storing programs once.
 
     python -m benchmarks.tables [--pipelines 128] [--stages 8] [--microbatches 16] [--share 0.1] [--jobs N]
                                 [--method cp-sat] [--time-limit 5] [--out DIR] [--json FILE] [--compare FILE]
 
-Builds the table of all counts from 0 to `--share` of the workers. `--json` keeps the figures, `--compare` prints them
-beside kept ones.
+Builds the table of all counts from 0 to `--share` of the workers. `--json` stores the figures, `--compare` prints them
+next to stored ones.
 """
 
 import argparse

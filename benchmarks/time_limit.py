@@ -1,11 +1,11 @@
-"""How long planning takes against the time it was given: at most a second or a fifth more, whatever the job.
+"""Compare the time of planning with the time it was given: at most a second or a fifth more, for any job.
 
     python -m benchmarks.time_limit [--limits 0.01 1 5] [--only PIPELINESxSTAGESxMICROBATCHES ...]
 
-Prints one row per job and limit: seconds taken (and of the processor, which is less where others use the machine, too),
+Prints one row per job and limit: wall-clock and CPU seconds (CPU seconds are fewer if other programs use the machine),
 whether that is within the limit, and what was planned: the whole iteration, blocks of fewer micro-batches, or nothing,
-with the size that fits. All that a plan needs counts: building the
-problem, the search, assembling, checking, and encoding the file.
+with the size that fits. All that a plan needs counts: building the problem, the search, assembling, checking, and
+encoding the file.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from slipstream.schedules.schedule import Worker
 
 SHAPES = ((3, 4, 6), (4, 8, 16), (8, 8, 16), (8, 16, 32), (16, 8, 32), (32, 16, 32), (128, 8, 32), (4, 8, 1024),
           (1, 1024, 16), (4, 8, 8192), (4, 8, 65_536))
-"""Pipelines, stages, micro-batches."""
+"""Triples of pipelines, stages and micro-batches."""
 
 
 def outcome(job: Job, limit: float) -> str:
-    """What was planned within the limit."""
+    """Describe what was planned within the limit."""
     failed = [Worker(1, job.stages // 2)] if job.pipelines > 1 else []
     try:
         plan = plan_job(job, failed, time_limit=limit)

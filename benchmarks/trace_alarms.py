@@ -1,10 +1,10 @@
-"""What the slow-worker detector finds in measured traces of StragglerAnalysis (arXiv 2505.05713).
+"""Run the slow-worker detector on measured traces of StragglerAnalysis (arXiv 2505.05713).
 
     python -m benchmarks.trace_alarms TRACE.parquet [...]
 
-Each iteration's op times go to the detector as workers report them: of forwards and of backwards, the median over
-the micro-batches of each worker. A worker that the whole trace shows to be slow is to be found within five iterations;
-any other that is found is a false alarm. Exit status 1 where one is not found so soon, or one too many.
+The op times of each iteration go to the detector as workers report them: of forwards and of backwards, the median over
+the micro-batches of each worker. A worker that the whole trace shows to be slow must be found within five iterations;
+any other worker that is found is a false alarm. Exit status 1 when one is not found in time, or there is a false alarm.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MOST_ITERATIONS = 5
 
 
 def found_slow(trace: StragglerTrace) -> list[SpeedChange]:
-    """All changes that the detector finds, iteration by iteration."""
+    """Return all changes that the detector finds, iteration by iteration."""
     detector, found = SlowDetector(), []
     _, pipelines, stages, microbatches, _ = trace.seconds.shape
     for iteration, seconds in enumerate(trace.seconds):

@@ -1,15 +1,15 @@
-"""A job over availability traces: how far ahead of other policies, and how far from the limit.
+"""Compare policies for a job over availability traces with each other and with the limit.
 
     python -m benchmarks.traces [TRACE.csv ...] [--preset NAME --parameters N] [--microbatches 8 16 32] [--seeds 5]
                                 [--settle-seconds 4] [--json FILE]
 
-The job is the published one, or a preset with other numbers of micro-batches (0: its own). Over the published
-availability trace and each trace file given, by number of micro-batches a pipeline: the mean throughput of this planner
-over that of others, and over the work-conserving limit; and what memory and the fill of the pipelines leave of that
-limit with all workers alive, which is proven. The means are over draws of which machines leave, or which make
-the job's workers; where a job has more workers than a trace, each place stands for several. Costs are those of 6.7B
-parameters or as many as are given; Bamboo's those of 350M, in its favour.
-Exits 1 where this planner is behind a policy that it could follow.
+The job is the published one, or a preset with other numbers of micro-batches (0: its own). For the published
+availability trace and each given trace file, by number of micro-batches per pipeline, the benchmark prints: the mean
+throughput of this planner relative to other policies and to the work-conserving limit; and the share of that limit that
+memory and the fill of the pipelines allow with all workers alive, which is proven. The means are over draws of which
+machines leave, or which make the job's workers; if a job has more workers than a trace, each place of the trace
+represents several. Costs are those of 6.7B parameters or of the given number; Bamboo's are those of 350M, in its
+favour. Exit status 1 when this planner is behind a policy that it could follow.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from slipstream.planner.options import PlanOptions
 FOLLOWED = ("slipstream-fixed", "recycle")
 """Policies whose schedules this planner may choose, so that it must never be behind them."""
 WIDTH = 160
-"""Columns of the table where it is written to a file: rich would cut it at 80."""
+"""Width of the table in a file, in columns, where rich would cut it at 80."""
 OTHERS = ("oobleck", "recycle", "elaswave", "malleus", "bamboo", "work-conserving")
 
 
 def drawn(path: Path | None, job: Job, seeds: int) -> list[AvailabilityTrace]:
-    """The trace fitted to the job in so many ways, those of which something is drawn."""
+    """Return the different traces that result from fitting one to the job with several seeds."""
     fitted = (fit_to_job(published.published_trace(seed) if path is None else read_availability_trace(path, seed),
                          job.pipelines * job.stages, seed) for seed in range(seeds))
     distinct = {(trace.live, trace.changes): trace for trace in fitted}
@@ -52,7 +52,7 @@ def drawn(path: Path | None, job: Job, seeds: int) -> list[AvailabilityTrace]:
 
 
 def chosen_job(name: str | None, microbatches: int) -> Job:
-    """The published job, or a preset, with so many micro-batches a pipeline."""
+    """Return the published job, or a preset, with this number of micro-batches per pipeline."""
     if name is None:
         return published.published_job("6.7B", microbatches)
     with TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def chosen_job(name: str | None, microbatches: int) -> Job:
 
 
 def means(traces: list[AvailabilityTrace], throughputs: Throughputs, parameters: float) -> dict[str, float]:
-    """Mean samples per second of each policy."""
+    """Return the mean samples per second of each policy."""
     stages = throughputs.job.stages
     kinds = [POLICIES[name] for name in ("slipstream", "slipstream-fixed", *OTHERS) if name != "bamboo"]
     found = throughputs_over_traces(kinds, throughputs, costs_for(parameters, stages), traces)
@@ -73,7 +73,7 @@ def means(traces: list[AvailabilityTrace], throughputs: Throughputs, parameters:
 
 
 def most_of_the_limit(throughputs: Throughputs) -> float:
-    """What no plan with all workers alive and layers in place exceeds, as a share of the work-conserving limit."""
+    """Return an upper bound for plans with all workers and layers in place, as a share of the work-conserving limit."""
     problem = PlanOptions().problem(throughputs.job)
     return throughputs.samples / (lower_bound(problem) * problem.tick_seconds) / \
         throughputs.work_conserving(throughputs.workers)

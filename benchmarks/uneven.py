@@ -1,10 +1,10 @@
-"""A real run whose ops take what their samples say, against its replay: dealt or not, all alive and with a worker dead.
+"""Compare a real run with unequal samples with its replay, with and without dealing and failures.
 
     python -m benchmarks.uneven [--grid 3x4x6] [--milliseconds 40] [--iterations 10] [--spread 0.7] [--json]
 
-Worker processes whose ops sleep: one sample as long as `spread` says (log-normal), all stages alike. The mean time from
-one committed iteration to the next, after the first two, is compared with what the replay says of the same iterations
-and the same dealing. Exit status 1 where they differ by more than 5 %.
+Worker processes run ops that sleep: a sample takes as long as `spread` says (log-normal), the same in all stages. The
+mean time from one committed iteration to the next, after the first two, is compared with that of the replay for the
+same iterations and the same dealing. Exit status 1 when they differ by more than 5 %.
 """
 
 import argparse
@@ -39,18 +39,18 @@ class Outcome(NamedTuple):
     dead: int
     dealt: bool
     planned: float
-    """With equal samples."""
+    """Planned seconds, with equal samples."""
     replayed: float
     measured: float
 
     @property
     def error(self) -> float:
-        """Of the replay."""
+        """Relative error of the replay."""
         return self.measured / self.replayed - 1
 
 
 def replayed(schedule: Schedule, config: RunConfig, iterations: int) -> float:
-    """By the replay of the same iterations with the same names."""
+    """Return the seconds by the replay of the same iterations with the same samples."""
     data, dealer = UnequalData(config), Dealer(schedule)
     dealt = DealtSamples(schedule, data, config.training, place(schedule.grid, schedule.grid.depth))
     counts = schedule.grid.microbatches
@@ -63,7 +63,7 @@ def replayed(schedule: Schedule, config: RunConfig, iterations: int) -> float:
 
 
 def measured(schedule: Schedule, config: RunConfig, unit: float, iterations: int) -> float:
-    """By worker processes."""
+    """Return the seconds measured with worker processes."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder, sleeping(unit, unit, unit, 3 * unit):
         run(schedule, config, out=Path(folder), iterations=iterations, options=RunOptions(traced=0),

@@ -1,1 +1,1 @@
-"""The `slipstream` command: one thin file per command."""
+"""Commands of the `slipstream` program, one module per command."""

@@ -1,6 +1,6 @@
-"""The command-line application: its commands and how they are loaded.
+"""Define the command-line application: its commands and how they are loaded.
 
-A command's module is imported when the command is run, so that planning does not wait for torch.
+The module of a command is imported only when that command runs, so that planning does not wait for torch.
 """
 
 import importlib
@@ -33,15 +33,16 @@ COMMANDS = {
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
-"""Name and one line of help; `cli/NAME.py` holds a function of that name."""
+"""Names of the commands, each with one line of help. `cli/NAME.py` defines a function of that name."""
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """Carries Ctrl-C past typer, which would end the program without a message."""
+    """Exception that carries Ctrl-C through typer, which would otherwise end the program without a message."""
 
 
 @contextmanager
 def _keeping_interrupts() -> Iterator[None]:
+    """Convert KeyboardInterrupt to `_Interrupted`, which typer does not catch."""
     try:
         yield
     except KeyboardInterrupt:
@@ -49,44 +50,44 @@ def _keeping_interrupts() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """The group of commands. A command is loaded when it is run.
+    """Group of all commands, which imports a command only when it runs.
 
-    Contexts and commands are `Any`, because typer brings its own copy of click or not, depending on its version.
+    Contexts and commands are typed `Any`: depending on its version, typer brings its own copy of click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """The names, in the order of `COMMANDS`."""
+        """Return the names of the commands, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """A command with its name and line of help only, for the list of commands."""
+        """Return a command that has only its name and line of help, for the list of commands."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command itself, to run it."""
+        """Return the name, the loaded command and the remaining arguments, and refuse unknown commands."""
         if args[0] == "benchmark":
             ctx.fail("benchmark is no command any more; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{near(args[0], COMMANDS)}")
-        name, found, rest = super().resolve_command(ctx, args)
-        return name, load(args[0]) if found else None, rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Without a command, the help."""
+        """Parse the arguments, or print the help and exit with status 2 if there are none."""
         if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """What the program does, its commands, then its options."""
+        """Write what the program does, its commands, and its options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         write_section("Commands", COMMANDS, formatter)
         write_options(self.get_params(ctx), formatter)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Read the options before the command."""
+        """Parse the options that precede the command."""
         with _keeping_interrupts():
             return super().make_context(*args, **extra)
 
@@ -97,7 +98,7 @@ class _Commands(TyperGroup):
 
     def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
              standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
-        """Run the program. A wrong command line is refused in one line."""
+        """Run the program, and refuse an invalid command line with one line on stderr."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
@@ -105,7 +106,7 @@ class _Commands(TyperGroup):
         except _Interrupted:
             raise KeyboardInterrupt from None
         except Exception as error:
-            if not hasattr(error, "format_message"):  # an error of click's, of whichever copy
+            if not hasattr(error, "format_message"):  # an error of click, from either copy
                 raise
             ctx = getattr(error, "ctx", None)
             hint = f" (see {ctx.command_path} --help)" if ctx is not None else ""
@@ -114,16 +115,16 @@ class _Commands(TyperGroup):
 
 
 def _as_clause(message: str) -> str:
-    """An error message of click in the form of ours: one line, lower case first, no full stop."""
+    """Return an error message of click in this program's form: one line, lower case first, no full stop."""
     text = " ".join(message.split()).rstrip(".")
-    head, known, options = text.partition(" (Possible options: ")
-    if known:
+    head, separator, options = text.partition(" (Possible options: ")
+    if separator:
         text = f"{head}; did you mean {options.removesuffix(')')}?"
     return text[:1].lower() + text[1:]
 
 
 def load(name: str) -> Any:
-    """Import a command and build its options."""
+    """Import the module of a command and return the command with its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     with importing():
         module = importlib.import_module(f"slipstream.cli.{name}")
@@ -149,4 +150,4 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
         "Print the version and exit."))] = False) -> None:
-    """Makes the app a group."""
+    """Define the options of the program itself, which also makes the app a group."""

@@ -1,4 +1,4 @@
-"""`slipstream check`: verifies schedules against every rule."""
+"""Implement `slipstream check`, which verifies schedules against every rule."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,10 +17,10 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Violations of a file that are drawn; the others are only named."""
+"""Maximum number of violations per file that are drawn. Further violations are only listed."""
 
 PROOF_SECONDS = 60.0
-"""For CP-SAT, where what a file claims takes a search to prove."""
+"""Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""
 
 Bound = Annotated[bool, typer.Option("--bound", help=(
     f"Also prove the lower bound that a file states, by CP-SAT within {PROOF_SECONDS:g} s where it found it. One of "
@@ -30,9 +30,8 @@ Bound = Annotated[bool, typer.Option("--bound", help=(
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the ops around the one that breaks it. A bound in a file is a claim:
-    --bound proves it again, and exits 1 when it cannot. Exits 2 when a file cannot be read, once all others are
-    checked.
+    Exits 1 when a rule is broken, and draws the ops around each violation. A bound in a file is a claim: --bound proves
+    it again, and exits 1 when it cannot. Exits 2 when a file cannot be read, after all other files have been checked.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []
@@ -55,12 +54,15 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
                     **({"unreadable": unreadable} if unreadable else {})})
     if unreadable:
         raise typer.Exit(2)
-    if answers or not all(one["verified"] for one in bounds):
+    if answers or not all(bound_report["verified"] for bound_report in bounds):
         raise typer.Exit(1)
 
 
 def _read(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
-    """All schedules of the files and tables; what cannot be read is told, and put on the list."""
+    """Yield all schedules of the given files and tables.
+
+    A file that cannot be read is reported on stderr and appended to `unreadable`.
+    """
     for path in files:
         try:
             yield from schedules_in(path)
@@ -70,7 +72,10 @@ def _read(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterato
 
 
 def _bound(schedule: Schedule, proven: int | None) -> str:
-    """What is known of the bound that the file states."""
+    """Describe what is known about the lower bound that the file states.
+
+    `proven` is the bound in ticks that was proven here. None means that no proof was requested.
+    """
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if proven is None:
         claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
@@ -82,7 +87,7 @@ def _bound(schedule: Schedule, proven: int | None) -> str:
 
 
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
-    """A violation as an object of the JSON answer; `start` in seconds."""
+    """Return a violation as an object of the JSON answer, with `start` in seconds."""
     op = violation.op
     slice = op.slice if op is not None else None
     worker = op.worker if op is not None else violation.worker

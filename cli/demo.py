@@ -1,4 +1,4 @@
-"""`slipstream demo`: plans the published example and trains a small model, in a few minutes."""
+"""Implement `slipstream demo`, which plans the published example and trains a small model, in a few minutes."""
 
 import math
 import os
@@ -28,9 +28,9 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 JOBS = Path(__file__).resolve().parent / "jobs"
 DEAD = Worker(1, 2)
-"""The worker that the published example loses."""
+"""Worker that is down in the published example."""
 ABSENT = Worker(1, 1)
-"""The worker that is absent from the second training run."""
+"""Worker that is absent from the second training run."""
 SHORT_ITERATIONS = 5
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the training runs leave their files.")]
@@ -38,7 +38,7 @@ Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIO
 
 
 class _Idea(msgspec.Struct, frozen=True):
-    """One row of the first table: the same job planned with one idea more."""
+    """Row of the first table: a plan of the example job with one more technique than the row above."""
 
     name: str
     plan: Plan
@@ -50,18 +50,18 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     if json:
         out.quiet = True
     require_writable(out_dir / "whole" / "schedule.json")
-    began = time.monotonic()
+    start_time = time.monotonic()
     compile_planner()
     ideas = _plan_worked_example()
     answer = _train(out_dir, short)
-    out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
+    out.print(f"\nThe whole demo took {duration(time.monotonic() - start_time)}. Next: slipstream plan "
               f"{os.path.relpath(JOBS / 'worked-example.toml')} --failed 1.2 --failed 2.0", soft_wrap=True)
     if json:
         print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 
 
 def _plan_worked_example() -> list[_Idea]:
-    """Print the period with each idea added, and draw the plans with and without a dead worker."""
+    """Print the period with each technique added, and draw the plans with and without a dead worker."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -96,7 +96,7 @@ def _ideas(job: Job) -> Sequence[_Idea]:
 
 
 def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
-    """A plan. Ctrl-C, which ends a search early, ends the demo."""
+    """Return a plan, and end the demo if Ctrl-C interrupted the search."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
         raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
 
 
 def _train(folder: Path, short: bool) -> dict[str, object]:
-    """Train with all workers, with one absent, and in one process; print to how many digits the losses agree."""
+    """Train with all workers, with one absent, and in one process, and print to how many digits the losses agree."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()
@@ -145,7 +145,10 @@ def _run(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> Run
 
 
 def agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """To how many significant digits all pairs of numbers agree; 16, all that a double has, when they are equal."""
+    """Return the number of significant digits to which all pairs of numbers agree.
+
+    Equal numbers agree to 16 digits, which is all that a double has.
+    """
     worst = max((abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True)), default=0.0)
     return min(16, math.floor(-math.log10(worst))) if worst else 16
 
@@ -153,7 +156,7 @@ def agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
 def _print_losses(losses: dict[str, tuple[float, ...]]) -> None:
     table = Table("iteration", *losses, box=SIMPLE_HEAD)
     count = len(losses["one process"])
-    shown = sorted({*range(min(3, count)), *range(0, count, 5), count - 1})
-    for iteration in shown:
+    shown_iterations = sorted({*range(min(3, count)), *range(0, count, 5), count - 1})
+    for iteration in shown_iterations:
         table.add_row(str(iteration), *(f"{series[iteration]:.13f}" for series in losses.values()))
     out.print(table)

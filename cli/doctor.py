@@ -1,4 +1,4 @@
-"""`slipstream doctor`: reports what is installed and which backends work, and runs a self-test of a few seconds."""
+"""Implement `slipstream doctor`, which reports what is installed and which backends work, and runs a self-test."""
 
 import os
 import platform
@@ -23,17 +23,17 @@ from slipstream.planner.job.file import read_job
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
 SELF_TEST_SECONDS = 60.0
-"""On a busy machine; a quiet one takes a few, most of it to import torch."""
+"""Time limit of the self-test, in seconds, for a busy machine. An idle machine takes a few, mostly to import torch."""
 EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
 PERIOD = 30.0
-"""Of the published example with worker 1.2 down, in seconds; proven to be the least."""
+"""Proven minimal period of the published example with worker 1.2 down, in seconds."""
 MARKS = {"ok": ("✓", "green"), "absent": ("–", "yellow"), "failed": ("✗", "red")}
 
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. `absent`: it does not work here, but Slipstream does not need it."""
+    """Line of the report. Status "absent" means that the part does not work here, but Slipstream does not need it."""
 
     part: Literal["installed", "backends", "self-test"]
     name: str
@@ -54,13 +54,13 @@ def doctor(quick: Quick = False, json: Json = False) -> None:
             findings.append(finding)
             if not json:
                 _print(finding, first=len(findings) == 1 or findings[-2].part != finding.part)
-    well = all(finding.status != "failed" for finding in findings)
+    is_healthy = all(finding.status != "failed" for finding in findings)
     if json:
-        print_json({"ok": well, "findings": msgspec.to_builtins(findings)})
+        print_json({"ok": is_healthy, "findings": msgspec.to_builtins(findings)})
     else:
-        out.print("\nall is well" if well else "\nsomething that Slipstream needs does not work",
-                  style="bold green" if well else "bold red")
-    if not well:
+        out.print("\nall is well" if is_healthy else "\nsomething that Slipstream needs does not work",
+                  style="bold green" if is_healthy else "bold red")
+    if not is_healthy:
         raise typer.Exit(1)
 
 
@@ -95,7 +95,7 @@ def _installed() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    """Devices that can compute here, and backends that can transfer tensors."""
+    """Yield findings about the devices that can compute here and the backends that can transfer tensors."""
     try:
         with importing():
             import torch
@@ -133,7 +133,7 @@ def _compiled() -> Finding:
 
 
 def _self_test() -> Iterator[Finding]:
-    """Plan, check and look up in this process, while two others start and exchange a tensor."""
+    """Plan, check and look up in this process, while two other processes start and exchange a tensor."""
     try:
         with importing():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError
@@ -143,12 +143,12 @@ def _self_test() -> Iterator[Finding]:
         return
     try:
         with SelfTest() as self_test:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             yield from _planning()
             result = self_test.wait(SELF_TEST_SECONDS)
         yield Finding("self-test", "two processes", "ok",
                       f"met in {duration(result.meeting_seconds)}, and sent 1 MiB over gloo in "
-                      f"{duration(result.transfer_seconds)}", time.perf_counter() - began)
+                      f"{duration(result.transfer_seconds)}", time.perf_counter() - start_time)
     except (SelfTestError, OSError, RuntimeError) as error:
         yield Finding("self-test", "two processes", "failed", _line(error))
 
@@ -159,12 +159,12 @@ def _planning() -> Iterator[Finding]:
 
 
 def _tested(name: str, test: Callable[[], str]) -> Finding:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         detail = test()
     except Exception as error:  # whatever it is, it belongs in the report
-        return Finding("self-test", name, "failed", _line(error), time.perf_counter() - began)
-    seconds = time.perf_counter() - began
+        return Finding("self-test", name, "failed", _line(error), time.perf_counter() - start_time)
+    seconds = time.perf_counter() - start_time
     return Finding("self-test", name, "ok", f"{detail}, in {duration(seconds)}", seconds)
 
 
@@ -174,15 +174,15 @@ def _plan_and_check() -> str:
     from slipstream.schedules.check import check
     from slipstream.schedules.schedule import Worker
 
-    made = plan_job(read_job(EXAMPLE), [Worker(1, 2)], time_limit=SEARCH_SECONDS)
-    if made.interrupted:
+    plan = plan_job(read_job(EXAMPLE), [Worker(1, 2)], time_limit=SEARCH_SECONDS)
+    if plan.interrupted:
         raise KeyboardInterrupt
-    violations, period = check(made.schedule), made.schedule.seconds(made.schedule.period_ticks)
+    violations, period = check(plan.schedule), plan.schedule.seconds(plan.schedule.period_ticks)
     if violations:
         raise RuntimeError(f"a plan breaks a rule: {violations[0]}")
     if period < PERIOD:
         raise RuntimeError(f"a plan with period {period:g} s passed the check; {PERIOD:g} s is proven to be the least")
-    return f"worked example with a worker down: period {duration(period)}, {made.schedule.status}, valid"
+    return f"worked example with a worker down: period {duration(period)}, {plan.schedule.status}, valid"
 
 
 def _look_up() -> str:
@@ -193,10 +193,10 @@ def _look_up() -> str:
     name = library_names()[0]
     folder = library(name)
     assert folder is not None
-    found = Schedules.load(folder).lookup((Worker(0, 1),))
-    if found is None:
+    result = Schedules.load(folder).lookup((Worker(0, 1),))
+    if result is None:
         raise RuntimeError(f"table {name} has no schedule for one failure")
-    return f"{name} with a worker down: entry {found.key}"
+    return f"{name} with a worker down: entry {result.key}"
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`slipstream export`: writes a schedule or a checkpoint's model for other libraries."""
+"""Implement `slipstream export`, which writes a schedule, or the model of a checkpoint, for other libraries."""
 
 import shlex
 from pathlib import Path
@@ -53,7 +53,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
            json: Json = False) -> None:
     """Write a schedule, or the model of a checkpoint, in the format of another library.
 
-    Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
+    Exits 1 with the reason when that library cannot run the schedule, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, FORMATS)
     _require_for(to, ("torch-csv",), ("--communication", communication))
@@ -77,14 +77,14 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
 
 
 def _require_for(to: str, formats: tuple[str, ...], *given: tuple[str, object]) -> None:
-    """Refuse options of other formats."""
+    """Exit 2 if an option is given that belongs to other formats than `to`."""
     for option, value in given:
         if value and to not in formats:
             refuse(f"{option}: only with --to {' or '.join(formats)}")
 
 
 def _require_new(folder: Path | None, to: str, what: str) -> Path:
-    """The folder to write, which is not there yet, or empty."""
+    """Return the folder to write. Exits 2 unless it is new or empty."""
     if folder is None:
         refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -93,7 +93,10 @@ def _require_new(folder: Path | None, to: str, what: str) -> Path:
 
 
 def _read_valid(file: Path, pipeline: int) -> Schedule:
-    """A schedule that keeps the rules and has the pipeline."""
+    """Return the schedule of a file.
+
+    Exits 1 if it breaks a rule, and 2 if it cannot be read or does not have the pipeline.
+    """
     schedule = read_schedule_or_refuse(file)
     violations = check(schedule)
     if violations:
@@ -148,7 +151,7 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
 
 
 def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> None:
-    """Write the model of a checkpoint."""
+    """Write the model of a checkpoint in the format `to`."""
     folder = _require_new(folder, to, "CHECKPOINT")
     with importing():
         from slipstream.cli.shared.train_inputs import checkpoint_or_refuse

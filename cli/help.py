@@ -1,9 +1,9 @@
-"""What all commands have in common: their help, and that they write over nothing that they read.
+"""Define what all commands have in common: the layout of their help, and a check that no output overwrites an input.
 
-The help has options in groups, a line or two each, readable at 80 columns.
+The help shows options in groups, one or two lines for each option, readable at 80 columns.
 
-A group is the `rich_help_panel` of an option. The kind of a value is told by its name in capitals (SEC, FILE, N), and
-its range by the line that refuses a wrong one.
+The group of an option is its `rich_help_panel`. The metavar (SEC, FILE, N) tells the kind of its value. The valid range
+is not shown; the error for a value outside of it states it.
 """
 
 from collections.abc import Mapping
@@ -14,28 +14,31 @@ from typer.core import TyperCommand
 from slipstream.cli.shared.overwriting import require_no_overwriting
 
 OTHERS = "Options"
-"""The group of options without one."""
+"""Group of the options that name no group."""
 LEFT = 24
-"""Characters for names of options; what is longer has a line of its own."""
+"""Maximum width of option names, in characters. A longer name has a line of its own."""
 
 
 class Command(TyperCommand):
-    """A command of the program. Contexts and formatters are `Any`: see `cli.app`."""
+    """Command of the program. Contexts and formatters are typed `Any`, for the reason given in `cli.app`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Usage, what the command does, then its options."""
+        """Write the usage, what the command does, and its options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         write_options(self.get_params(ctx), formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless it would write over one of its own inputs."""
+        """Run the command, unless one of its outputs would overwrite one of its inputs."""
         require_no_overwriting(self.get_params(ctx), ctx.params)
         return super().invoke(ctx)
 
 
 def write_options(params: list[Any], formatter: Any) -> None:
-    """A section for each group of options, in the order of their first."""
+    """Write a section for each group of options, in the order of the first option of each group.
+
+    Options without a group come last.
+    """
     groups: dict[str, dict[str, str]] = {}
     for param in params:
         group = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or OTHERS
@@ -46,7 +49,7 @@ def write_options(params: list[Any], formatter: Any) -> None:
 
 
 def write_section(title: str, rows: Mapping[str, str], formatter: Any) -> None:
-    """A title and names with what they mean."""
+    """Write a titled section of names and their explanations."""
     with formatter.section(title):
         formatter.write_dl(list(rows.items()), col_max=LEFT)
 

@@ -1,4 +1,4 @@
-"""`slipstream jitter`: the period of a schedule under noise, stragglers, and samples that are not alike."""
+"""Implement `slipstream jitter`, which replays a schedule with noise, stragglers, or samples of unequal cost."""
 
 import time
 from pathlib import Path
@@ -94,38 +94,43 @@ def _with_lengths(schedule: Schedule, file: Path, lengths: Path, attention: floa
 
 
 def _costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
-    """[iterations, samples, 3], or by stage."""
+    """Return the costs of samples, of shape [iterations, samples, 3].
+
+    A StragglerAnalysis trace gives them per stage, of shape [iterations, samples, stages, 3].
+
+    Raises CostError if there are too few samples for one iteration.
+    """
     if lengths.suffix == SUFFIX:
-        found = read_straggler_trace(lengths).costs()[:MOST_ITERATIONS]
-        require_costs(found[0], dealer.samples, dealer.stages)
-        return found
-    every = costs_of(read_lengths(lengths, context), attention)
-    iterations = min(len(every) // dealer.samples, MOST_ITERATIONS)
+        trace_costs = read_straggler_trace(lengths).costs()[:MOST_ITERATIONS]
+        require_costs(trace_costs[0], dealer.samples, dealer.stages)
+        return trace_costs
+    all_costs = costs_of(read_lengths(lengths, context), attention)
+    iterations = min(len(all_costs) // dealer.samples, MOST_ITERATIONS)
     if not iterations:
-        raise CostError(f"{len(every)} samples; expected at least {dealer.samples}, those of an iteration")
-    return every[:iterations * dealer.samples].reshape(iterations, dealer.samples, 3)
+        raise CostError(f"{len(all_costs)} samples; expected at least {dealer.samples}, those of an iteration")
+    return all_costs[:iterations * dealer.samples].reshape(iterations, dealer.samples, 3)
 
 
 def _dealt(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
-    """What each number of swaps brings, and errors of the costs; all of it in seconds an iteration."""
+    """Return the mean iteration time, in seconds, for each number of swaps and for each error of the known costs."""
     dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
 
-    def mean(known: npt.NDArray[np.float64], swaps: int) -> tuple[float, float]:
-        began = time.process_time()
+    def mean_time(known: npt.NDArray[np.float64], swaps: int) -> tuple[float, float]:
+        start_time = time.process_time()
         dealt = [dealer.deal(one, seed=seed + number, swaps=swaps).sample for number, one in enumerate(known)]
-        took = (time.process_time() - began) / len(known)
-        return float(dealer.seconds(costs, dealt).mean()), took
+        cpu_seconds = (time.process_time() - start_time) / len(known)
+        return float(dealer.seconds(costs, dealt).mean()), cpu_seconds
 
     rows = []
     for swaps in SWAPS:
-        found, took = mean(costs, swaps)
-        rows.append({"swaps": dealer.swaps(swaps), "mean": found, "cpu_seconds": took})
+        seconds, cpu_seconds = mean_time(costs, swaps)
+        rows.append({"swaps": dealer.swaps(swaps), "mean": seconds, "cpu_seconds": cpu_seconds})
     random, errors = np.random.default_rng(seed), []
     for error in ERRORS:  # of a sample, alike for all of its ops
         factors = random.lognormal(-error**2 / 2, error, costs.shape[:2])
-        errors.append({"error": error, "mean": mean(costs * np.expand_dims(factors, tuple(range(2, costs.ndim))),
-                                                    DEFAULT_SWAPS)[0]})
-    return {"planned": planned, "iterations": len(costs), "as_they_come": mean(costs, 0)[0], "dealt": rows,
+        errors.append({"error": error, "mean": mean_time(costs * np.expand_dims(factors, tuple(range(2, costs.ndim))),
+                                                         DEFAULT_SWAPS)[0]})
+    return {"planned": planned, "iterations": len(costs), "as_they_come": mean_time(costs, 0)[0], "dealt": rows,
             "errors": errors}
 
 

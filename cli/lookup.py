@@ -1,4 +1,4 @@
-"""`slipstream lookup`: looks up the schedule of a table for the workers that are down."""
+"""Implement `slipstream lookup`, which looks up the schedule of a table for the workers that are down."""
 
 import time
 from functools import partial
@@ -33,7 +33,7 @@ from slipstream.schedules.tables.pattern import dead_column
 from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
-"""Time limit of planning for failures that are not in the table."""
+"""Time limit, in seconds, of planning for failures that the table does not cover."""
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
@@ -43,11 +43,11 @@ Normalise = Annotated[bool, typer.Option("--normalise", help=(
 Settled = Annotated[bool, typer.Option("--settled", help=(
     "The answer to come to, for which layers move, instead of the one that runs at once."))]
 AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
-"""The three answers of a table."""
+"""Kinds of answers that a table has."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """A schedule, and the key of its entry in the table; None where it was planned on the spot."""
+    """Schedule with the key of its table entry. The key is None if the schedule was planned on the spot."""
 
     key: str | None
     schedule: Schedule
@@ -55,7 +55,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Which of the three it is."""
+        """Kind of this answer: `AT_ONCE`, `ROLES_MOVED` or `SETTLED`."""
         if self.schedule.moves:
             return ROLES_MOVED
         return SETTLED if layers_received(self.schedule) else AT_ONCE
@@ -65,8 +65,8 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
            settled: Settled = False, out_file: OutFile = None, json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
-    The answer at once leaves all layers in place. Failures that the table does not cover are planned on the spot, by
-    the list schedulers.
+    The answer at once leaves all layers in place. Failures that the table does not cover are planned on the spot, with
+    list schedulers.
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)
@@ -96,45 +96,46 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
 
 def _look_up(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
+    """Return the answer of the table, timed without the check at the first use of an entry. None if it has no entry."""
     look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_job(table).nodes)
-    found = look_up()  # the first use of an entry checks it: the second is timed
-    if found is None:
+    result = look_up()  # the first use of an entry checks it: the second is timed
+    if result is None:
         return None
-    began = time.perf_counter()
-    found = look_up()
-    seconds = time.perf_counter() - began
-    assert found is not None
-    return _Answer(found.key, found.schedule, seconds)
+    start_time = time.perf_counter()
+    result = look_up()
+    seconds = time.perf_counter() - start_time
+    assert result is not None
+    return _Answer(result.key, result.schedule, seconds)
 
 
 def _plan(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
-    most = table.index.max_failures
-    covered = f"up to {most} failure{'s' * (most != 1)}" + (" and their patterns" if table.index.exact else "")
-    covered += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
-    covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
+    limit = table.index.max_failures
+    coverage = f"up to {limit} failure{'s' * (limit != 1)}" + (" and their patterns" if table.index.exact else "")
+    coverage += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
+    coverage += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
     if not (normalise or settled) and table.lookup(down, roles_move=True) is not None:
         err.print(f"{names} down: in the table only with roles moved (--normalise); planning on the spot with layers "
                   "in place", style="yellow", soft_wrap=True)
     else:
-        err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
+        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot", style="yellow",
                   soft_wrap=True)
-    began = time.monotonic()
+    start_time = time.monotonic()
     basis = table.basis
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         compile_planner()
-        made = normalised(_job(table), down, options) if normalise else plan_only(options, _job(table), down)
+        plan = normalised(_job(table), down, options) if normalise else plan_only(options, _job(table), down)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
-    return _Answer(None, made.schedule, time.monotonic() - began)
+    return _Answer(None, plan.schedule, time.monotonic() - start_time)
 
 
 def _job(table: Table) -> Job:
-    """The job that the table is of."""
+    """Return the job that the table was planned for. Exits 2 if its job file is invalid."""
     try:
         return parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
     except (JobError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`slipstream new`: writes a job file to start from."""
+"""Implement `slipstream new`, which writes a job file to start from."""
 
 import sys
 from collections.abc import Callable
@@ -100,11 +100,11 @@ Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Ov
 
 
 _OF_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
-"""Options of all ways to begin."""
+"""Options that apply to every way to begin."""
 _OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
-"""Options for a job from a trace."""
+"""Options that apply to a job from a trace."""
 _OF_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabulary"}
-"""Options that say what a config.json says, too."""
+"""Options that describe what a config.json also describes."""
 
 
 def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None,
@@ -119,14 +119,14 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
-    Asks for what no option says. The estimate counts matrix products, attention and scans, and reads bandwidths off
-    data sheets; `slipstream profile` measures.
+    Asks for what no option says. The estimate counts matrix products, attention and scans, and takes bandwidths from
+    data sheets; `slipstream profile` measures instead.
     """
     ways = [preset_name is not None, bool(trace), model is not None, layers is not None or hidden is not None]
     if sum(ways) > 1:
         refuse("--preset, --trace, --model and --layers are four ways to begin: take one")
     if preset_name is not None:
-        _preset(preset_name, shard_optimizer=shard_optimizer)  # refused before a file that is there already
+        _preset(preset_name, shard_optimizer=shard_optimizer)  # check the preset before the output file
     require_choice("--placement", placement, PLACEMENTS)
     require_writable(out_file)
     if is_there(out_file) and not force:
@@ -143,7 +143,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         files = trace or [_ask("Which trace file?", None, Path, "--trace")]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
     else:
-        described = _model_layers(model, layers, hidden, heads, sequence, vocabulary, kv_heads, ffn, gated=gated)
+        model_layers = _model_layers(model, layers, hidden, heads, sequence, vocabulary, kv_heads, ffn, gated=gated)
         layout = ModelLayout(
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4, "--pipelines"),
             stages=stages or _count("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
@@ -151,23 +151,23 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer,
             muon=muon)
         try:
-            text = job_text(*estimate(name or "my-model", described, layout))
+            text = job_text(*estimate(name or "my-model", model_layers, layout))
         except ValueError as error:
             refuse(error)
     if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
         workers_per_node = _count("Workers per node (machine)?", 1, "--workers-per-node")
     if workers_per_node is not None and workers_per_node > 1:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
-    found = None
+    placed = None
     if placement == "any":
         _parsed(text, out_file)
-        found = find_pipeline(out_file, text, PlanOptions(time_limit=time_limit, steps=steps))
-        text = found.text
-    _finish(text, out_file, found, json)
+        placed = find_pipeline(out_file, text, PlanOptions(time_limit=time_limit, steps=steps))
+        text = placed.text
+    _finish(text, out_file, placed, json)
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
-    """Exits 2 where options are given that this way to begin does not use."""
+    """Exit 2 if options are given that this way to begin does not use."""
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
@@ -182,7 +182,7 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
 
 def _model_layers(config: Path | None, layers: int | None, hidden: int | None, heads: int | None, sequence: int | None,
                   vocabulary: int | None, kv_heads: int | None, ffn: int | None, *, gated: bool) -> ModelLayers:
-    """The layers of the model that a config.json or options describe; asks for what is missing."""
+    """Return the layers of the model that a config.json or the options describe, and ask for missing values."""
     if config is not None:
         try:
             return read_model(config, sequence or _count("Tokens per sequence?", 4096, "--sequence"))
@@ -235,7 +235,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
             refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
         return _from_parquet(files[0], name, transfer, stage_layers)
     try:
-        times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
+        times, seen, has_whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
     except ProfilerTraceError as error:
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer or 0.0,
@@ -243,7 +243,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
                         microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32,
                                                                      "--microbatches"))
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
-    if whole:
+    if has_whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
     if not transfer:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
@@ -251,11 +251,12 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
 
 
 def _layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
-    """The tables, with so many layers in each stage."""
+    """Return the tables with `each` layers in every stage. None leaves them unchanged."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 
 def _from_parquet(file: Path, name: str | None, transfer: float | None, stage_layers: int | None) -> str:
+    """Return the job file for a StragglerAnalysis trace, which has the times of all workers."""
     try:
         trace = read_straggler_trace(file)
     except ProfilerTraceError as error:
@@ -290,26 +291,29 @@ def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
 
 
 def _count(question: str, default: int, option: str) -> int:
-    def read(text: str) -> int:
+    def parse_count(text: str) -> int:
         value = int(text)
         if not 1 <= value <= MOST:
             raise ValueError
         return value
 
-    return _ask(question, str(default), read, option)
+    return _ask(question, str(default), parse_count, option)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
+    def parse_choice(text: str) -> str:
         if text not in choices:
             raise ValueError
         return text
 
-    return read
+    return parse_choice
 
 
 def _ask(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Ask until the answer makes sense. Exits 2 where nobody answers, with the option that says it."""
+    """Ask until the answer can be parsed.
+
+    Exits 2 if there is no answer, and names the option that gives the value.
+    """
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)

@@ -1,4 +1,4 @@
-"""`slipstream plan`: a job and its failed workers become one checked schedule."""
+"""Implement `slipstream plan`, which plans one checked schedule for a job and its failed workers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -80,9 +80,9 @@ Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
     "Bytes a second that a worker sends or receives while layers move; with [training] tensor_parallel, each of its "
     "ranks."))]
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
-"""What is spent on what else could be done, after the plan: a share of the time limit, and seconds at most."""
+"""Limits of the time spent on comparisons after the plan: a share of the time limit, and a number of seconds."""
 ALONE = 0.2
-"""The part of it with no failures, where there is less to compare with."""
+"""Share of the comparison time that is used when no worker is down, because there are fewer alternatives."""
 
 
 def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_node: FailedNode = None,
@@ -104,7 +104,7 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
         refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or "
                "plan fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
-    others: list[Alternative] = []
+    other_plans: list[Alternative] = []
     _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
     _require_placement(placement, failed=bool(down), normalise=normalise, moving=layers == "move",
                        baseline=method in BASELINES, for_failures=bool(for_failures), job_out=job_out is not None)
@@ -114,41 +114,44 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
     found = None
     if placement == "any":
         found = find_pipeline(job, read_job_text(job, settings or ()), options, for_failures, share_down, clock)
-        wanted, again, made = found.job, found.recomputation, found.plan
+        wanted, again, planned = found.job, found.recomputation, found.plan
     else:
         again = chosen_recomputation(job, wanted, options)
         if again is not None:
             left = 1 - options.params.blocks.recomputed_share
             wanted, options = again.job, options.within(left * options.seconds)
             clock = options.clock()
-        made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
+        planned = make_plan(wanted, down, options, normalise=normalise, clock=clock)
     if not json:  # what is only printed has time of its own: the same schedule is written with --json
         comparing = min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
-        others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
-                                   clock=clock))
+        other_plans = list(alternatives(wanted, down, planned, options, normalise=normalise, seconds=comparing,
+                                        clock=clock))
     if out_file is not None:
-        write_or_refuse(out_file, encoded_or_refuse(made.schedule))
+        write_or_refuse(out_file, encoded_or_refuse(planned.schedule))
     if found is not None and job_out is not None:
         write_or_refuse(job_out, found.text.encode())
     if json:
-        print_json(plan_report(made, wanted, bandwidth, again) | ({} if found is None else placement_report(found)))
+        print_json(plan_report(planned, wanted, bandwidth, again) | ({} if found is None else placement_report(found)))
         return
     chosen = [*(["--placement any"] if found else []), *(["--normalise"] if normalise else []),
               *(["--layers move"] if layers == "move" else [])]
-    first = answer(made, others, chosen)
-    rest = [*rank_lines(wanted), *placement_lines(found), *recomputation_lines(again),
-            *details(made, others, transition(made.schedule, wanted, bandwidth)),
-            *(tally_lines(made) if verbose else [])]
-    out.print("\n".join(first))
-    out.print(timeline(made.schedule, out.width, screen([*first, *rest])))
-    out.print("\n".join(rest))
+    headline = answer(planned, other_plans, chosen)
+    remaining_lines = [*rank_lines(wanted), *placement_lines(found), *recomputation_lines(again),
+                       *details(planned, other_plans, transition(planned.schedule, wanted, bandwidth)),
+                       *(tally_lines(planned) if verbose else [])]
+    out.print("\n".join(headline))
+    out.print(timeline(planned.schedule, out.width, screen([*headline, *remaining_lines])))
+    out.print("\n".join(remaining_lines))
     for file in (out_file, job_out):
         if file is not None:
             err.print(f"written to {file}", soft_wrap=True)
 
 
 def _require_placement(placement: str, **others: bool) -> None:
-    """Refuse options that only a search for a placement has, or none: `others`, by their names, as given."""
+    """Exit 2 if options are given that the value of --placement excludes.
+
+    `others` tells by name whether each of these options is given.
+    """
     require_choice("--placement", placement, PLACEMENTS)
     if placement == "given":
         if given := [name for name in ("for_failures", "job_out") if others[name]]:
@@ -157,14 +160,14 @@ def _require_placement(placement: str, **others: bool) -> None:
     if others["failed"]:
         refuse("--placement any finds the pipeline of a whole job, and --failed comes later: leave one of them out; "
                "--for-failures K counts what failures will cost")
-    for name, why in (("normalise", "--normalise"), ("moving", "--layers move"),
-                      ("baseline", "--method 1f1b and recycle")):
+    for name, option in (("normalise", "--normalise"), ("moving", "--layers move"),
+                         ("baseline", "--method 1f1b and recycle")):
         if others[name]:
-            refuse(f"--placement any: not with {why}, which are for a placement that is given")
+            refuse(f"--placement any: not with {option}, which are for a placement that is given")
 
 
 def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:
-    """Refuse options that exclude each other."""
+    """Exit 2 if options are given that exclude each other."""
     require_choice("--layers", layers, LAYERS)
     if normalise and layers == "move":
         refuse("--normalise moves whole roles, --layers move any layers: take one")

@@ -1,4 +1,4 @@
-"""`slipstream profile`: measures a model's stages on this machine, and writes the job file."""
+"""Implement `slipstream profile`, which measures a model's stages on this machine and writes the job file."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
 BUSY = 0.1
-"""A warning is printed where measuring waited for more than this share of the time."""
+"""Share of the measuring time that may be spent waiting before a warning is printed."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
@@ -42,8 +42,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 
     Writes a complete job file, to be planned and trained. Transfers, all-reduces and links ([network] latency,
-    bandwidth, and slowdown: what all-reduces take from compute beside them) are measured within this machine.
-    A worker of several processes is measured as one: an op takes until all of them are done.
+    bandwidth, and slowdown: how much all-reduces slow down concurrent compute) are measured within this machine. A
+    worker of several processes is measured as one: an op takes until all of them are done.
     """
     require_writable(out_file)
     with importing():
@@ -65,7 +65,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         with standing_in(config.training.tensor_parallel):
             layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
-        load_corpus(config, wanted.microbatches)  # refused here in its own words
+        load_corpus(config, wanted.microbatches)  # refuses bad data here, with its own message
         with err.status("measuring"), ForkServer() as fork_server:
             measured, by_layer = (
                 measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds, fork_server=fork_server,
@@ -99,7 +99,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
-    """The tables of the job file: those of the job, with the times and memory that were measured."""
+    """Return the tables of the job file, with the measured times and memory in place of the job's own."""
     stages = measured.stages
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
 
@@ -119,7 +119,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
-    if job.time.slow:  # of the layout's workers, which nobody measures here
+    if job.time.slow:  # factors of the layout's workers, which are not measured here
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement_table(job):
         tables["placement"] = laid_out
@@ -132,14 +132,20 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
 
 
 def _on_their_way(job: Job, measured: "Profile", stage: int) -> int:
-    """Bytes of gradients that were sent to the stage before: where the pipeline drains, that of each stage after it."""
+    """Return the bytes of gradients that a stage has sent to the previous stage and still keeps in memory.
+
+    While the pipeline drains, one such gradient can be in flight for each stage from this one to the last.
+    """
     if measured.device == "cuda" and measured.transport == "gloo":
         return 0  # they wait in host memory
     return min(job.depth - stage, max(job.microbatches)) * measured.stages[stage].sent_bytes
 
 
 def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """The `[layers]` table. The `first` layers are those of the first stage, which leaves its whole backward to W."""
+    """Return the `[layers]` table.
+
+    The `first` layers form the first stage, whose whole backward is counted as W.
+    """
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
               if index < first else layer for index, layer in enumerate(measured.stages)]
@@ -149,52 +155,52 @@ def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def length_costs(measured: "Profile") -> dict[str, Any]:
-    """The `[training.length_costs]` table: fits to what layers took with documents of other lengths."""
+    """Return the `[training.length_costs]` table, fitted to the times of layers with documents of other lengths."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
         table[name] = []
         for layer in measured.stages:
             rows = [row for row in layer.by_lengths if row[column] > 0]
-            found = fit([row[0] for row in rows], [row[1] for row in rows], [row[column] for row in rows]) \
+            result = fit([row[0] for row in rows], [row[1] for row in rows], [row[column] for row in rows]) \
                 if rows else CoefficientFit((0.0, 0.0, 0.0), 0.0)
-            table[name].append([float(f"{one:.4g}") for one in found.coefficients])
-            errors.append((sum(row[column] for row in rows), found.error))
+            table[name].append([float(f"{value:.4g}") for value in result.coefficients])
+            errors.append((sum(row[column] for row in rows), result.error))
     # Ops that take no time to speak of are measured badly, and do not matter.
-    weight = sum(one for one, _ in errors) or 1.0
-    return {**table, "error": float(f"{math.sqrt(sum(one * error**2 for one, error in errors) / weight):.3g}")}
+    weight = sum(value for value, _ in errors) or 1.0
+    return {**table, "error": float(f"{math.sqrt(sum(value * error**2 for value, error in errors) / weight):.3g}")}
 
 
 def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """What is held, in KiB, by stage or by layer."""
-    again = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
+    """Return the memory that is held, in KiB, by stage or by layer."""
+    recomputed_sizes = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
             "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],
             "weights": [-(-stage.static_bytes // KIB) for stage in stages],
-            **({"recomputed": [-(-size // KIB) for size in again]} if again else {})}
+            **({"recomputed": [-(-size // KIB) for size in recomputed_sizes]} if recomputed_sizes else {})}
 
 
 def _state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """What of the optimizer's state is sharded, in KiB, by stage."""
+    """Return the sharded optimizer state, in KiB, by stage. Empty if the state is not sharded."""
     whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
     return {"state": [-(-size // KIB) for size in whole]} if whole else {}
 
 
 def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """The comments above each table of the job file."""
+    """Return the comments above each table of the job file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
-    where = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
+    place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
         if measured.sharing == 1 else f"a GPU of this machine, shared by {measured.sharing} processes"
     copies = f"{job.pipelines} pipelines" if job.chains == 1 else f"{job.pipelines * job.chains} copies of a stage"
     processes = measured.workers * measured.ranks
-    found = {
+    texts = {
         "": [f"Measured by `slipstream profile` on {measured.device}, {processes} processes at a time."],
         "time": ["Seconds, one value per stage: medians, for one micro-batch.",
                  f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both over "
                  f"{measured.transport}, within this machine.",
                  "Between machines, put in what your network takes."],
-        "memory": [f"KiB. capacity: what {where}, has beyond what is held always, and gradients on their way.",
+        "memory": [f"KiB. capacity: what {place}, has beyond what is held always, and gradients on their way.",
                    *([f"CUDA, communicators and libraries take {measured.outside_bytes / 2**20:.0f} MiB of it besides."]
                      if measured.outside_bytes else []),
                    f"Held always, in MiB a stage: {static};",
@@ -202,17 +208,18 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
         "layers": ["Each layer measured by itself: how a stage divides over its layers."],
     }
     if any(stage.state_bytes is not None for stage in measured.stages):
-        found["memory"] += [f"Optimizer state is sharded over {copies}; state: all of a stage's, of which each worker "
+        texts["memory"] += [f"Optimizer state is sharded over {copies}; state: all of a stage's, of which each worker "
                             "has more when some are down."]
     if measured.ranks > 1:
-        found[""][0] += f" Each is a rank of a worker of {measured.ranks}."
-        found["time"] += ["An op takes until all ranks of its worker are done; tensors go from rank r to rank r, all "
+        texts[""][0] += f" Each is a rank of a worker of {measured.ranks}."
+        texts["time"] += ["An op takes until all ranks of its worker are done; tensors go from rank r to rank r, all "
                           "at the same time."]
-        found["memory"] += [f"All of this is what a rank has; unit_bytes: of a worker, which is {measured.ranks}."]
-    return found
+        texts["memory"] += [f"All of this is what a rank has; unit_bytes: of a worker, which is {measured.ranks}."]
+    return texts
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
+    """Return the layer range of each stage. Raises ConfigError unless the counts cover all layers of the model."""
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.replay.placement import with_ends
 

@@ -1,4 +1,4 @@
-"""`slipstream reproduce`: makes a figure of the documents again, as table, JSON and picture."""
+"""Implement `slipstream reproduce`, which recomputes a figure of the documentation as a table, JSON and a picture."""
 
 import json as jsonlib
 from collections.abc import Callable, Mapping
@@ -67,11 +67,11 @@ def _compute(name: str) -> Figure:
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task(name, total=None)
 
-        def tell(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
             check_interrupt()
 
-        return FIGURES[name](tell)
+        return FIGURES[name](report_progress)
 
 
 def _cell(value: object) -> str:
@@ -90,7 +90,7 @@ def _print(figure: Figure) -> None:
 
 
 def markdown(figure: Figure) -> str:
-    """The figure's table, findings and assumptions in Markdown."""
+    """Return the table, findings and assumptions of the figure in Markdown."""
     lines = [f"# {figure.title}", "", "| " + " | ".join(figure.header) + " |", "|" + "---|" * len(figure.header)]
     lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in figure.rows]
     lines += ["", *(f"- {name}: {value:.4g}" for name, value in figure.findings.items()), "", "Assumed:", "",

@@ -1,7 +1,7 @@
-"""A page of a run: one file, which works offline and loads nothing; without scripts it shows all but the zoom.
+"""Write the page of a run: one file, which works offline and loads nothing. Without scripts it shows all but the zoom.
 
-Charts, tables and events are written here. `page/run.js` zooms, marks events and opens the schedules' timelines, which
-are in the page, too.
+This module writes charts, tables and events. `page/run.js` zooms, highlights events and opens the timelines of the
+schedules, which the page also contains.
 """
 
 import os
@@ -32,26 +32,26 @@ SIGNS: dict[Group, tuple[str, str]] = {
 }
 TRACE = "trace.json"
 MOST_EVENTS = 3000
-"""On the page. Of more, whole groups are left out, the last ones of `_LEAST` first."""
+"""Maximum number of events on the page. If there are more, whole groups are left out, from the end of `_LEAST` on."""
 _LEAST: tuple[Group, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
-    """The page, as UTF-8; `page` is where it will be, for links to the files of the run."""
-    found, (events, left_out) = points(run), _most_telling(told(run))
+    """Return the page as UTF-8. Links to the files of the run are relative to `page`, the path of the page."""
+    series, (events, left_out) = points(run), _most_telling(told(run))
     schedules = _schedules(run)
     title = f"{run.starts[-1].job}: run"
     data = {
-        "total": run.seconds, "steps": TIME_STEPS, "points": [_rounded(astuple(point)) for point in found],
-        "stretches": [[one.begin, one.end, described(one)] for one in run.stretches],
-        "events": [[one.at, group(one.event), sentence(one.event)] for one in events],
+        "total": run.seconds, "steps": TIME_STEPS, "points": [_rounded(astuple(point)) for point in series],
+        "stretches": [[item.begin, item.end, described(item)] for item in run.stretches],
+        "events": [[item.at, group(item.event), sentence(item.event)] for item in events],
         "shell": timeline_shell("TITLE", "{{DATA}}") if schedules else "",
         "schedules": {digest: packed(timeline_data([ShownSchedule(name, schedule, _violation(schedule))]))
                       for digest, (name, schedule) in schedules.items()},
     }
     parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),
-             "MARKS": _marks(run, events), "CHARTS": charts(run, found), "TICKS": _ticks(run),
-             "NOTES": _notes(found, left_out), "ORDERS": _orders(run, page), "OPS": _ops(run),
+             "MARKS": _marks(run, events), "CHARTS": charts(run, series), "TICKS": _ticks(run),
+             "NOTES": _notes(series, left_out), "ORDERS": _orders(run, page), "OPS": _ops(run),
              "EVENTS": _events(events)}
     return filled("run.html", title=title, styles=("theme.css", "run.css"), scripts=("run.js",), data=as_data(data),
                   parts=parts).encode()
@@ -62,29 +62,29 @@ def _rounded(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _most_telling(events: list[Happened]) -> tuple[list[Happened], int]:
-    """The events that the page has room for, and how many others there are."""
+    """Return the events that the page has room for, and the number of events that are left out."""
     kept, groups = events, list(_LEAST)
     while len(kept) > MOST_EVENTS and groups:
-        least = groups.pop()
-        kept = [one for one in kept if group(one.event) != least]
+        dropped_group = groups.pop()
+        kept = [event for event in kept if group(event.event) != dropped_group]
     return kept[-MOST_EVENTS:], len(events) - len(kept[-MOST_EVENTS:])
 
 
 def _schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """The schedules that can be read, by digest, as far as there is room for their timelines."""
-    found, room = dict[str, tuple[str, Schedule]](), MAX_OPS
+    """Return the name and schedule of each readable schedule, by digest, up to `MAX_OPS` ops in total."""
+    by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
         digest = stretch.order.schedule
-        if digest in found:
+        if digest in by_digest:
             continue
         try:
             schedule = read(schedule_file(run, stretch))
         except ScheduleError:  # its row says that it is not there
             continue
-        room -= sum(len(program) for program in schedule.programs)
-        if room >= 0:
-            found[digest] = f"{stretch.order.phase}, {stretch.order.live} workers", schedule
-    return found
+        remaining_ops -= sum(len(program) for program in schedule.programs)
+        if remaining_ops >= 0:
+            by_digest[digest] = f"{stretch.order.phase}, {stretch.order.live} workers", schedule
+    return by_digest
 
 
 def _violation(schedule: Schedule) -> str | None:
@@ -94,12 +94,12 @@ def _violation(schedule: Schedule) -> str | None:
 
 def _cards(run: RunRecord) -> str:
     newest, mean = run.starts[-1], throughput(run)
-    pauses = [one.event.pause for one in run.events if isinstance(one.event, Resumed)]
+    pauses = [event.event.pause for event in run.events if isinstance(event.event, Resumed)]
     numbers = {
         "state": state(run), "iterations": f"{len(run.committed)} of {newest.iterations}",
         "time": clock(run.seconds) + (f", {len(run.starts)} starts" if len(run.starts) > 1 else ""),
         "samples/s": "" if mean is None else f"{mean:.4g}", "workers": str(newest.workers),
-        "failures": str(sum(isinstance(one.event, Failed) for one in run.events)),
+        "failures": str(sum(isinstance(event.event, Failed) for event in run.events)),
         "samples' costs known to": "" if run.cost_error is None else f"{run.cost_error:.0%}",
         "longest pause": duration(max(pauses)) if pauses else "",
     }
@@ -107,12 +107,12 @@ def _cards(run: RunRecord) -> str:
 
 
 def _legend(run: RunRecord, events: Sequence[Happened]) -> str:
-    there = {group(one.event) for one in events}
+    shown_groups = {group(item.event) for item in events}
     signs = [f'<span><i class="sign {name}">{sign}</i>{words}</span>'
-             for name, (sign, words) in SIGNS.items() if name in there]
+             for name, (sign, words) in SIGNS.items() if name in shown_groups]
     lines = [f'<span><i class="swatch {name}"></i>{words}</span>'
              for name, words in (("measured", "measured"), ("planned", "as planned"))]
-    phases = {one.order.phase for one in run.stretches} | ({"settling"} if settling(run) else set())
+    phases = {item.order.phase for item in run.stretches} | ({"settling"} if settling(run) else set())
     return "".join([*signs, *lines, *(
         f'<span><i class="swatch {name.replace(" ", "-")}"></i>{name}</span>'
         for name in ("whole", "at once", "settling", "settled") if name in phases)])
@@ -140,7 +140,7 @@ def _notes(found: Sequence[Point], left_out: int) -> str:
              f"slowest to the fastest of them (a page has about {MOST_POINTS} points)."] if most > 1 else []
     if left_out:
         notes.append(f"{left_out} events are left out; events.jsonl has them all.")
-    return "".join(f"<p>{one}</p>" for one in notes)
+    return "".join(f"<p>{note}</p>" for note in notes)
 
 
 def _orders(run: RunRecord, page: Path) -> str:
@@ -155,7 +155,10 @@ def _orders(run: RunRecord, page: Path) -> str:
 
 
 def _ops(run: RunRecord) -> str:
-    """A table of the ops of the last order that were traced, by kind and layers: as planned, and as measured."""
+    """Return a table of the last generation's traced ops by kind and layers, with planned and measured times.
+
+    The table is empty if there is no trace or no schedule.
+    """
     stretch = run.stretches[-1] if run.stretches else None
     try:
         trace = read_measured_trace(run.folder / TRACE)
@@ -200,7 +203,7 @@ def _or_none(seconds: float | None) -> str:
 
 
 def _link(run: RunRecord, stretch: Stretch, page: Path) -> str:
-    """A link to the schedule's file; the script opens its timeline instead, where the page has it."""
+    """Return a link to the schedule's file. The script opens the timeline instead if the page contains it."""
     path, digest = schedule_file(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"
@@ -210,6 +213,6 @@ def _link(run: RunRecord, stretch: Stretch, page: Path) -> str:
 
 def _events(events: Sequence[Happened]) -> str:
     return "".join(
-        f'<tr id="event-{number}"><td><a href="#chart" data-event="{number}">{clock(one.at)}</a></td>'
-        f'<td>{one.event.iteration}</td><td class="word"><i class="sign {group(one.event)}">{_sign(one)}</i></td>'
-        f'<td class="word">{escape(sentence(one.event))}</td></tr>' for number, one in enumerate(events))
+        f'<tr id="event-{number}"><td><a href="#chart" data-event="{number}">{clock(event.at)}</a></td>'
+        f'<td>{event.event.iteration}</td><td class="word"><i class="sign {group(event.event)}">{_sign(event)}</i></td>'
+        f'<td class="word">{escape(sentence(event.event))}</td></tr>' for number, event in enumerate(events))

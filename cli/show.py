@@ -1,4 +1,4 @@
-"""`slipstream show`: schedules as timelines: in the terminal, as a page, as a picture, and for Perfetto; or a run."""
+"""Implement `slipstream show`, which shows schedules (in the terminal, as a page, a picture or a trace) and runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,8 +52,9 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
          measured: Measured = None, width: Width = None, json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right; or the course of a run.
 
-    Several schedules are shown one after the other. With --run: each order of a run, planned and measured, and what
-    happened when. --html makes a page of it, which works offline and holds the timelines of its schedules.
+    Several schedules are shown one after the other. With --run: what happened when, and the planned and measured period
+    after each change of workers or schedule. --html makes a page of it, which works offline and holds the timelines of
+    its schedules.
     """
     for path in (html, perfetto, svg):
         require_writable(path)
@@ -82,15 +83,15 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
     if json:
         print_json(_answer(given, iterations))
         return
-    for one in given:
-        _print(one, iterations, out_of(width))
+    for schedule_in_file in given:
+        _print(schedule_in_file, iterations, out_of(width))
     for path, hint in ((html, BROWSER), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
         if path is not None:
             _say_written(path, hint)
 
 
 def _read(files: Sequence[Path]) -> Iterator[ScheduleInFile]:
-    """All schedules of the files and tables; exits 2 where one cannot be read."""
+    """Yield all schedules of the given files and tables. Exits 2 if one cannot be read."""
     for path in files:
         try:
             yield from schedules_in(path)
@@ -99,7 +100,7 @@ def _read(files: Sequence[Path]) -> Iterator[ScheduleInFile]:
 
 
 def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) -> None:
-    """Show what the folder of a run says. Exits 2 where it cannot be read."""
+    """Show the run in a folder. Exits 2 if it cannot be read."""
     try:
         run: RunRecord = read_run(folder)
     except RunRecordError as error:
@@ -119,30 +120,30 @@ def _say_written(path: Path, hint: str) -> None:
 
 
 def _answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
-    """The JSON answer: that of the schedule, or `schedules`, one answer for each of several."""
-    measured = [{"iteration": one.iteration, "period": measured_period(one)} for one in iterations]
-    answers = [summary(one.schedule) | {"measured": measured} for one in given]
+    """Return the JSON answer: that of one schedule, or an object with the answers of several as `schedules`."""
+    measured = [{"iteration": item.iteration, "period": measured_period(item)} for item in iterations]
+    answers = [summary(item.schedule) | {"measured": measured} for item in given]
     if len(given) == 1:
         return answers[0]
-    return {"schedules": [{"file": str(one.path)} | answer for one, answer in zip(given, answers, strict=True)]}
+    return {"schedules": [{"file": str(item.path)} | answer for item, answer in zip(given, answers, strict=True)]}
 
 
 def _page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> bytes:
-    """The page; exits 2 where there is too much to show."""
-    names = [one.path.stem for one in given]
+    """Return the page of the schedules. Exits 2 if there is too much to show."""
+    names = [item.path.stem for item in given]
     shown = []
-    for one in given:
-        violations = check(one.schedule)
-        name = one.path.stem if names.count(one.path.stem) == 1 else str(one.path)
-        shown.append(ShownSchedule(name, one.schedule, str(violations[0]) if violations else None))
+    for item in given:
+        violations = check(item.schedule)
+        name = item.path.stem if names.count(item.path.stem) == 1 else str(item.path)
+        shown.append(ShownSchedule(name, item.schedule, str(violations[0]) if violations else None))
     try:
         return timeline_page(shown, iterations)
     except ValueError as error:
-        refuse(f"{', '.join(str(one.path) for one in given)}: {error}; use --perfetto")
+        refuse(f"{', '.join(str(item.path) for item in given)}: {error}; use --perfetto")
 
 
 def _picture(given: ScheduleInFile) -> bytes:
-    """The SVG drawing; exits 2 where there is too much to draw."""
+    """Return the SVG picture of a schedule. Exits 2 if there is too much to draw."""
     try:
         return drawing(given.schedule)
     except ValueError as error:
@@ -165,7 +166,7 @@ def _print(given: ScheduleInFile, iterations: Sequence[MeasuredIteration], conso
 
 
 def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:
-    """The trace in a file; exits 2 where it cannot be read or is not of this schedule's workers."""
+    """Return the measured trace of a file. Exits 2 if it cannot be read, or has other workers than the schedule."""
     try:
         trace = read_measured_trace(path)
     except MeasuredTraceError as error:

@@ -1,4 +1,4 @@
-"""`slipstream simulate`: simulates several policies over an availability trace."""
+"""Implement `slipstream simulate`, which simulates several policies over an availability trace."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,10 +76,11 @@ from slipstream.schedules.tables.table import Table
 
 DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
 FAILURES, FOLLOWED = "The failures", "The policies"
-BYTES_PER_PARAMETER = BYTES_HELD + BYTES_UNDO
-"""That a stage holds always, as `slipstream new` estimates it."""
-DEFAULT_PARAMETERS, FEWEST_PARAMETERS, MOST_PARAMETERS = 6.7e9, 1e6, 1e14
 """Groups of options in the help."""
+BYTES_PER_PARAMETER = BYTES_HELD + BYTES_UNDO
+"""Bytes that a stage always holds per parameter, as `slipstream new` estimates them."""
+DEFAULT_PARAMETERS, FEWEST_PARAMETERS, MOST_PARAMETERS = 6.7e9, 1e6, 1e14
+"""Number of parameters to assume if the job does not tell it, and the limits of --parameters."""
 
 TraceFile = Annotated[Path | None, typer.Option("--trace", rich_help_panel=FAILURES, metavar="FILE", help=(
     "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE`, or `MILLISECONDS,add|remove,NAME`, "
@@ -145,64 +146,64 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
-    wanted = read_job_or_refuse(job, settings)
-    require_trainable_tables(job, wanted)
-    again = chosen_recomputation(job, wanted, PlanOptions())
-    wanted = wanted if again is None else again.job
-    kinds = _policies(policy)
+    spec = read_job_or_refuse(job, settings)
+    require_trainable_tables(job, spec)
+    recomputation = chosen_recomputation(job, spec, PlanOptions())
+    spec = spec if recomputation is None else recomputation.job
+    policy_kinds = _policies(policy)
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
     if seeds == 1 and (jobs > 1 or executor is not None):
         refuse(f"{'--jobs' if jobs > 1 else '--executor'}: only with --seeds, whose traces are simulated side by side")
     make: Callable[[int], AvailabilityTrace]
-    dead = failed_workers(wanted, failed, None)
+    dead = failed_workers(spec, failed, None)
     if failed:
-        make = functools.cache(lambda _: _died(wanted, dead, days or 1.0, gpus or wanted.ranks))
+        make = functools.cache(lambda _: _died(spec, dead, days or 1.0, gpus or spec.ranks))
     else:
-        make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
+        make = _trace_maker(spec, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or spec.ranks,
                             fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
-    known, first = None if table is None else table_or_refuse(table, "--table: "), make(seed)
-    if wanted.time.slow:
+    schedule_table, first = None if table is None else table_or_refuse(table, "--table: "), make(seed)
+    if spec.time.slow:
         err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
-    costs = costs_for(_parameters(wanted) if parameters is None else parameters, wanted.stages)
+    costs = costs_for(_parameters(spec) if parameters is None else parameters, spec.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
-    samples = batch if batch is not None else _batch(wanted)
+    samples = batch if batch is not None else _batch(spec)
     try:
         with executor_or_refuse(executor) as pool, _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, known, steps, dead, describe)
+            throughputs = _throughputs(spec, samples, schedule_table, steps, dead, describe)
             if seeds > 1:
                 if (trace is not None or failed) and _same(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
                               "this is one", style="dim", soft_wrap=True)
                     seeds = 1
                 traces = [first, *(make(seed + index) for index in range(1, seeds))]
-                planning = functools.partial(_made, wanted, samples, known, steps, dead)
-                values = throughputs_over_traces(kinds, throughputs, costs, traces, tell) \
+                planning = functools.partial(_made, spec, samples, schedule_table, steps, dead)
+                values = throughputs_over_traces(policy_kinds, throughputs, costs, traces, tell) \
                     if pool is None and jobs == 1 else \
-                    _side_by_side(kinds, planning, costs, traces, tell, jobs, pool)
-                _print_seeds(values, kinds, json)
-                if len(values[kinds[0].name]) < seeds:
+                    _side_by_side(policy_kinds, planning, costs, traces, tell, jobs, pool)
+                _print_seeds(values, policy_kinds, json)
+                if len(values[policy_kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
-            result = compare(kinds, throughputs, costs, first, tell)
+            result = compare(policy_kinds, throughputs, costs, first, tell)
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
         notes = _notes(costs, samples, table, _searched(steps))
-        write_or_refuse(target, page(result, job=wanted.name, shape=_grid(wanted), notes=notes,
-                                     tokens=tokens or _tokens(wanted)))
+        write_or_refuse(target, page(result, job=spec.name, shape=_grid(spec), notes=notes,
+                                     tokens=tokens or _tokens(spec)))
     if json:
-        print_json(_report(result, tokens or _tokens(wanted)))
+        print_json(_report(result, tokens or _tokens(spec)))
     else:
-        _print(result, wanted, tokens or _tokens(wanted), _searched(steps))
+        _print(result, spec, tokens or _tokens(spec), _searched(steps))
     if target is not None:
         err.print(f"report written to {target}", soft_wrap=True)
-    if len(result.runs) < len(kinds):
+    if len(result.runs) < len(policy_kinds):
         err.print("interrupted: some policies are missing", style="yellow")
         raise typer.Exit(130)
 
@@ -212,7 +213,10 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
 
 def _require_consistent(trace: Path | None, failed: list[str] | None, drawing: Mapping[str, object], days: float | None,
                         html: Path | None, seeds: int) -> None:
-    """Refuse options that others leave without a meaning. `drawing`: those of failures that are drawn."""
+    """Exit 2 if options are given that have no meaning together.
+
+    `drawing` holds the options that control failures drawn at random.
+    """
     given = [name for name, value in {"--failed": failed, **drawing, "--days": days}.items() if value is not None]
     if trace is not None and given:
         refuse(f"{given[0]}: not with --trace; a trace says itself who fails or is slow when, and how long it is")
@@ -238,7 +242,7 @@ def _policies(names: list[str] | None) -> list[type[Policy]]:
 
 def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float, gpus: int,
                  fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
-    """A function from a seed to a trace fitted to the job. Exits 2 where none can be made."""
+    """Return a function from a seed to a trace that is fitted to the job. Exits 2 if no trace can be made."""
     workers = job.pipelines * job.stages
     nodes = places_of_nodes(job)
     if path is not None:
@@ -247,7 +251,7 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
         return lambda seed: fit_to_job(_read(path, seed, gpus) if seed else read(), workers, seed, nodes)
     failures = _failures(preset, mtbf, gpus)
 
-    def draw(seed: int) -> AvailabilityTrace:
+    def draw_fitted(seed: int) -> AvailabilityTrace:
         try:
             drawn = draw_trace(failures, workers * gpus, days, seed)
             if nodes:
@@ -258,11 +262,11 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
         except ValueError as error:
             refuse(error)
 
-    return draw
+    return draw_fitted
 
 
 def _same(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
-    """Whether the same happens in both."""
+    """Return whether two traces start with the same live workers and have the same changes."""
     return (one.live, one.changes) == (other.live, other.changes)
 
 
@@ -282,10 +286,10 @@ def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
 
 
 def _parameters(job: Job) -> float:
-    """Return how many parameters the job's memory says that its model has, or the usual number.
+    """Estimate the number of parameters of the model from the memory of the job, or return the default.
 
-    A job whose memory is in a unit that is not told has unit_bytes of 1. Of optimizer state that all pipelines share,
-    the weights have a part, and a copy of another one.
+    unit_bytes of 1 means that the unit of the job's memory is unknown. If all pipelines share the optimizer state, the
+    weights include one part of it and a copy of another part; the estimate adds the rest.
     """
     memory = job.memory
     if memory is None or not memory.weights or memory.unit_bytes == 1.0:
@@ -300,7 +304,7 @@ def _batch(job: Job) -> float:
 
 
 def _tokens(job: Job) -> int | None:
-    """Tokens in a sample, as far as the job says."""
+    """Return the number of tokens in a sample, or None if the job does not tell it."""
     given = job.model.get("context")
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
@@ -308,7 +312,7 @@ def _tokens(job: Job) -> int | None:
 def _side_by_side(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
                   traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
                   ) -> dict[str, Floats]:
-    """`throughputs_over_traces` by several processes. Exits 1 where one dies."""
+    """Run `throughputs_over_traces` in several processes. Exits 1 if a process dies."""
     try:
         with closing(run_all(PoliciesOfTrace(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
             return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
@@ -346,7 +350,7 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], No
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task("simulating", total=None)
 
-        def tell(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="simulating")
             check_interrupt()
 
@@ -354,7 +358,7 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], No
             bar.update(task, description=text)
             check_interrupt()
 
-        yield tell, describe
+        yield report_progress, describe
 
 
 def _grid(job: Job) -> str:
@@ -362,7 +366,7 @@ def _grid(job: Job) -> str:
 
 
 def _searched(steps: int | None) -> str:
-    """How long plans were searched for, in a line."""
+    """Describe in one line how long plans were searched for."""
     searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
         f"{steps * STEP_SECONDS:.3g} s each"
     return (f"plans were searched for {searched}, in counted steps; with more --steps, here and in `slipstream plan`, "
@@ -421,7 +425,7 @@ def _print(result: Comparison, job: Job, tokens: int | None, searched: str) -> N
 
 
 def _measures(result: Comparison, tokens: int | None) -> Grid:
-    """ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
+    """Return a table of ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
     grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
                 header_style="bold")
     for name, run in result.runs.items():

@@ -1,17 +1,20 @@
-"""The entry point. It imports nothing but what Python has loaded already before Ctrl-C is handled."""
+"""Define the entry point, which handles Ctrl-C before it imports anything that Python has not loaded already."""
 
 import sys
 
 PROGRAM = "slipstream"
-"""What commands find in their context where they are the whole program, which they may fork."""
+"""Context object of commands that are the whole program, and may therefore fork it."""
 
 
 def main() -> None:
-    """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
+    """Run the command line.
+
+    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with exit status 2.
+    """
     try:
         import io
 
-        # Else what goes to stderr meanwhile would come first in a file of both.
+        # Otherwise output to stderr would come first in a file that receives both.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
         _write_what_can_be_written()
@@ -45,34 +48,34 @@ def main() -> None:
 
 LIKE = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
         "±": "~", "≥": ">", "≤": "<", "…": "."}
-"""What stands for a character on a terminal or in a file that has not got it; `?` for all others."""
+"""Replacements for characters that the encoding of a terminal or file lacks. Other characters become `?`."""
 
 
 def _write_what_can_be_written() -> None:
-    """Where stdout or stderr is of another encoding than UTF-8, such as ASCII, write what is most like it there."""
+    """Replace characters that stdout or stderr cannot encode, such as with ASCII, by similar ones."""
     import codecs
     import io
 
-    def replace(error: UnicodeError) -> tuple[str, int]:
+    def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
             raise error
-        return "".join(LIKE.get(one, "?") for one in error.object[error.start:error.end]), error.end
+        return "".join(LIKE.get(character, "?") for character in error.object[error.start:error.end]), error.end
 
-    codecs.register_error("slipstream.like", replace)
+    codecs.register_error("slipstream.like", replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="slipstream.like")
 
 
 def _flush() -> None:
-    """Flush stdout here: errors of the interpreter's own flush at exit could not be handled."""
+    """Flush stdout here, because errors of the interpreter's own flush at exit could not be handled."""
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
 def leave_plans(code: object) -> None:
-    """Where a run has ended while threads plan for it, end here: at exit Python would wait for theirs for minutes."""
+    """Exit at once if threads still plan for a run that has ended: Python would wait for them for minutes."""
     import os
     import threading
 
@@ -82,7 +85,7 @@ def leave_plans(code: object) -> None:
 
 
 def _drop_output() -> None:
-    """Discard what is still in the buffer of stdout."""
+    """Discard the output that is still in the buffer of stdout."""
     import os
 
     if sys.stdout is not None:

@@ -1,4 +1,4 @@
-"""`slipstream table`: plans schedules for every number of failures ahead of time."""
+"""Implement `slipstream table`, which plans schedules for every number of failures ahead of time."""
 
 import os
 from collections.abc import Iterator
@@ -82,12 +82,12 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
           share_down: ShareDown = DOWN, job_out: JobOut = None, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
-    In one, roles move: live workers take over those of the dead where that costs least, and load their layers. The
-    other is the settled answer, with any layers moved. Each one failure also has an answer that runs at once, with
-    layers in place, which `train` goes on with.
-    Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
-    With --placement any, the pipeline is found first, in the time of an entry for each number of failures, as these
-    count.
+    In the first, roles move: live workers take over roles of dead ones where that costs least, and load their layers.
+    The second is the settled answer, for which any layers move. Each single failure also has an answer that runs at
+    once, with layers in place, with which `train` continues.
+
+    Started again after Ctrl-C or a crash, it continues where it stopped; with a larger K it adds to the table. With
+    --placement any, it first searches for the pipeline, for the time limit of one entry per number of failures.
     """
     require_choice("--placement", placement, PLACEMENTS)
     if (placement == "any") != (job_out is not None):
@@ -97,7 +97,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
                            steps=steps, params=params, seed=seed)
     try:
-        # Once: what is planned is what is kept beside the table, even of a pipe.
+        # Read only once, so that the job stored with the table is the planned one, even if it comes from a pipe.
         text = read_job_text(job, settings or ())
         read = parse_job(text, str(job))
         require_trainable_tables(job, read)
@@ -135,9 +135,10 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
 
 def _placed(job: Path, text: str, job_out: Path, options: PlanOptions, failures: int, down: float, *,
             shared: bool) -> str:
-    """The job with the best placement: the one in a file that was found before, or found now and written there.
+    """Return the text of the job with the best placement, found by an earlier command or now.
 
-    A second search by the clock may find another one, for which a table that was begun is of no use.
+    A placement that is found now is written to `job_out`. It is not searched for again: a second search by the clock
+    may find another one, for which an unfinished table is useless.
     """
     if is_there(job_out):
         if not MovableLayers(text).is_arranged(read_job_or_refuse(job_out)):

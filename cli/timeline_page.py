@@ -1,7 +1,7 @@
-"""A page that shows schedules: one file, which works offline and loads nothing.
+"""Write a page that shows schedules: one file, which works offline and loads nothing.
 
-The page's own text is in `page/`: a template, a style and five scripts, put together here with the data. Each
-program is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
+The page's template, styles and five scripts are in `page/`; this module puts them together with the data. Each program
+is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
 """
 
 import math
@@ -22,13 +22,13 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Seat, Worker
 STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
-"""Ops of different programs in one page: about 15 MB of text."""
+"""Maximum number of ops of different programs in one page: about 15 MB of text."""
 
 Columns = dict[str, Any]
 
 
 class ShownSchedule(msgspec.Struct, frozen=True):
-    """A schedule on the page: what it is called there, and the rule it breaks, if any."""
+    """Schedule on the page, with the name it has there and the first rule that it breaks, if any."""
 
     name: str
     schedule: Schedule
@@ -36,28 +36,29 @@ class ShownSchedule(msgspec.Struct, frozen=True):
 
 
 def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """The page, as UTF-8. `measured` are iterations of the first schedule's workers; all but the last start hidden.
+    """Return the page as UTF-8.
 
-    Raises ValueError where there is more to show than `MAX_OPS` different ops.
+    Measured iterations are of the first schedule's workers; all but the last start hidden. Raises ValueError if there
+    are more than `MAX_OPS` different ops.
     """
-    return timeline_shell(", ".join(one.name for one in shown), as_data(timeline_data(shown, measured))).encode()
+    return timeline_shell(", ".join(item.name for item in shown), as_data(timeline_data(shown, measured))).encode()
 
 
 def timeline_shell(title: str, data: str) -> str:
-    """The page of any schedules: `data` is `as_data` of `timeline_data`."""
+    """Return the page with the given data, which is `timeline_data` encoded by `as_data`."""
     return filled("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 
 def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
-    """What the page shows.
+    """Return the data that the page shows.
 
-    Raises ValueError where there is more to show than `MAX_OPS` different ops.
+    Raises ValueError if there are more than `MAX_OPS` different ops.
     """
-    count = sum(len(one.schedule.programs[seat.program]) for one in shown for seat in one.schedule.different)
+    count = sum(len(item.schedule.programs[seat.program]) for item in shown for seat in item.schedule.different)
     count += sum(len(iteration.ops) for iteration in measured)
     if count > MAX_OPS:
         raise ValueError(f"{count} different ops are too many for a page (at most {MAX_OPS})")
-    panels = [_planned(one) for one in shown]
+    panels = [_planned(item) for item in shown]
     for iteration in measured:
         panels.append(_measured(shown[0].schedule, iteration, last=iteration is measured[-1]))
     return {"panels": panels, "colours": {kind.value: COLOURS[kind] for kind in OpKind},
@@ -89,13 +90,13 @@ def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -
 
 
 def _seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
-    """A live worker: what it runs, the layers it holds where they are not those of its role, and its room."""
+    """Encode a live worker: its role, program, memory, and its held layers if they are not those of the role."""
     holds = seat.holds if schedule.holds_others(seat) else None
     return [*seat.worker, *seat.role, track, holds, room(schedule, seat)]
 
 
 def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """What planned and measured iterations have in common."""
+    """Return the fields that planned and measured panels share."""
     grid, memory = schedule.grid, schedule.memory
     return {
         "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
@@ -110,14 +111,14 @@ def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dic
 
 
 def _rules() -> list[dict[str, Any]]:
-    """The precedence rules: each at the first or last slice of a route, or at any."""
+    """Return the precedence rules, each for the first slice of a route, the last one, or any."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 
 
 def _tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
-    """Each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
+    """Return each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
     return [_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
@@ -125,12 +126,16 @@ def _tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]],
 
 
 def _columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
-    """The ops of a program, column by column; `foreign`: those of other pipelines, and whether each is shed."""
-    beside = [op for op in ops if schedule.overlaps and op.kind is OpKind.A]
-    ops = [op for op in ops if op not in beside]
+    """Return the ops of a program, column by column.
+
+    The column `foreign` lists the ops of other pipelines: index, pipeline, and 1 if the op is shed. The column `links`
+    lists reductions that overlap with compute.
+    """
+    overlapped = [op for op in ops if schedule.overlaps and op.kind is OpKind.A]
+    ops = [op for op in ops if op not in overlapped]
     starts = [0, *(op.start_ticks // unit for op in ops)]
     return {
-        "links": [(op.start_ticks // unit, op.end_ticks // unit) for op in beside],
+        "links": [(op.start_ticks // unit, op.end_ticks // unit) for op in overlapped],
         "kinds": "".join(op.kind for op in ops),
         "slices": [-1 if op.slice is None else op.slice for op in ops],
         "microbatches": [-1 if op.microbatch is None else op.microbatch for op in ops],

@@ -1,10 +1,10 @@
-"""torchtitan's own command line, for a run of Slipstream:
+r"""Run torchtitan's own command line on Slipstream's runtime:
 
-    torchrun --nproc-per-node 1 -m slipstream.cli.torchtitan --module llama3 --config llama3_8b \\
+    torchrun --nproc-per-node 1 -m slipstream.cli.torchtitan --module llama3 --config llama3_8b \
         --parallelism.pipeline_parallel_degree 4 --parallelism.data_parallel_replicate_degree 2
 
-One process on each machine. Configuration, initialisation, data, optimizer, learning rates, metrics and the last
-checkpoint are torchtitan's; its Trainer holds the model on the CPU of node 0, and hands it to the workers.
+Start one process on each machine. Configuration, initialisation, data, optimizer, learning rates, metrics and the last
+checkpoint are torchtitan's. Its Trainer holds the model on the CPU of node 0, and hands it to the workers.
 """
 
 import argparse
@@ -64,14 +64,14 @@ from slipstream.runtime.model.layers.torchtitan.training import differences, mic
 
 HEARTBEAT_SECONDS = Resilience().heartbeat_timeout_seconds
 PLAN_SECONDS = 10.0
-"""For the first schedule."""
+"""Time limit, in seconds, of planning the first schedule."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""What torchtitan's Trainer is told: it is one process, whoever else trains."""
+"""Environment that makes torchtitan's Trainer act as the only process, however many train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What this program is told beside torchtitan's own command line, and what comes of that."""
+    """Options of this program beyond torchtitan's own, and what follows from them."""
 
     here: Launched
     job: Job
@@ -79,48 +79,48 @@ class Own:
     folder: Path
     rehearsals: Rehearsals
     settled_seconds: float | None
-    """For how long schedules are searched for which layers move; None: they stay."""
+    """Search time, in seconds, for schedules that move layers. None: layers stay."""
     silence: float
-    """For so many seconds a worker may show no sign of life."""
+    """Time, in seconds, without a sign of life after which a worker is given up."""
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
-    """torchtitan's Trainer, whose steps are made by the workers of a run."""
+    """torchtitan Trainer whose steps are made by the workers of a run."""
 
     own: Own
     step: int
 
     def train(self) -> None:
-        """Go on from torchtitan's checkpoint, or the run's own where that is newer, until all steps are done."""
+        """Train until all steps are done, from torchtitan's checkpoint or the run's own, whichever is newer."""
         own, steps = self.own, self.config.training.steps
         saved = own.folder / CHECKPOINTS
-        begun = take_whole(saved, own.folder, logger.warning)
-        if begun is not None:
-            open_checkpoint(begun.path, identity_of(own.config, _layers(own.config)))
+        checkpoint = take_whole(saved, own.folder, logger.warning)
+        if checkpoint is not None:
+            open_checkpoint(checkpoint.path, identity_of(own.config, _layers(own.config)))
         asked = self.config.checkpoint.load_step
-        if begun is None or asked != -1 or begun.iteration < _newest(self.config):
-            self.checkpointer.load(step=asked)  # one of the model alone cannot be gone on from: torchtitan refuses it
+        if checkpoint is None or asked != -1 or checkpoint.iteration < _newest(self.config):
+            self.checkpointer.load(step=asked)  # torchtitan refuses one of the model alone
         loaded = self.step
-        if begun is None or begun.iteration < self.step:
-            begun = begin(self, own.config, saved)
+        if checkpoint is None or checkpoint.iteration < self.step:
+            checkpoint = begin(self, own.config, saved)
         else:
-            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}")
-            self._count(begun.iteration)
+            logger.info(f"Goes on from step {checkpoint.iteration}, of {checkpoint.path}")
+            self._count(checkpoint.iteration)
         self.metrics_processor.time_last_log = time.perf_counter()
-        if begun is None or begun.iteration < steps:
-            first = _first(own)
-            placed = with_machines(own.job, first, own.here)
-            planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds)
-            with in_thread(logger.info) as say, in_thread(self._told, logger.warning) as told:
-                run(first, own.config, out=own.folder, resilience=Resilience(
-                    scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
+        if checkpoint is None or checkpoint.iteration < steps:
+            first_schedule = _first(own)
+            placed = with_machines(own.job, first_schedule, own.here)
+            planner = FailurePlanner(placed, first_schedule, settled_seconds=own.settled_seconds)
+            with in_thread(logger.info) as log_line, in_thread(self._told, logger.warning) as log_step:
+                run(first_schedule, own.config, out=own.folder, resilience=Resilience(
+                    scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=checkpoint,
                     checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
                     node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
                     heartbeat_timeout_seconds=own.silence,
                     faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
                     settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
                         nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
-                        local=own.here.local, topology=own.job.nodes, notify=say, observe_iteration=told,
+                        local=own.here.local, topology=own.job.nodes, notify=log_line, observe_iteration=log_step,
                         again=True, secret=given_secret_or_refuse(own.here)))
         ended = latest(saved)
         assert ended is not None
@@ -133,7 +133,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         logger.info("Training completed")
 
     def _told(self, line: Metrics) -> None:
-        """An iteration is committed: log it, as torchtitan does."""
+        """Log a committed iteration as torchtitan does."""
         rates = self.lr_schedulers.get_metrics()
         if not self._count(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
             return
@@ -143,20 +143,23 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                                    {"n_tokens_seen": self.ntokens_seen, **rates})
 
     def _count(self, steps: int) -> bool:
-        """So many steps are done; whether that is new: one that is made again has been counted."""
+        """Advance the counters to `steps` completed steps, and return whether that is progress.
+
+        A step that is run again has already been counted.
+        """
         new = steps - self.step
         for _ in range(new):
             self.lr_schedulers.step()
         tokens = max(0, new) * self.config.training.global_batch_size * self.config.training.seq_len
         self.ntokens_seen += tokens
         devices = self.own.job.pipelines * self.own.job.stages * self.own.config.training.tensor_parallel
-        self.metrics_processor.ntokens_since_last_log += tokens / devices  # it shows what each of them does
+        self.metrics_processor.ntokens_since_last_log += tokens / devices  # torchtitan reports tokens per device
         self.step = max(self.step, steps)
         return new > 0
 
 
 def _newest(config: Trainer.Config) -> int:
-    """The step of torchtitan's last checkpoint; -1: there is none."""
+    """Return the step of torchtitan's newest checkpoint, or -1 if there is none."""
     if not config.checkpoint.enable:
         return -1
     names = [path.name for path in (Path(config.dump_folder) / config.checkpoint.folder).glob("step-*")]
@@ -164,13 +167,13 @@ def _newest(config: Trainer.Config) -> int:
 
 
 def _layers(config: RunConfig) -> int:
-    """How many the model has. Raises ConfigError."""
+    """Return the number of layers of the model. Raises ConfigError."""
     training = config.training
     return model_for(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
 
 
 def _first(own: Own) -> Schedule:
-    """The schedule to begin with: that of a run whose workers live, or a plan."""
+    """Return the first schedule: that of a run whose workers still live, or a new plan."""
     path = own.folder / "schedule.json"
     if left_behind(own.folder) is not None and path.exists():
         return read(path)
@@ -178,7 +181,7 @@ def _first(own: Own) -> Schedule:
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Ours, and torchtitan's. Raises ConfigError."""
+    """Parse the options of this program, and return the remaining arguments for torchtitan. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False,
                                      exit_on_error=False)
     add = parser.add_argument_group("Slipstream").add_argument
@@ -195,7 +198,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         add(f"--slipstream.{name}", dest=f"{name}s", action="append", metavar=form,
             help="a rehearsal, counted from 0, as that of `slipstream train`")
     if {"-h", "--help"} & set(sys.argv):
-        parser.print_help()  # and torchtitan's follows
+        parser.print_help()  # torchtitan prints its own help next
     try:
         return parser.parse_known_args()
     except argparse.ArgumentError as error:
@@ -210,29 +213,32 @@ def _seconds(given: str) -> float:
 
 
 def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """The job to plan: that of a file, or with the times of stages as their layers. Raises JobError and ConfigError."""
+    """Return the job to plan: from a file, or one whose stages take times proportional to their layers.
+
+    Raises JobError and ConfigError.
+    """
     degrees = given.parallelism
     asked = degrees.data_parallel_replicate_degree, degrees.pipeline_parallel_degree
     if path is None:
         pipelines, stages = asked
-        cut = [end - begin for begin, end in split_layers(layers, stages)]
+        counts = [end - begin for begin, end in split_layers(layers, stages)]
         return parse_job(f"pipelines = {pipelines}\nstages = {stages}\n"
                          f"microbatches = {list(microbatches(given, pipelines))}\n"
-                         f"[placement]\nlayers = {cut}\n"
-                         f"[time]\nforward = {cut}\nbackward_input = {cut}\nbackward_weight = {cut}\n")
+                         f"[placement]\nlayers = {counts}\n"
+                         f"[time]\nforward = {counts}\nbackward_input = {counts}\nbackward_weight = {counts}\n")
     job = read_job(path)
     if asked not in ((1, 1), (job.pipelines, job.stages)):
         raise JobError(f"{path}: {job.pipelines} pipelines of {job.stages} stages, and --parallelism says {asked[0]} "
                        f"of {asked[1]}; expected the same, or nothing of it")
-    wanted = sum(microbatches(given, job.pipelines))
-    if sum(job.microbatches) != wanted:
+    expected = sum(microbatches(given, job.pipelines))
+    if sum(job.microbatches) != expected:
         raise JobError(f"{path}: {sum(job.microbatches)} micro-batches in an iteration, and "
-                       f"--training.global_batch_size makes {wanted}; expected the same")
+                       f"--training.global_batch_size makes {expected}; expected the same")
     return job
 
 
 def _own() -> tuple[Own, Trainer.Config]:
-    """What is to be done, and torchtitan's configuration of it for this process. Raises ConfigError and JobError."""
+    """Return the setup of this run, and torchtitan's configuration for it. Raises ConfigError and JobError."""
     options, arguments = _arguments()
     here = launched_as(None, None, None)
     assert here is not None
@@ -240,19 +246,19 @@ def _own() -> tuple[Own, Trainer.Config]:
     folder = Path(given.dump_folder).absolute() / "slipstream"
     config = run_config(arguments, given, folder / "initial")
     job = _job(options.job, given, _layers(config))
-    alone = in_one_process(given)
+    single_process = in_one_process(given)
     # As for a seed checkpoint: the Trainer's model is plain tensors on the CPU.
-    alone = replace(alone, checkpoint=replace(alone.checkpoint, create_seed_checkpoint=True))
+    single_process = replace(single_process, checkpoint=replace(single_process.checkpoint, create_seed_checkpoint=True))
     rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
     for line in rehearsals.impossible(given.training.steps):
         raise ConfigError(line)
     for line in differences(given):
         logger.warning(line)
-    return Own(here, job, config, folder, rehearsals, options.settle, options.silence), alone
+    return Own(here, job, config, folder, rehearsals, options.settle, options.silence), single_process
 
 
 def _take_part(own: Own) -> None:
-    """Train as a node that is not node 0, which has the Trainer, unless all is done."""
+    """Train as a node other than node 0, which has the Trainer, unless all steps are done."""
     ended = latest(own.folder / CHECKPOINTS)
     if ended is not None and ended.iteration >= own.config.training.iterations:
         logger.info(f"All steps are done; node {own.here.node} has nothing to do")
@@ -267,7 +273,10 @@ def _take_part(own: Own) -> None:
 
 
 def main() -> None:
-    """Train, or take part. Exits 2 where that cannot be, 1 where it fails, and as usual after a signal."""
+    """Train as node 0, or take part as another node.
+
+    Exits 2 for bad input, 1 for a failed run, and with the usual status after a signal.
+    """
     init_logger()
     code = 0
     try:
@@ -280,7 +289,7 @@ def main() -> None:
 
 
 def _train(own: Own, config: Trainer.Config) -> None:
-    if own.here.tied:  # else this process would train on, without anyone who knows of it
+    if own.here.tied:  # otherwise this process would keep training unnoticed
         signal_at_death_of_parent(signal.SIGTERM)
     if own.here.node:
         _take_part(own)

@@ -1,4 +1,5 @@
-"""`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
+"""Implement `slipstream train`, which trains a job's model by a schedule that is planned, given, or taken from a
+table."""
 
 import shlex
 import signal
@@ -126,7 +127,7 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     if here is None:
         _say("another process of this worker starts all of its ranks: this one has nothing to do")
         return
-    if here.tied:  # else this process would train on, without anyone who knows of it
+    if here.tied:  # otherwise this process would keep training unnoticed
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     if ctx.obj == PROGRAM:
@@ -135,23 +136,23 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
         elif here.node > 0:
             end_with_status()
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
-    wanted = read_job_or_refuse(job, settings)
-    config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
+    spec = read_job_or_refuse(job, settings)
+    config = _config(spec, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
         _take_part(here, NodeJob(
             config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
-            workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
-                     for column in range(wanted.stages)]), folder, join_timeout, grace)
+            workers=[Worker(pipeline, column) for pipeline in range(spec.pipelines)
+                     for column in range(spec.stages)]), folder, join_timeout, grace)
         if json:
             print_json({"node": here.node})
         return
-    how = backward or optimizer
-    if schedule is not None and (failed or failed_node or how):
+    mode_option = backward or optimizer
+    if schedule is not None and (failed or failed_node or mode_option):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
                "and --optimizer")
-    if table is not None and how:
+    if table is not None and mode_option:
         refuse("--table says how to run: leave out --backward and --optimizer")
     require_choice("--layers", layers, LAYERS)
     if mtbf is not None and layers != "move":
@@ -159,41 +160,41 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     if tensorboard is not None:
         with refusals():
             require_package()
-    loaded = None if table is None else read_table(table, wanted)
-    steering = search_params(params)
-    _require_model(wanted, job)
-    wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
-    goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
-    resume_from = None if resume is None else where_to_go_on(resume, folder, needed=not goes_on)
-    if resume_from is not None and not goes_on and nothing_left(folder, resume_from, config.training.iterations, json):
+    plan_table = None if table is None else read_table(table, spec)
+    search_settings = search_params(params)
+    _require_model(spec, job)
+    spec, config = _recomputing(job, spec, config, backward, optimizer, time_limit)
+    takeover = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    resume_from = None if resume is None else where_to_go_on(resume, folder, needed=not takeover)
+    if resume_from is not None and not takeover and nothing_left(folder, resume_from, config.training.iterations, json):
         return
-    if not goes_on:
+    if not takeover:
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
         with refusals():
-            counted = require_trainable(wanted, config, resume_from)
+            counted = require_trainable(spec, config, resume_from)
             if counted is not None:
                 _say(counted)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
-    rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
-    absent = failed_workers(wanted, failed, failed_node) if schedule is None else \
+    rehearsals = read_rehearsals(spec, kill, bring_back, slow)
+    absent = failed_workers(spec, failed, failed_node) if schedule is None else \
         read_schedule_or_refuse(schedule).failed
     for line in rehearsals.impossible(config.training.iterations, absent):
         refuse(line)
     fault_free = None
-    if goes_on and (folder / "schedule.json").exists():
-        chosen = _fitting(folder / "schedule.json", wanted)  # they do not wait for ever
+    if takeover and (folder / "schedule.json").exists():
+        initial = _fitting(folder / "schedule.json", spec)  # its workers wait only for a limited time
     elif schedule is not None:
-        chosen = _fitting(schedule, wanted)
+        initial = _fitting(schedule, spec)
     else:
-        down = failed_workers(wanted, failed, failed_node)
+        dead = failed_workers(spec, failed, failed_node)
         options = plan_options(
-            backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers,
+            backward=plan_table.basis.backward if plan_table else backward, method=method, seed=seed or 0,
+            optimizer=plan_table.basis.optimizer if plan_table else optimizer, time_limit=time_limit, layers=layers,
             params=params)
-        chosen, fault_free = _looked_up_or_planned(wanted, down, loaded, options)
-    placed = with_machines(wanted, chosen, here)
-    planner = FailurePlanner(placed, chosen, loaded, params=steering, progress=_say)
+        initial, fault_free = _looked_up_or_planned(spec, dead, plan_table, options)
+    job_on_machines = with_machines(spec, initial, here)
+    planner = FailurePlanner(job_on_machines, initial, plan_table, params=search_settings, progress=_say)
     resilience = Resilience(
         scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
@@ -204,9 +205,9 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             shown(config.training.iterations, config.model.context) as display:
-        result = run(chosen, config, out=folder, progress=display.committed, resilience=resilience, options=RunOptions(
+        result = run(initial, config, out=folder, progress=display.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
-            topology=wanted.nodes, notify=display.say, observe=display.observe, fault_free_seconds=fault_free,
+            topology=spec.nodes, notify=display.say, observe=display.observe, fault_free_seconds=fault_free,
             secret=secret, force=force, again=is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
             peak_flops=peak_flops(config.training)))
     if json:
@@ -216,7 +217,7 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
 
 
 def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, grace: float) -> None:
-    """Train as a node that is not node 0, unless all is done."""
+    """Train as a node other than node 0, unless all iterations are done."""
     if done_without_this_node(folder, own.resume, own.config.training.iterations):
         _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
         return
@@ -227,9 +228,9 @@ def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, 
 
 def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | None,
                           options: PlanOptions) -> tuple[Schedule, float | None]:
-    """The table's schedule for these failures, or one that is planned; and the period without failures, if known."""
-    whole, found = look_up(table, ()), look_up(table, down, settled=options.layers == "move", nodes=job.nodes)
-    fault_free = None if whole is None else whole.seconds(whole.period_ticks)
+    """Return the first schedule, from the table or planned, and the period without failures, or None if unknown."""
+    unbroken, found = look_up(table, ()), look_up(table, down, settled=options.layers == "move", nodes=job.nodes)
+    fault_free = None if unbroken is None else unbroken.seconds(unbroken.period_ticks)
     if found is not None:
         return found, fault_free
     plan = make_plan(job, down, options, ctrl_c="ends the search, and training starts by this schedule")
@@ -246,7 +247,7 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
 
 
 def _require_model(job: Job, path: Path) -> None:
-    """What `slipstream new` writes says how long the stages of a model take, and not which model it is: exits 2."""
+    """Exit 2 if the job gives only the times of stages, as `slipstream new` writes it, and no model to train."""
     layers = sum(job.layers or ()) // job.chains
     if not job.model and layers not in (0, ModelConfig().blocks + 2):
         refuse(f"{path}: has no [model], and its stages have {layers} layers: say which model is trained, by "
@@ -255,22 +256,22 @@ def _require_model(job: Job, path: Path) -> None:
 
 def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
                  time_limit: float) -> tuple[Job, RunConfig]:
-    """The job and its configuration with the choice of what is computed again, where they leave that to the planner."""
+    """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner."""
     options = plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:
         refuse(f"{path}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` writes "
                "them")
-    again = chosen_recomputation(path, job, options)
-    if again is None:
+    recomputation = chosen_recomputation(path, job, options)
+    if recomputation is None:
         return job, config
-    for line in recomputation_lines(again):
+    for line in recomputation_lines(recomputation):
         _say(line)
-    training = replace(config.training, recompute=again.layers)
-    return again.job, replace(config, training=training)
+    training = replace(config.training, recompute=recomputation.layers)
+    return recomputation.job, replace(config, training=training)
 
 
 def _fitting(path: Path, job: Job) -> Schedule:
-    """The schedule in a file. Exits 2 unless it has this job's shape, 1 when it breaks a rule."""
+    """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a rule."""
     schedule = read_schedule_or_refuse(path)
     require_fit(path, schedule.grid, job)
     violations = check(schedule)

@@ -1,25 +1,25 @@
-"""From a job and its failures to a schedule.
+"""Plan a schedule for a job and its failed workers.
 
     job/         the job file
     model/       the scheduling problem, its bounds, its arrays
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`)
-    periods      periods by what is down, for simulations that ask for hundreds
-    overlapped   reductions beside compute, in a plan made without them
-    params       what steers a search
-    budget       what a search may use: seconds or counted steps, a seed, a way to be stopped; progress
+    periods      periods by the number of failed workers of each stage, for simulations that need hundreds of them
+    overlapped   gradient reductions that overlap compute, added to a plan made without them
+    params       parameters of the searches
+    budget       limits of a search (seconds or counted steps), its seed, how to stop it, its progress
     kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
-    repetition   many micro-batches as a plan of fewer, again and again
-    normalise    chooses which roles stay vacant, for a number of failures
-    recompute    which stages compute their activations again
-    placement    which virtual stages, workers and layers a pipeline has at all
-    failures     what a run asks for when workers fail, slow down or come back
-    report       what a plan moves, how long that takes, when it pays; what else could be done; `slipstream plan --json`
-    tables/      builds tables of schedules
-    bound_verifier  proves the bound that a file states
+    repetition   a plan of a block of micro-batches, repeated until all of many micro-batches are done
+    normalise    the choice of the roles that stay vacant, for a number of failures
+    recompute    the choice of the stages that recompute their activations
+    placement    the choice of virtual stages, their workers and their layers
+    failures     schedules that a run requests when workers fail, slow down or return
+    report       what a plan moves, how long that takes, when it pays off; alternatives; `slipstream plan --json`
+    tables/      builders of schedule tables
+    bound_verifier  a second proof of the lower bound that a schedule file states
 
-Other programs use the names below. Each is imported when it is first asked for, so that reading a job does not wait for
-the solver.
+Other programs use the names below. Each is imported at its first use, so that reading a job does not wait for the
+solver.
 """
 
 import importlib
@@ -42,7 +42,7 @@ _HOMES = {
     "FailurePlanner": "failures", "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
     "PlanOptions": "options", "normalised": "normalise",
 }
-"""Public names, and the module that each lives in."""
+"""Module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:

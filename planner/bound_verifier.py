@@ -1,4 +1,4 @@
-"""Bound verifier: proves again the lower bound that a schedule's file states, from the file alone."""
+"""Bound verifier: prove the lower bound that a schedule file states again, from the file alone."""
 
 import math
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Wor
 
 
 def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
-    """A bound for the question that the schedule's own answers, with these workers and the room they have.
+    """Return a proven lower bound on the period of all schedules that answer the same question as this one.
 
-    Where micro-batches may be cut or layers moved, it counts what a file tells of the costs of layers. Files of before
-    do not tell them: then only work bounds the period, and the optimizer step of a layer. With a budget, CP-SAT proves
-    what is claimed of a small problem and is more than that.
+    They have the same live workers with the same room, and the freedom that `Schedule.scope` names. If micro-batches
+    may be cut or layers moved, the bound counts the costs of layers that the file records. Older files do not record
+    them: then only the total work and the optimizer step of a layer bound the period. With a budget, CP-SAT also tries
+    to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
     """
-    found, claimed = _counted(schedule), schedule.lower_bound_ticks
-    if budget is None or found.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
-        return found
+    bound, claimed = _counted(schedule), schedule.lower_bound_ticks
+    if budget is None or bound.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
+        return bound
     from slipstream.planner.search.cpsat import PROVED, excludes  # the solver takes a third of a second to load
 
     problem = _problem(schedule, _vacant(schedule))
@@ -36,11 +37,11 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     largest = DEFAULTS.cp_sat.largest_proof
     if any(part.operations_by_host <= largest and excludes(part, claimed, budget) for part in parts):
         return Bound(claimed, schedule.scope, PROVED)
-    return found
+    return bound
 
 
 def _counted(schedule: Schedule) -> Bound:
-    """What can be proven without a search."""
+    """Return the strongest bound that is proven without a search."""
     if schedule.times.of_layers and schedule.scope in (*([] if schedule.overlaps else [Scope.PLACE]), Scope.LAYERS):
         return _least(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
@@ -60,8 +61,11 @@ def _vacant(schedule: Schedule) -> list[Worker]:
 
 
 def _exposed(schedule: Schedule) -> tuple[int, ...]:
-    """What remains of reductions after the last W of a worker where they overlap, by stage: the least that one of its
-    layers takes, where the file tells that, else nothing."""
+    """Return the ticks of reductions that remain after a worker's last W, by stage, in a schedule whose reductions
+    overlap compute.
+
+    The value of a column is that of its cheapest layer if the file records the costs of layers, else 0.
+    """
     told = schedule.times.of_layers
     if not told:
         return (0,) * len(schedule.grid.stages)
@@ -70,9 +74,10 @@ def _exposed(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """The problem of a schedule in place, with these roles vacant. Of workers that are down none is slow."""
+    """Return the problem of this schedule with layers in place and these roles vacant. Failed workers are not slow in
+    it."""
     grid, scope = schedule.grid, schedule.scope
-    slow = tuple(one for one in schedule.times.slow if one.worker in schedule.seat_of)
+    slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
     reduced = _exposed(schedule) if schedule.overlaps else schedule.times.all_reduce
     return held_problem(
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
@@ -83,8 +88,8 @@ def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
 
 
 def _parts(schedule: Schedule) -> tuple[int, ...]:
-    """Into how many equal layers stages may be cut. Where the file does not tell what layers cost, only the work counts
-    of a stage of several."""
+    """Return into how many equal layers each stage may be cut. If the file does not record the costs of layers, a stage
+    of several layers gets 0: only its work counts."""
     if schedule.times.of_layers:
         return equal_parts(schedule.grid, _costs(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
@@ -95,33 +100,34 @@ def _costs(told: LayerCosts) -> LayerTicks:
 
 
 def _any_placement(schedule: Schedule) -> Bound:
-    """A bound for all placements, where layers cost at least what the file tells; 0 where it does not."""
-    told, times = schedule.times.of_layers, schedule.times
-    if not told:
+    """Return a bound over all placements, for layers that cost at least what the file records; 0 ticks if it records
+    nothing."""
+    layer_costs, times = schedule.times.of_layers, schedule.times
+    if not layer_costs:
         return Bound(0, Scope.PLACEMENT)
     last = schedule.grid.depth
     input_free = not times.backward_input[0] and bool(times.backward_weight[0]) and any(times.backward_input[1:last])
-    bound = placement_bound(_below(schedule, told), input_free=input_free)
-    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)))
+    bound = placement_bound(_below(schedule, layer_costs), input_free=input_free)
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*layer_costs.per_tick)))
 
 
 def _least(schedule: Schedule, told: LayerCosts) -> Bound:
-    """A bound for all layouts, where layers cost at least what the file tells."""
+    """Return a bound over all layouts, for layers that cost at least what the file records."""
     bound = least_of(_below(schedule, told))
     beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
 
 
 def _below(schedule: Schedule, told: LayerCosts) -> Problem:
-    """The problem of layers that cost what the file tells."""
+    """Return the problem whose layers cost what the file records."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _costs(told)
     if schedule.overlaps:  # reductions may go on beside all compute but the last
         costs = msgspec.structs.replace(costs, all_reduce=(0,) * grid.layer_count)
     if memory is not None:
-        others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
-        memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,
+        rooms = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
+        memory = msgspec.structs.replace(memory, capacity_of=rooms or msgspec.UNSET,
                                          capacity=tuple(math.ceil(room * per_unit) for room in memory.capacity))
     shared = schedule.scope is Scope.PLACE and all(seat.holds is None for seat in schedule.seats)
     return problem_of_layers(

@@ -1,7 +1,7 @@
-"""What a search may use: seconds or counted steps, one seed, a way to be stopped, and somebody to tell of progress.
+"""Limits of a search: seconds or counted steps, one seed, an event that stops it, and a receiver of its progress.
 
-With seconds, how far a search gets depends on the machine and on what else runs there, and so does its plan. With
-steps, one seed gives one plan: on any machine, at any load, with any number of threads.
+With seconds, how far a search gets, and so its plan, depends on the machine and its load. With steps, one seed gives
+one plan on any machine, at any load, with any number of threads.
 """
 
 import math
@@ -20,46 +20,47 @@ import msgspec
 
 
 ProgressCallback = Callable[[str], None]
-"""Called with one line: a better plan was found, or what takes long now."""
+"""Function that receives one line of progress: a better plan was found, or a long operation begins."""
 
 CountCallback = Callable[[int, int], None]
-"""Called with (parts finished, parts in all) by work that is done in parts."""
+"""Function that receives (parts finished, parts in all) from work that is done in parts."""
 
 
 def quiet(line: str) -> None:
-    """A callback that does nothing."""
+    """Ignore a line of progress."""
 
 
 class SearchProgress:
-    """What one search tells: plans that are better than all that it told of before, whichever step found them."""
+    """Reporter of one search: report a plan only if it is better than all plans reported before, by any step of the
+    search."""
 
     def __init__(self, line: ProgressCallback = quiet) -> None:
         self.line = line
-        """Tells anything else."""
+        """Function that receives all other lines of progress."""
         self._least = math.inf
 
     def found(self, method: str, period: float, bound: float) -> None:
-        """A plan with this period, in seconds, and its proven bound."""
+        """Report a plan with this period and this proven bound, in seconds, if it is the best so far."""
         if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
             self._least = period
             self.line(f"{method}: period {period:g} s, bound {bound:g} s")
 
 
 STEP_SECONDS = 2.5e-6
-"""What a step takes on an idle core, about. One move of annealing is a step; all else is counted in as many moves as it
-takes as long as."""
+"""Approximate duration of a step on an idle core, in seconds. One move of annealing is a step. Other work counts as the
+number of moves that take as long."""
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Steps of a list schedule, and of each of its ops."""
+"""Steps that a list schedule counts, and further steps for each of its ops."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Steps for each op to make a list scheduler."""
+"""Steps for each op that the construction of a list scheduler counts."""
 LAYOUT_STEPS = 2.0
-"""Steps to make a layout, for each micro-batch at a stage."""
+"""Steps that the construction of a layout counts, for each micro-batch at a stage."""
 SOLVER_UNITS_PER_STEP = 5e-7
-"""Units of CP-SAT's deterministic time."""
+"""Units of CP-SAT's deterministic time in a step."""
 
 
 class SearchEnd(StrEnum):
-    """Why a search ends."""
+    """Reason why a search ended."""
 
     BOUND = "the bound is reached"
     SECONDS = "the time is up"
@@ -69,47 +70,47 @@ class SearchEnd(StrEnum):
 
 
 class Clock:
-    """The time of this machine. Counted steps take what they take."""
+    """Wall clock of this machine. It ignores counted steps: they take the time that they take."""
 
     end = SearchEnd.SECONDS
-    """Why a search ends that has used up all of it."""
+    """Reason of the end of a search that has used all of its time on this clock."""
 
     steps = 0.0
-    """Counted so far."""
+    """Number of steps counted so far; always 0 on this clock."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds of `time.monotonic`."""
         return time.monotonic()
 
     def processor(self) -> float:
-        """Seconds that processors have worked for this process."""
+        """Return the processor time of this process, in seconds."""
         return time.process_time()
 
     def thread(self) -> float:
-        """Seconds that a processor has worked for this thread."""
+        """Return the processor time of this thread, in seconds."""
         return time.thread_time()
 
     def count(self, steps: float) -> None:
-        """So many steps were made."""
+        """Count this number of steps."""
 
     def beside(self) -> "Clock":
-        """A clock for a thread that runs beside this one."""
+        """Return a clock for a thread that runs at the same time as this one."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """A thread beside this one, with a clock of its own, has ended."""
+        """Take over the steps of a thread that ran at the same time, counted on its own clock, after it has ended."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """The parameters of CP-SAT that end it within a time."""
+        """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def described(self, seconds: float) -> str:
-        """A span of this clock in words."""
+        """Return a duration on this clock as text."""
         return f"{seconds:.2g} s"
 
 
 class StepClock(Clock):
-    """Counts steps; each takes `STEP_SECONDS`. Only one thread counts on each."""
+    """Clock that counts steps, each of `STEP_SECONDS`. Only one thread may count on a clock."""
 
     end = SearchEnd.STEPS
 
@@ -117,94 +118,95 @@ class StepClock(Clock):
         self.steps = steps
 
     def now(self) -> float:
-        """Seconds that the counted steps stand for."""
+        """Return the seconds that the counted steps represent."""
         return self.steps * STEP_SECONDS
 
     processor = thread = now
 
     def count(self, steps: float) -> None:
-        """So many steps were made."""
+        """Count this number of steps."""
         self.steps += steps
 
     def beside(self) -> "Clock":
-        """A clock that begins with the steps of this one: what other threads do does not change what it says."""
+        """Return a clock that begins at the steps of this one, so that its time does not depend on other threads."""
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Go on from the later of them."""
+        """Continue from the later of this clock and the other one."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """In units of CP-SAT's own count, which is the same on any machine."""
+        """Return the limit in units of CP-SAT's deterministic time, which is the same on any machine."""
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def described(self, seconds: float) -> str:
-        """In steps."""
+        """Return a duration on this clock as text, in steps."""
         return f"{round(seconds / STEP_SECONDS):,} steps"
 
 
 class Tally:
-    """How often each technique of a search was tried, and how often it made the best plan of something shorter."""
+    """Counters of how often each technique of a search was tried, and how often it shortened the best plan of a
+    piece."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
         self.helped: Counter[str] = Counter()
 
     def add(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """`what`: a technique; an operator of one is "technique: operator"."""
+        """Count uses of a technique. An operator of a technique is named "technique: operator"."""
         self.tried[what] += tried
         self.helped[what] += helped
 
     def join(self, other: "Tally") -> None:
-        """What a thread beside this one has tried."""
+        """Add the counts of a thread that ran at the same time."""
         self.tried.update(other.tried)
         self.helped.update(other.helped)
 
     @property
     def techniques(self) -> list[str]:
-        """Those that were really tried, in the order in which they began."""
+        """Techniques that were tried at least once, in the order of their first use."""
         return list(dict.fromkeys(what.partition(":")[0] for what, tried in self.tried.items() if tried))
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """Passed along the steps of a search."""
+    """Limits of a search, passed to each of its steps."""
 
     deadline: float
-    """By the clock."""
+    """Time at which the search must end, in seconds of `clock`."""
     clock: Clock = msgspec.field(default_factory=Clock)
     seed: int = 0
     progress: SearchProgress = msgspec.field(default_factory=SearchProgress)
     tally: Tally = msgspec.field(default_factory=Tally)
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
-    """Set from outside: the search then ends with the best plan so far."""
+    """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """What searches before this one have found (`search.incumbent.Solved`), from which this one begins where its pieces
-    are the same, and to which it adds; None: nothing is kept."""
+    """Solutions of earlier searches (`search.incumbent.Solved`): this search begins with those of equal pieces, and
+    adds its own. None: no solutions are stored."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
-        """So many steps from now on."""
+        """Return a budget of this number of steps from now on."""
         return cls(deadline=steps * STEP_SECONDS, clock=StepClock(), seed=seed)
 
     @classmethod
     def of_seconds(cls, seconds: float, seed: int = 0) -> "Budget":
-        """So many seconds from now on."""
+        """Return a budget of this number of seconds from now on."""
         return cls(deadline=time.monotonic() + seconds, seed=seed)
 
     @property
     def seconds(self) -> float:
-        """Left until the deadline; negative after it."""
+        """Seconds left until the deadline; negative after it."""
         return self.deadline - self.clock.now()
 
     @property
     def stopped(self) -> bool:
-        """Whether the search is to end before the deadline."""
+        """True if the search must end before the deadline."""
         return self.stop.is_set()
 
     def end(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
-        """Why a search ends whose best plan has this period, in ticks. None: it goes on.
+        """Return why a search must end whose best plan has this period in ticks; None if it continues.
 
-        `needs`: seconds for what it does next.
+        `needs` is the duration of its next operation, in seconds.
         """
         if best <= bound:
             return SearchEnd.BOUND
@@ -213,23 +215,23 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.end if self.seconds <= needs else None
 
     def share(self, share: float) -> "Budget":
-        """A part of the time that is left, with all else."""
+        """Return a budget of this share of the time left."""
         return self.within(share * self.seconds)
 
     def within(self, seconds: float) -> "Budget":
-        """So many seconds from now on, with all else."""
+        """Return a budget of this number of seconds from now on. All other fields stay as they are."""
         return self.until(self.clock.now() + seconds)
 
     def until(self, deadline: float) -> "Budget":
-        """Another deadline, with all else."""
+        """Return a budget with another deadline. All other fields stay as they are."""
         return msgspec.structs.replace(self, deadline=deadline)
 
     def beside(self) -> "Budget":
-        """The same for a thread that runs beside this one; see `join`."""
+        """Return a budget for a thread that runs at the same time as this one, until the same deadline; see `join`."""
         return msgspec.structs.replace(self, clock=self.clock.beside(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
-        """The thread beside this one, which had that budget, has ended."""
+        """Add the steps and counts of a thread that ran at the same time with its own budget, after it has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
 
@@ -238,7 +240,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Note:
-    """A handler that sets an event; at the second signal it raises KeyboardInterrupt after all."""
+    """Signal handler that sets an event at the first signal, and raises KeyboardInterrupt at the second one."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -251,10 +253,11 @@ class _Note:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event instead of raising KeyboardInterrupt; a second one raises it after all.
+    """Set the event at the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises it.
 
-    An exception could strike anywhere, also where Python swallows it. Only the main thread of a program gets signals;
-    elsewhere the event is never set. Where one search is part of another, what has ended the inner ends the outer.
+    An exception could be raised anywhere, also where Python swallows it. Only the main thread of a program receives
+    signals; in other threads the event is never set. If one search is part of another, an interrupt that ends the inner
+    one also ends the outer one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield threading.Event()

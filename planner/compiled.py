@@ -1,8 +1,10 @@
-"""When the planner's inner loops (`planner.kernel`) are compiled: by numba, once per installation, and kept on disk.
+"""Compile the planner's inner loops (`planner.kernel`) with numba, once per installation; the machine code is stored on
+disk.
 
-The install step does it (`python -m slipstream.planner.compiled`). Else a plan within seconds has another process do
-it, and is made of list schedules meanwhile; all else waits. numba compiles anew when the source, Python, numba or the
-processor is another. Where no folder can be written, every process compiles for itself.
+The install step compiles them (`python -m slipstream.planner.compiled`). Otherwise, a plan with a limit in seconds
+starts another process that compiles, and uses list schedules only until then; all other callers wait. numba compiles
+again if the source, Python, numba or the processor has changed. If no folder is writable, every process compiles for
+itself.
 """
 
 import contextlib
@@ -24,9 +26,9 @@ NOT_KEPT = "compiling the planner's inner loops, about 20 s, and each time anew:
 
 @cache
 def load() -> None:
-    """Have this process load the machine code, which takes a third of a second, or compile it.
+    """Load the machine code into this process, which takes a third of a second, or compile it.
 
-    Plans the smallest job: numba compiles a function when it is first called.
+    This plans the smallest job, since numba compiles a function at its first call.
     """
     from slipstream.planner.job.file import parse_job
     from slipstream.planner.model.arrays import ProblemArrays
@@ -42,11 +44,12 @@ def load() -> None:
 
 
 def ready(progress: ProgressCallback = quiet) -> None:
-    """Compile the kernel unless it is compiled already, with one line of progress. Takes some 20 seconds, or none."""
+    """Compile the kernel unless it is compiled, and report one line of progress first. This takes some 20 seconds, or
+    none."""
     if is_compiled():
         return
     progress(LINE if keeps_machine_code() else NOT_KEPT)
-    # One process at a time: two would only waste it.
+    # One process at a time: a second compilation would be wasted.
     with Path(__file__).with_name("kernel.py").open("rb") as source:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
@@ -55,7 +58,10 @@ def ready(progress: ProgressCallback = quiet) -> None:
 
 
 def begin(progress: ProgressCallback = quiet) -> None:
-    """Unless the kernel is compiled already, have another process compile it; meanwhile plans are list schedules."""
+    """Start another process that compiles the kernel, unless it is compiled; until then plans are list schedules only.
+
+    If no folder for machine code is writable, compile in this process and wait.
+    """
     if is_compiled():
         return
     if not keeps_machine_code():

@@ -1,6 +1,7 @@
-"""What a run asks for when workers fail, slow down or come back: from a table, or planned meanwhile.
+"""Schedules that a run requests when workers fail, slow down or return: from a table, or planned while the run
+continues.
 
-All answers are of the same job as the schedule that the run began with, and raise NoPlanError where there is none.
+All schedules are of the same job as the schedule that the run began with. NoPlanError is raised if there is none.
 """
 
 import math
@@ -29,19 +30,22 @@ from slipstream.schedules.tables.table import Table
 from slipstream.schedules.timing import period_at
 
 ROUNDED = 1e-9
-"""Units of memory."""
+"""Tolerance for rounding, in units of memory."""
 
 
 
 class FailurePlanner:
-    """Answers for one job and the schedule that its run began with. Its methods may be called from several threads."""
+    """Planner of schedules for one job and the schedule that its run began with.
+
+    Its methods may be called from several threads.
+    """
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
                  settled_seconds: float | None = None, params: SearchParams = DEFAULTS,
                  progress: ProgressCallback = quiet) -> None:
-        """The planner is compiled and loaded here: no failure waits for that, and processes that are forked share it.
+        """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
-        `progress` gets a line where it is compiled; `params` steer every search.
+        `progress` receives a line if the planner is compiled here; `params` are the parameters of every search.
         """
         self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
@@ -51,10 +55,12 @@ class FailurePlanner:
         load()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
-        """With these workers down, the schedule to go on with: from the table, or planned by the list schedulers.
+        """Return the schedule to continue with when these workers are down: from the table, or made by the list
+        schedulers.
 
-        Layers stay in place, unless the table has a schedule with roles moved that is so much faster that the pause for
-        loading layers is made up for within `FailureParams.pause_pays_seconds`, or none is possible in place.
+        Layers stay in place, with two exceptions: the table has a schedule with moved roles whose shorter period makes
+        up for the pause of loading layers within `FailureParams.pause_pays_seconds`, or no schedule exists with layers
+        in place.
         """
         with _no_plan():
             moved = self._looked_up(down, roles_move=True)
@@ -67,32 +73,34 @@ class FailurePlanner:
             return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """The same where the others have these speeds.
+        """Return the schedule to continue with when these workers are down and the others have these speeds.
 
-        What is known already, the first schedule and the table's, is taken where it is better at these speeds.
+        The first schedule and that of the table are used if they have a shorter period at these speeds than a new plan.
         """
         with _no_plan():
-            found = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
-                     self._looked_up(down), self._planned(self._job_at(speeds), down, self._params.meanwhile_seconds)]
-            return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
+            choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
+                       self._looked_up(down), self._planned(self._job_at(speeds), down, self._params.meanwhile_seconds)]
+            return min(filter(None, choices), key=lambda one: period_at(one, dict(speeds)))
 
     def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """The schedule in which nobody needs a layer that it does not hold; here and below, without speeds the job's.
+        """Return a schedule in which no worker needs a layer that it does not hold.
+
+        Here and in the methods below, empty `speeds` mean the speeds of the job.
         """
         options = msgspec.structs.replace(self._greedy, holds=held)
         return plan_only(options, self._job_at(speeds), down).schedule
 
     def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """The best schedule to come to, whatever moves for it: from the table, or planned."""
-        found = None if speeds else self._settled_in_table(down, held)
-        if found is not None:
-            return found
+        """Return the best schedule, whichever layers move for it: from the table, or planned."""
+        in_table = None if speeds else self._settled_in_table(down, held)
+        if in_table is not None:
+            return in_table
         options = msgspec.structs.replace(self._options, layers="move", time_limit=self._settled_seconds, holds=held)
         with _no_plan():
             return plan_only(options, self._job_at(speeds), down).schedule
 
     def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """The schedule for which all layers are read anew."""
+        """Return a schedule for which all layers are loaded from a checkpoint."""
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         return plan_only(options, self._job_at(speeds), down).schedule
 
@@ -100,9 +108,10 @@ class FailurePlanner:
         return job_at(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
-        """Whether loading the layers of a schedule takes less time than its shorter period saves in a while.
+        """Return whether loading the layers for a schedule takes less time than its shorter period saves.
 
-        The pause is unknown where the job does not say what layers weigh: then it is not worth it.
+        Savings count over `FailureParams.pause_pays_seconds`. If the job does not give the weights of layers, the pause
+        is unknown and not worth it.
         """
         loading = transition(moved, self._job)
         if not loading.layers:
@@ -113,13 +122,14 @@ class FailurePlanner:
         return saved > loading.seconds + self._params.joining_seconds
 
     def _looked_up(self, down: tuple[Worker, ...], *, roles_move: bool = False) -> Schedule | None:
-        # Where a stage is lost, as with a machine, one of another stage that has taken over there before holds its
+        # If a stage is lost, as with a machine, a worker of another stage that has taken over there before holds its
         # layers, or a checkpoint does.
         lost = dead_column(down, self._first.grid) is not None
         return self._fitting(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """The table's, where the layers are still where it takes them to be."""
+        """Return the table's settled schedule, or None if a worker no longer holds the layers that the table
+        assumes."""
         if any(layers != self._first.holds_of_column(worker.column) for worker, layers in held):
             return None
         with _no_plan():
@@ -127,15 +137,17 @@ class FailurePlanner:
 
     def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                  settled: bool = False) -> Schedule | None:
-        """The table's schedule, if it has one for this job, for which all have room, and which keeps all rules."""
-        found = None if self._table is None else self._table.lookup(
+        """Return the table's schedule, or None if it is of another grid, exceeds a worker's room, or breaks a rule."""
+        entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
-        fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule) \
-            and not check(found.schedule)
-        return found.schedule if found is not None and fits else None
+        fits = entry is not None and entry.schedule.grid == self._first.grid and has_room(self._job, entry.schedule) \
+            and not check(entry.schedule)
+        return entry.schedule if entry is not None and fits else None
 
     def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
+        """Return a schedule with these workers down, made by the list schedulers in about this many seconds. Roles move
+        if a stage has no live worker. Raises KeyboardInterrupt if Ctrl-C ended the search."""
         params, ops = self._params, _most_ops(job, down)
         options = msgspec.structs.replace(self._greedy, time_limit=seconds)
         if ops > params.large:
@@ -143,7 +155,7 @@ class FailurePlanner:
         if params.large < ops <= params.largest and seconds == params.at_once_seconds:  # the first plan that is found
             options = msgspec.structs.replace(options, steps=1)
         if dead_column(down, self._first.grid) is not None:
-            # One of another stage, which may have taken over there before, holds its layers: roles must move.
+            # A worker of another stage, which has taken over there before, may hold its layers: roles must move.
             options = msgspec.structs.replace(options, time_limit=params.roles_seconds, slices=False)
             return _with_moves(job, down, options)
         try:
@@ -156,19 +168,20 @@ class FailurePlanner:
 
 
 def period_seconds(schedule: Schedule) -> float:
-    """The period of a schedule."""
+    """Return the period of a schedule in seconds."""
     return schedule.seconds(schedule.period_ticks)
 
 
 def _most_ops(job: Job, down: tuple[Worker, ...]) -> int:
-    """How many ops differ from those of a healthy pipeline, at most: each micro-batch of a worker that is down goes to
-    another pipeline."""
+    """Return an upper bound on the number of ops that differ from those of a healthy pipeline. Each micro-batch of a
+    failed worker may go to another pipeline."""
     most = max(job.microbatches)
     return 3 * job.stages * most * min(job.pipelines, len(down) * (1 + most))
 
 
 @contextmanager
 def _no_plan() -> Iterator[None]:
+    """Turn TableError and TooLargeError into NoPlanError."""
     try:
         yield
     except (TableError, TooLargeError) as error:
@@ -176,13 +189,15 @@ def _no_plan() -> Iterator[None]:
 
 
 def job_at(job: Job, speeds: Speeds) -> Job:
-    """A job whose workers have these speeds."""
+    """Return the job with these speeds of its workers."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Whether workers that have another capacity than their column have enough for a schedule, which may be made
-    without regard to that, and may have other roles for them."""
+    """Return whether all workers with a capacity of their own have room for their part of a schedule.
+
+    The schedule may be made without regard to these capacities, and may give these workers other roles.
+    """
     if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
     own = _with_own_rooms(job, schedule)
@@ -190,36 +205,40 @@ def has_room(job: Job, schedule: Schedule) -> bool:
 
 
 def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoPlanError.
+    """Return a schedule for as many failures, spread over the stages, in which live workers move to other roles.
 
-    Who moves is chosen last. So where single workers have less room than others, and what they get does not fit, it is
-    planned once more as if nobody had more than they would have in the same role.
+    Which workers move is chosen last. If some workers have less room than others, and one of them is given more than it
+    can hold, the schedule is planned again as if no worker had more room than these would have in the same role. Raises
+    NoPlanError if that does not fit either.
     """
     memory = job.memory
     if memory is None or not memory.capacity_of:
         return _moved(job, down, options)
     within = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
-    least = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
-                  for column, room in enumerate(memory.capacity))
-    for capacity, too_little in ((memory.capacity, ()), (least, (NoPlanError,))):
+    lowest = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
+                   for column, room in enumerate(memory.capacity))
+    for capacity, too_little in ((memory.capacity, ()), (lowest, (NoPlanError,))):
         of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
         with suppress(*too_little):
-            found = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
-            if has_room(job, found):
-                return _with_own_rooms(job, found)
+            schedule = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
+            if has_room(job, schedule):
+                return _with_own_rooms(job, schedule)
     raise NoPlanError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
 
 
 def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    """Return the normal form for as many failures, relabelled to these failed workers. Raises NoPlanError if none
+    fits."""
     job = slow_while_alive(job, down)
-    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
-    if found is None:
+    relabelled = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
+    if relabelled is None:
         raise NoPlanError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
-    return found
+    return relabelled
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """The schedule with what room single workers have in their roles; where layers are given, in their own."""
+    """Return the schedule with the rooms of single workers in the roles that they play. A worker whose layers are given
+    in the schedule has the room of its own column."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:
@@ -232,10 +251,10 @@ def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
 
 
 def _room_at(job: Job, worker: Worker, column: int) -> float:
-    """The room of one that has another capacity than its column, in a role of a column."""
+    """Return the room that a worker with a capacity of its own has in a role of this column."""
     memory = job.memory
     assert memory is not None
     weights = memory.weights or (0.0,) * len(job.columns)
-    own, its = (sum(of_stage for of_stage, at in zip(weights, job.columns, strict=True) if at == one)
-                for one in (worker.column, column))
+    own, its = (sum(of_stage for of_stage, at in zip(weights, job.columns, strict=True) if at == place)
+                for place in (worker.column, column))
     return dict(memory.capacity_of)[worker] + own - its

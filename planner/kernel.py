@@ -1,8 +1,10 @@
 """The planner's inner loops, which numba compiles to machine code: start times, list schedules, annealing.
 
-They are one module because numba keeps machine code by source file, and does not notice a change in another file. For
-the same reason the types of their arguments are here. `planner.loops` says when they are compiled. Under any other name
-this module is plain Python: the same plans, a hundred times slower.
+They are one module because numba stores machine code by source file, and does not notice a change in another file. For
+the same reason the types of their arguments are here. `planner.loops` decides when they are compiled. Imported under
+any other name, this module is plain Python: the same plans, a hundred times slower.
+
+The indices of an array stand in brackets: [op] means one value for each op.
 """
 
 import math
@@ -18,92 +20,93 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def jit(function: Function) -> Function:
-    """A function that is compiled when it is first called, for the types it is called with."""
+    """Compile a function at its first call, for the types of its arguments."""
     return _compiled(function, {})
 
 
 def borrowing(function: Function) -> Function:
-    """The same for a function that makes no arrays and sets no slices of them, and is called by compiled ones only.
+    """Compile a function that allocates no arrays, sets no slices of them, and is called by compiled functions only.
 
-    Its arrays are its caller's while it runs. Else numba counts references to every array of a tuple at every call,
-    which is a third to a half of the time of annealing.
+    Its arrays belong to its caller while it runs. Otherwise numba would count references to every array of a tuple at
+    every call, which is a third to a half of the time of annealing.
     """
     return _compiled(function, BORROWED)
 
 
 def inlined(function: Function) -> Function:
-    """The same for one that does little: to pass its arguments would take longer than what it does."""
+    """Compile a small function into its callers: passing its arguments would take longer than what it does."""
     return _compiled(function, {"forceinline": True, **BORROWED})
 
 
 BORROWED: Mapping[str, Any] = {"_nrt": False}
-"""Without numba's runtime, which counts references. The option has no public name."""
+"""Option that compiles without numba's runtime, which counts references. It has no public name."""
 
 
 def _compiled(function: Function, options: Mapping[str, Any]) -> Function:
+    """Compile a function with these options of numba; outside of the compiled kernel return it as it is."""
     if __name__ != "slipstream.planner.kernel":
         return function
     try:
-        made = njit(cache=True, nogil=True, **options)(function)
+        compiled = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # neither the installation nor the user has a folder that can be written
-        made = njit(nogil=True, **options)(function)
-    return cast(Function, made)
+        compiled = njit(nogil=True, **options)(function)
+    return cast(Function, compiled)
 
 
 # --- The arrays of a problem ------------------------------------------------------------------------------------------
 
 
 class Arcs(NamedTuple):
-    """Precedence arcs, compressed: those of op i have the numbers start[i] to start[i + 1]."""
+    """Precedence arcs in compressed form: the arcs of op i have the numbers start[i] to below start[i + 1]."""
 
     start: Ints
-    """[ops + 1]"""
+    """Number of the first arc of each op, [ops + 1]."""
     op: Ints
-    """[arc] the op at the other end"""
+    """Op at the other end, [arc]."""
     transfer: Ints
-    """[arc] ticks between the two ops where two workers run them; 0 where no tensor passes"""
+    """Ticks between the two ops if two workers run them, [arc]; 0 if no tensor passes."""
     hop: Ints
-    """[arc] the same under the first assignment: 0 within a worker"""
+    """Ticks between the two ops under the first assignment, [arc]: 0 within a worker."""
 
 
 class Ops(NamedTuple):
-    """The ops of a problem under an assignment. A worker is named by its row: its number among the live workers."""
+    """Ops of a problem under an assignment. A worker is identified by its row: its number among the live workers."""
 
     kinds: int
-    """Ops of a unit: op = unit * kinds + kind."""
+    """Number of ops of a unit: op = unit * kinds + kind."""
     depth: int
-    """One more than any position."""
+    """Number above any position."""
     mixed: bool
-    """Whether workers run several slices."""
+    """True if workers run several slices."""
     unit: Ints
-    """[op]"""
+    """Unit of the op, [op]."""
     slice: Ints
-    """[unit]"""
+    """Slice of the unit, [unit]."""
     position: Ints
-    """[unit] of its slice in its route; with a layout, its first layer"""
+    """Position of the unit's slice in its route, [unit]; with a layout, its first layer."""
     back: Ints
-    """[unit] the same, counted from the end"""
+    """Position of the unit's slice counted from the end of its route, [unit]."""
     worker: Ints
-    """[unit] row of the worker that runs it"""
+    """Row of the worker that runs the unit, [unit]."""
     duration: Ints
-    """[op] ticks on that worker"""
+    """Ticks of the op on that worker, [op]."""
     predecessors: Arcs
-    """What each op waits for; ops of one worker in turn are no arcs."""
+    """Ops for which each op waits. Successive ops of one worker are not arcs."""
     successors: Arcs
-    """What waits for each op."""
+    """Ops that wait for each op."""
 
 
 class Reductions(NamedTuple):
-    """Layers whose gradients are reduced together, where groups share some; else none. -1 behind the last."""
+    """Layers whose gradients are reduced together, if groups share some; else empty. Rows are padded with -1."""
 
     sharers: Ints
-    """[reduction, number] the groups that hold these layers"""
+    """Groups that hold these layers, [reduction, number]."""
     ticks: Ints
-    """[reduction] how long it takes"""
+    """Duration of the reduction, [reduction]."""
     awaiting: Ints
-    """[slice, number] the reductions of its layers: they await its W"""
+    """Reductions of the slice's layers, which wait for its W, [slice, number]."""
     between: Ints
-    """[group, number] those that its workers take part in; none runs an op meanwhile"""
+    """Reductions in which the workers of the group take part, [group, number]; no such worker runs an op meanwhile."""
 
 
 # --- Start times of an order, and of the reductions that follow -------------------------------------------------------
@@ -111,7 +114,8 @@ class Reductions(NamedTuple):
 
 @jit
 def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
-    """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last."""
+    """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last
+    ops."""
     worker, unit, duration = ops.worker, ops.unit, ops.duration
     arc_start, arc_op, arc_hop = ops.predecessors.start, ops.predecessors.op, ops.predecessors.hop
     free[:] = 0
@@ -127,7 +131,7 @@ def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
 
 @inlined
 def first_awaiting(awaiting: Ints, begin: Ints, number: int) -> int:
-    """The first reduction that waits for W of a slice: its tick."""
+    """Return the tick of the first reduction that waits for W of a slice."""
     first = begin[awaiting[number, 0]]
     for index in range(1, awaiting.shape[1]):
         if awaiting[number, index] >= 0:
@@ -137,7 +141,7 @@ def first_awaiting(awaiting: Ints, begin: Ints, number: int) -> int:
 
 @inlined
 def clear_of(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
-    """The latest start up to this one with which an op runs over no reduction of its worker's group."""
+    """Return the latest start, up to this one, at which an op overlaps no reduction of its worker's group."""
     number = 0
     while number < between.shape[1] and between[group, number] >= 0:
         tick = begin[between[group, number]]
@@ -154,8 +158,8 @@ def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reduct
            begin: Ints) -> None:
     """Fill `start` [op] with the latest ticks that an order and the ends of all workers, in `free` [worker], allow.
 
-    `free` is left with the starts of the workers' first ops. `group` is that of each worker, `begin` [reduction] when
-    each begins, where they lie between compute ops; else empty.
+    Afterwards `free` holds the starts of the workers' first ops. `group` gives the group of each worker. `begin` gives
+    the beginning of each reduction, if reductions lie between compute ops; else it is empty.
     """
     interleaved = begin.shape[0] > 0
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -175,10 +179,11 @@ def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reduct
 
 @jit
 def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Run all reductions, each on all groups that share it at once, and one at a time on each group.
+    """Run all reductions: each on all groups that share it at once, and one at a time on each group.
 
-    What can begin first is next; of equals, that of the later layers. `end` [group] is when its compute ops are done,
-    and becomes when its reductions are. Fills `begin` [reduction] and `turn`: the reductions in their order.
+    The next reduction is the one that can begin first; of equals, that of the later layers. On entry `end` [group]
+    holds the end of each group's compute ops; on return, that of its reductions. Fill `begin` [reduction], and `turn`
+    with the reductions in their order.
     """
     for number in range(turn.shape[0]):
         turn[number] = number
@@ -196,7 +201,7 @@ def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> No
 
 @inlined
 def _all_done(sharers: Ints, end: Ints, reduction: int) -> int:
-    """When the last of the groups that share a reduction is done with all before it."""
+    """Return when the last of the groups that share a reduction has finished everything before it."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
         if sharers[reduction, index] >= 0:
@@ -213,7 +218,8 @@ def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
 
 @jit
 def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
-    """`end` [group], when its reductions are done, becomes the latest that its compute ops may be, in this `turn`."""
+    """Replace each end in `end` [group], that of its reductions, by the latest end of its compute ops, for this order
+    of reductions."""
     for number in range(turn.shape[0] - 1, -1, -1):
         reduction = turn[number]
         last = end[sharers[reduction, 0]]
@@ -225,9 +231,10 @@ def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
 
 @jit
 def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Put off the deadlines of compute ops, [group], as far as no reduction ends later; fill the rest as `reduce` does.
+    """Delay the deadlines of compute ops, [group], as far as no reduction ends later; fill the other arrays as `reduce`
+    does.
 
-    Where reductions would then come in another order, and some end later, deadlines stay as they are.
+    If reductions would then come in another order and some would end later, the deadlines stay as they are.
     """
     end[:] = deadline
     reduce(sharers, ticks, end, begin, turn)
@@ -245,7 +252,7 @@ def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, tu
 
 
 # --- List schedules ---------------------------------------------------------------------------------------------------
-# Simulate all workers through time; whoever falls idle takes the most urgent ready op.
+# Simulate all workers through time; a worker that becomes idle takes the most urgent ready op.
 #
 # Gradients first (they free memory and others wait for them), then forwards while memory lasts, then weight gradients.
 # An op is ready when all its predecessors have ended and their tensors have come. Tests also run this module
@@ -256,52 +263,54 @@ def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, tu
 # remainder. Arrays are passed one by one: taking one out of a named tuple costs as much as a step on a heap.
 
 FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
-"""The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
+"""Heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
-"""What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
+"""Codes that order the events of one time: READY[kind], an F, an I or B, or a W is ready; END, an op ends. EVENTS is
+their number."""
 BUSY, AWAKE, USED, CAPACITY, FILLED, HEAP, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
-"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory,
-whether it has begun a gradient, where its heaps begin and how many keys they hold, and how many more micro-batches it
-may have in flight at each slice."""
+"""Columns of the state of a worker. They are: whether it runs an op, whether something has just happened to it, the
+memory used, its capacity, whether it has begun a gradient, where its heaps begin, how many keys they hold, and how many
+more micro-batches it may have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
 class MemoryLimits(NamedTuple):
-    """Room on the workers, and what ops take of it."""
+    """Room of the workers, and the memory that ops take of it."""
 
     capacity: Ints
-    """[worker]"""
+    """Capacity of the worker, [worker]."""
     room: Ints
-    """[slice, AT_START] taken when an F starts, [slice, STASH] held instead from the end of its I to that of its W,
-    [slice, NEEDED] that must be free when an F starts (`planner.search.list_scheduler.ReservedMemory`)"""
+    """Memory of a micro-batch at each slice. [slice, AT_START] is taken when an F starts; [slice, STASH] is held
+    instead from the end of its I to that of its W; [slice, NEEDED] must be free when an F starts
+    (`planner.search.list_scheduler.ReservedMemory`)."""
 
 
 class Dispatch(NamedTuple):
-    """A dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
+    """Dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
 
     rank: Ints
-    """[unit] the lower the more urgent its F; all different among the units of a slice"""
+    """Urgency of the unit's F, [unit]: the lower the more urgent; all different among the units of a slice."""
     gradient_rank: Ints
-    """[unit] the same of its I, B and W"""
+    """Urgency of the unit's I, B and W, [unit], as in `rank`."""
     slots: Ints
-    """[worker, slice] most micro-batches between F and the end of I"""
+    """Maximum number of micro-batches between F and the end of I, [worker, slice]."""
     lookahead: float
     forward_wait: Ints
-    """[before or after its worker's first gradient, slice] ticks within which a gradient is waited for rather than an F
-    started"""
+    """Ticks within which a worker waits for a gradient instead of starting an F, [before or after its first gradient,
+    slice]."""
     deepest_first: bool
     eager_weights: bool
     make_room: bool
     transfers: bool
-    """Whether tensors between two workers take time."""
+    """True if tensors between two workers take time."""
 
 
 class Choices(NamedTuple):
-    """What `_pick` needs to know of the problem and the rule beside arrays."""
+    """Values of the problem and the rule that `_pick` needs besides arrays."""
 
     kinds: int
     mixed: bool
-    """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
+    """True if workers hold several slices, so that a less urgent op may have room if the first has none."""
     lookahead: float
     eager_weights: bool
     make_room: bool
@@ -322,7 +331,7 @@ def _push(heap: Ints, base: int, size: int, key: int) -> None:
 
 @jit
 def _pop(heap: Ints, base: int, size: int) -> int:
-    """Take the least key from the heap that begins at `base`."""
+    """Remove and return the least key of the heap that begins at `base`."""
     least, key = heap[base], heap[base + size - 1]
     last = size - 1
     at = 0
@@ -358,13 +367,13 @@ def _first(heap: Ints, state: Ints, worker: int, which: int) -> int:
 
 @jit
 def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
-    """Whether something more urgent arrives within so many ticks."""
+    """Return whether something more urgent arrives within this number of ticks."""
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first(heap, state, worker, which) - clock < ticks
 
 
 @jit
 def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> bool:
-    """Whether an F, an I or a B of a slice may start."""
+    """Return whether the worker has room to start an F, an I or a B of a slice."""
     free = state[worker, CAPACITY] - state[worker, USED]
     if which == BACKWARD:
         return room[number, STASH] - room[number, AT_START] <= free
@@ -373,30 +382,30 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 
 @jit
 def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
-    """The unit of the most urgent F, or I or B, that has room, taken from its heap; -1 for none."""
+    """Remove and return the unit of the most urgent F, or I or B, that has room; -1 if there is none."""
     units = slice_of.shape[0]
     if _has_room(state, room, worker, which, slice_of[_first(heap, state, worker, which) % units]):
         return _take(heap, state, worker, which) % units
     if not mixed:  # all are of one slice
         return -1
     skipped = np.zeros(state[worker, SIZE + which], np.int64)
-    count, found = 0, -1
-    while state[worker, SIZE + which] and found < 0:
+    count, unit = 0, -1
+    while state[worker, SIZE + which] and unit < 0:
         key = _take(heap, state, worker, which)
         if _has_room(state, room, worker, which, slice_of[key % units]):
-            found = key % units
+            unit = key % units
         else:
             skipped[count] = key
             count += 1
     for index in range(count):
         _add(heap, state, worker, which, skipped[index])
-    return found
+    return unit
 
 
 @jit
 def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
           worker: int, clock: int) -> int:
-    """The most urgent op that may run, taken from its heap; -1 for none."""
+    """Remove and return the most urgent op that may run; -1 if there is none."""
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False
@@ -429,7 +438,8 @@ def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, f
 
 @jit
 def _idle_workers(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
-    """The state of all workers before the first op: empty heaps with room for all of their units, arrivals twice."""
+    """Return the state of all workers before the first op: empty heaps with room for all of their units, twice for
+    arrivals."""
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
     state[:, CAPACITY] = memory.capacity
     state[:, SLOTS:] = dispatch.slots
@@ -446,10 +456,10 @@ def _idle_workers(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Int
 
 @jit
 def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
-    """Fill `order` from place `done` on with the ops in the order in which they start; the place behind the last.
+    """Fill `order` from place `done` on with the ops in the order in which they start; return the place after the last.
 
-    `first` are the ops to begin with, which wait for nothing; what follows from them is run. One long loop on local
-    names, for speed.
+    The schedule begins with the ops `first`, which wait for nothing, and runs all that follow from them. This is one
+    long loop on local names, for speed.
     """
     heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
         memory.room
@@ -471,7 +481,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
         waiting += 1
     while waiting:
         clock = events[0] // (EVENTS * count)
-        some, later = 0, (clock + 1) * EVENTS * count
+        touched_count, later = 0, (clock + 1) * EVENTS * count
         while waiting and events[0] < later:
             key = _pop(events, 0, waiting)
             waiting -= 1
@@ -480,8 +490,8 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             kind, worker, number = op - unit * kinds, worker_of[unit], slice_of[unit]
             if not state[worker, AWAKE]:
                 state[worker, AWAKE] = 1
-                touched[some] = worker
-                some += 1
+                touched[touched_count] = worker
+                touched_count += 1
             if key // count % EVENTS == END:
                 state[worker, BUSY] = 0
                 if kind == WEIGHT:
@@ -499,7 +509,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 _take(heap, state, worker, ARRIVAL)
             if waits and kind == BACKWARD:
                 _take(heap, state, worker, GRADIENT)
-        for index in range(some):
+        for index in range(touched_count):
             worker = touched[index]
             state[worker, AWAKE] = 0
             while not state[worker, BUSY]:
@@ -538,183 +548,183 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
 # live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
 
 BUCKETS = 1024
-"""Of the queue, which together span the ticks of the first plan."""
+"""Number of buckets of the queue, which together span the ticks of the first plan."""
 FOREVER = 2**61
-"""Ticks beyond those of any plan."""
+"""Number of ticks beyond those of any plan."""
 
 
 class Instance(NamedTuple):
-    """What annealing never changes."""
+    """Arrays that annealing never changes."""
 
     kinds: int
-    """Ops of a unit."""
+    """Number of ops of a unit."""
     unit: Ints
-    """[op]"""
+    """Unit of the op, [op]."""
     slice: Ints
-    """[unit]"""
+    """Slice of the unit, [unit]."""
     predecessors: Arcs
-    """What each op waits for."""
+    """Ops for which each op waits."""
     successors: Arcs
-    """What waits for each op."""
+    """Ops that wait for each op."""
     group: Ints
-    """[worker] its reduce group"""
+    """Reduce group of the worker, [worker]."""
     linked: Ints
-    """[group, number] those whose gradients are reduced with some of its own, itself included; -1 behind the last"""
+    """Groups that reduce some gradients together with this one, itself included, [group, number]; padded with -1."""
     interleaved: int
-    """1 where reductions may lie between compute ops, as they take no time; else they come after all of these"""
+    """1 if reductions may lie between compute ops, since they take no time; 0 if they follow all of these."""
     sharers: Ints
-    """[reduction, number]; for this and what follows see `Reductions`"""
+    """Groups that share the reduction, [reduction, number]; for this and the next three fields see `Reductions`."""
     ticks: Ints
-    """[reduction]"""
+    """Duration of the reduction, [reduction]."""
     awaiting: Ints
-    """[slice, number]"""
+    """Reductions that wait for W of the slice, [slice, number]."""
     between: Ints
-    """[group, number]"""
+    """Reductions in which the group takes part, [group, number]."""
     tail: Ints
-    """[worker] ticks from the end of its group to that of its window"""
+    """Ticks from the end of the worker's group to the end of its window, [worker]."""
     pipeline: Ints
-    """[worker]"""
+    """Pipeline of the worker, [worker]."""
     members: Ints
-    """[pipeline, number] its workers; -1 behind the last"""
+    """Workers of the pipeline, [pipeline, number]; padded with -1."""
     capacity: Ints
-    """[worker] memory; -1: unlimited"""
+    """Memory of the worker, [worker]; -1 if it is unlimited."""
     holds: Ints
-    """[op] memory that its worker holds more, from the op's start (F) or end (I, W) on"""
+    """Change of the memory that the op's worker holds, [op], from the op's start (F) or end (I, W) on."""
     movable: Ints
-    """units that more than one worker may run"""
+    """Units that more than one worker may run."""
     hosts: Ints
-    """[slice, number] workers that may run it; -1 behind the last"""
+    """Workers that may run the slice, [slice, number]; padded with -1."""
     cost: Ints
-    """[kind, slice, worker] ticks of an op"""
+    """Ticks of an op, [kind, slice, worker]."""
 
 
 class State(NamedTuple):
-    """A state of the search: who runs what, in which order, until when."""
+    """State of the search: the worker of each unit, the order of the ops, and the ends of the groups."""
 
     worker: Ints
-    """[unit]"""
+    """Worker that runs the unit, [unit]."""
     duration: Ints
-    """[op] on its worker"""
+    """Ticks of the op on its worker, [op]."""
     sequence: Ints
-    """[worker, place] ops"""
+    """Ops of the worker in their order, [worker, place]."""
     size: Ints
-    """[worker] ops in its order"""
+    """Number of ops of the worker, [worker]."""
     place: Ints
-    """[op]"""
+    """Place of the op in its worker's order, [op]."""
     end: Ints
-    """[group] when the reductions are done that it takes part in"""
+    """End of the reductions in which the group takes part, [group]."""
     deadline: Ints
-    """[group] when its workers must have done their compute ops: as late as all ends allow"""
+    """Time by which the group's workers must have done their compute ops, [group]: as late as all ends allow."""
     begin: Ints
-    """[reduction] when it begins; interleaved, the first end of the groups that share it"""
+    """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it."""
     turn: Ints
-    """The reductions in their order; not interleaved."""
+    """Reductions in their order; unused if interleaved."""
 
 
 class Timing(NamedTuple):
-    """The timing of a state."""
+    """Times of a state."""
 
     late: Ints
-    """[op] latest start before the deadlines"""
+    """Latest start of the op before the deadlines, [op]."""
     longest: Ints
-    """[pipeline] the longest window of its workers"""
+    """Longest window of the pipeline's workers, [pipeline]."""
     excess: Ints
-    """[pipeline] what the windows of its workers exceed the goal by, added up"""
+    """Sum of the amounts by which windows of the pipeline's workers exceed the goal, [pipeline]."""
 
 
 class Sorting(NamedTuple):
-    """Room for a topological sort, and its results."""
+    """Working arrays and results of a topological sort."""
 
     waiting: Ints
-    """[op] predecessors that are not sorted yet"""
+    """Number of predecessors that are not sorted yet, [op]."""
     stack: Ints
-    """ops without any"""
+    """Ops without unsorted predecessors."""
     order: Ints
-    """all ops, each after what it waits for"""
+    """All ops, each after those for which it waits."""
     early: Ints
-    """[op] earliest start, if no worker begins before its release"""
+    """Earliest start of the op if no worker begins before its release, [op]."""
     release: Ints
-    """[worker] ticks"""
+    """Earliest beginning of the worker in ticks, [worker]."""
 
 
 class Queue(NamedTuple):
-    """Ops whose latest start may have changed, in buckets by time: the latest are looked at first.
+    """Ops whose latest start may have changed, in buckets by time; the latest come first.
 
-    What an op waits for starts earlier than the op, so that few ops are looked at twice.
+    An op starts later than the ops for which it waits, so that few ops are evaluated twice.
     """
 
     bucket: Ints
-    """its first op; -1 for none"""
+    """First op of each bucket; -1 if it is empty."""
     next: Ints
-    """[op] the next one in its bucket"""
+    """Next op in the bucket of the op, [op]."""
     queued: Ints
-    """[op] 1 while it is in the queue"""
+    """1 while the op is in the queue, [op]."""
     counters: Ints
-    """[WAITING, TOP, BASE, SPAN]: queued ops; the highest bucket that may hold some; the first tick of the buckets, and
-    how many they divide"""
+    """Counters [WAITING, TOP, BASE, SPAN] of the queue. They are: the number of queued ops, the highest bucket that may
+    hold some, the first tick of the buckets, and the number of ticks that they divide."""
 
 
 WAITING, TOP, BASE, SPAN = range(4)
 
 
 class Log(NamedTuple):
-    """What the present step has changed in the timing, so that it can be undone."""
+    """Changes of the present step to the timing, so that they can be undone."""
 
     op: Ints
-    """ops, in the order in which their latest start changed"""
+    """Ops in the order in which their latest start changed."""
     late: Ints
-    """their latest starts before that"""
+    """Latest starts of these ops before the step."""
     pipeline: Ints
-    """pipelines whose windows may have changed"""
+    """Pipelines whose windows may have changed."""
     longest: Ints
-    """[number] their longest window before"""
+    """Longest windows of these pipelines before the step."""
     excess: Ints
-    """[number] their excess before"""
+    """Excesses of these pipelines before the step."""
     marked: Ints
-    """[pipeline] 1 if it is among them"""
+    """1 if the pipeline is among them, [pipeline]."""
     counters: Ints
-    """[CHANGED, TOUCHED]: entries of op, and of pipeline"""
+    """Numbers of entries [CHANGED, TOUCHED]: of `op`, and of `pipeline`."""
 
 
 CHANGED, TOUCHED = range(2)
 
 
 class Path(NamedTuple):
-    """A critical path, followed anew when a change is accepted: see `critical_path`."""
+    """Critical path, followed again when a change is accepted; see `critical_path`."""
 
     op: Ints
-    """ops that wait for nothing but the next op of their worker"""
+    """Ops that wait for nothing but the next op of their worker."""
     size: Ints
-    """[1] how many; -1 where the path is to be followed anew"""
+    """Number of these ops, [1]; -1 if the path must be followed again."""
 
 
 class Chain(NamedTuple):
-    """One annealing chain: its states and the room to work in."""
+    """Annealing chain: its states and its working arrays."""
 
     instance: Instance
     state: State
     best: State
-    """The best state so far."""
+    """Best state so far."""
     record: Ints
-    """[PERIOD, COST] of the best state: ticks, and thousandths of a tick"""
+    """Values [PERIOD, COST] of the best state, in ticks and in thousandths of a tick."""
     timing: Timing
-    """That of the state."""
+    """Timing of `state`."""
     trial: Timing
-    """Room for the timing of another one."""
+    """Working arrays for the timing of another state."""
     sorting: Sorting
     heads: Ints
-    """[op] how early it can start (`_renew`)"""
+    """Earliest start of the op, [op]; see `_renew`."""
     queue: Queue
     log: Log
     path: Path
     run: Ints
-    """Room for the ops of a run"""
+    """Working array for the ops of a run."""
     places: Ints
-    """[kind] where a unit's ops are put, or were"""
+    """Places to which the ops of a unit move, or from which they moved, [kind]."""
     statistics: Ints
-    """[operator, TRIED | ACCEPTED | BETTER] how often"""
+    """Number of steps, [operator, TRIED | ACCEPTED | BETTER]."""
     random: NDArray[np.uint64]
-    """[1] state of the random numbers"""
+    """State of the random numbers, [1]."""
 
 
 PERIOD, COST = range(2)
@@ -722,47 +732,47 @@ TRIED, ACCEPTED, BETTER = range(3)
 
 
 class Cycle(NamedTuple):
-    """One cooling cycle; temperatures in ticks."""
+    """Parameters of one cooling cycle; temperatures are in ticks."""
 
     steps: int
     hot: float
-    """Temperature in the beginning"""
+    """Temperature at the beginning."""
     cold: float
-    """and in the end."""
+    """Temperature at the end."""
     pull: float
-    """Weight of the mean excess of a pipeline's windows over the goal, beside its longest window."""
+    """Weight of the mean excess of a pipeline's windows over the goal, which is added to that of its longest window."""
     goal: int
-    """A period with which the cycle ends; only windows longer than that count."""
+    """Period at which the cycle ends; only windows longer than that count."""
     scale: float
     """Mean ticks of an op."""
     trade: float
-    """Share of the steps that trade units, where units may change workers,"""
+    """Share of the steps that trade units, if units may change workers."""
     move: float
-    """and that move one; all others exchange runs."""
+    """Share of the steps that move a unit; all others exchange runs."""
     shifts: int
-    """One in so many steps shifts a deadline; 0: none."""
+    """Number of steps of which one shifts a deadline; 0: none."""
     low: int
-    """Only ops that start at this tick or later"""
+    """First tick of the starts of the ops that may change their places."""
     high: int
-    """and before this one change their places."""
+    """Tick before which the ops that may change their places start."""
     largest_run: int
     longest_jump: int
     margin: float
     steps_per_path: int
     ops_per_step: int
-    """As in `AnnealingParams`."""
+    """Parameter of `AnnealingParams`, like the four fields above."""
 
 
 class Move(NamedTuple):
-    """A change of the state, with what undoes it."""
+    """Change of the state, with all that is needed to undo it."""
 
     kind: int
     unit: int
-    """That trades or moves."""
+    """Unit that trades or moves."""
     other: int
-    """The unit it trades with; the worker it leaves."""
+    """Unit with which it trades, or worker that it leaves."""
     worker: int
-    """Whose runs [begin, middle) and [middle, end) exchange places."""
+    """Worker whose runs [begin, middle) and [middle, end) exchange places."""
     begin: int
     middle: int
     end: int
@@ -776,7 +786,7 @@ NONE, EXCHANGE, TRADE, MOVE, SHIFT = range(5)
 
 @inlined
 def _bits(random):
-    """The next 53 random bits, as an unsigned number."""
+    """Return the next 53 random bits, as an unsigned number."""
     x = random[0]
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -787,13 +797,13 @@ def _bits(random):
 
 @inlined
 def below(random, bound):
-    """A whole number from 0 to below the bound."""
+    """Return a random whole number from 0 to below the bound."""
     return np.int64(_bits(random) % np.uint64(bound))
 
 
 @inlined
 def uniform(random):
-    """A number from 0 to below 1."""
+    """Return a random number from 0 to below 1."""
     return np.int64(_bits(random)) / 9007199254740992.0
 
 
@@ -814,7 +824,7 @@ def uniform(random):
 
 @inlined
 def window(instance, state, late, worker):
-    """The busy window of a worker, in ticks."""
+    """Return the busy window of a worker, in ticks."""
     if state.size[worker] == 0:
         return 0
     return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
@@ -836,14 +846,14 @@ def measure(instance, state, timing, goal, pipeline):
 
 @inlined
 def _cost_of(instance, timing, cycle, pipeline):
-    """The cost of a pipeline as measured, in ticks."""
+    """Return the cost of a pipeline as measured, in ticks."""
     return max(0, timing.longest[pipeline] - cycle.goal) + \
         cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
 
 
 @borrowing
 def cost(instance, timing, cycle):
-    """The cost of a state as timed, in ticks."""
+    """Return the cost of a state as timed, in ticks."""
     total = 0.0
     for pipeline in range(timing.longest.shape[0]):
         total += _cost_of(instance, timing, cycle, pipeline)
@@ -852,7 +862,7 @@ def cost(instance, timing, cycle):
 
 @inlined
 def cost_after(instance, state, timing, log, cycle, before):
-    """The cost after a step that touched the pipelines in the log, in ticks; they are measured anew."""
+    """Return the cost after a step that touched the pipelines in the log, in ticks, and measure them again."""
     total = before
     for number in range(log.counters[TOUCHED]):
         pipeline = log.pipeline[number]
@@ -867,7 +877,7 @@ def cost_after(instance, state, timing, log, cycle, before):
 
 @inlined
 def critical_worker(random, instance, state, timing, goal):
-    """A worker with the longest window of some pipeline above the goal, each as likely as the others."""
+    """Return a worker with the longest window of a random pipeline above the goal; all choices are equally likely."""
     pipeline, seen = 0, 0
     for other in range(timing.longest.shape[0]):
         if timing.longest[other] > goal:
@@ -888,10 +898,10 @@ def critical_worker(random, instance, state, timing, goal):
 
 @borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow what keeps an op from starting later; the op where the path ends: at a deadline.
+    """Follow what keeps an op from starting later; return the op at which the path ends, at a deadline.
 
-    `path` gets the ops that wait for nothing but the next op of their worker, with a latest start `within` (low, high),
-    high excluded.
+    The ops that wait for nothing but the next op of their worker are stored in `path`, if their latest start is
+    `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
         instance.successors.transfer
@@ -928,7 +938,7 @@ def critical_path(random, instance, state, late, op, within, path):
 
 @borrowing
 def _sort(instance, state, sorting):
-    """Fill in `order` and `early`. False where ops wait for each other in a circle."""
+    """Fill in `order` and `early`; return False if there is a circular wait."""
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     top = done = 0
@@ -965,12 +975,15 @@ def _sort(instance, state, sorting):
 
 @inlined
 def _latest(instance, state, late, op):
-    """The latest start of an op, given those of the ops after it:
+    """Return the latest start of an op, given those of the ops after it.
 
-    late[op] = min(late[next op of its worker], or the deadline of its group where there is none;
-                   late[j] - hop over successors j) - duration[op],
-    with a hop where j takes a tensor from another worker; interleaved, a W ends before the reductions that await it,
-    and no op runs over one of its worker's.
+    The rule is
+
+        late[op] = min(late[next op of its worker], or the deadline of its group if there is none;
+                       late[j] - hop over successors j) - duration[op],
+
+    with a hop if j takes a tensor from another worker. If interleaved, a W ends before the reductions that wait for it,
+    and no op overlaps a reduction of its worker.
     """
     successors = instance.successors
     unit, group = instance.unit[op], instance.group[state.worker[instance.unit[op]]]
@@ -989,7 +1002,7 @@ def _latest(instance, state, late, op):
 
 @jit
 def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Let every reduce group be done as early as its orders allow. False where ops wait for each other in a circle."""
+    """Let every reduce group finish as early as its orders allow; return False if there is a circular wait."""
     sorting.release[:] = 0
     if not _sort(instance, state, sorting):
         return False
@@ -1015,7 +1028,10 @@ def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting
 
 @jit
 def end_with_deadlines(instance: Instance, state: State) -> None:
-    """Let every group end as early as its deadline and those it reduces gradients with allow; give all the time left.
+    """Let every group end as early as its deadline and the groups with which it reduces allow, then delay the
+    deadlines.
+
+    Deadlines become as late as these ends allow.
     """
     if not instance.interleaved:
         close(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
@@ -1033,7 +1049,7 @@ def end_with_deadlines(instance: Instance, state: State) -> None:
 
 @jit
 def keep_ends(instance: Instance, state: State) -> None:
-    """The latest deadlines and reductions with which all groups end when they are to, or earlier where they can."""
+    """Set the latest deadlines and reductions at which all groups keep their ends, or end earlier if they can."""
     if instance.interleaved:
         _begin_with_ends(instance, state)
         return
@@ -1044,7 +1060,7 @@ def keep_ends(instance: Instance, state: State) -> None:
 
 @jit
 def _begin_with_ends(instance, state):
-    """Interleaved: every reduction with the first end of its groups, which run ops until they end."""
+    """Let every reduction begin at the first end of its groups, which run ops until they end; used if interleaved."""
     state.deadline[:] = state.end
     for reduction in range(instance.sharers.shape[0]):
         begin = FOREVER
@@ -1057,7 +1073,7 @@ def _begin_with_ends(instance, state):
 
 @jit
 def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
-    """Time a state from scratch: its period in ticks; -1 where ops wait for each other in a circle."""
+    """Time a state from scratch: return its period in ticks; -1 if there is a circular wait."""
     if not _sort(instance, state, sorting):
         return -1
     for index in range(state.duration.shape[0] - 1, -1, -1):
@@ -1076,13 +1092,13 @@ def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goa
 
 @inlined
 def _bucket(ticks, span):
-    """The bucket of a time, `ticks` after the first one."""
+    """Return the bucket of a time, `ticks` after the first one."""
     return min(max(ticks * BUCKETS // span, 0), BUCKETS - 1)
 
 
 @inlined
 def call(queue, late, op):
-    """Have an op looked at."""
+    """Put an op into the queue, unless it is queued."""
     if op < 0 or queue.queued[op]:
         return
     counters = queue.counters
@@ -1096,7 +1112,7 @@ def call(queue, late, op):
 
 @inlined
 def touch(timing, log, pipeline):
-    """Note that the windows of a pipeline may change."""
+    """Record that the windows of a pipeline may change."""
     if not log.marked[pipeline]:
         log.marked[pipeline] = 1
         number = log.counters[TOUCHED]
@@ -1106,11 +1122,10 @@ def touch(timing, log, pipeline):
 
 
 def _retiming(interleaved):
-    """`retime`, where reductions may lie between compute ops or not: compiled for each, as the loop is a quarter slower
-    when it asks.
+    """Return the loop of `retime`, compiled for reductions that may or may not lie between compute ops.
 
-    The rule is that of `timing._latest`; one long loop on local names, as a call with all these arrays would take
-    longer than what it does.
+    A test in the loop would make it a quarter slower. Its rule is that of `_latest`. It is one long loop on local
+    names, since a call with all these arrays would take longer than what it does.
     """
 
     @borrowing
@@ -1198,10 +1213,11 @@ _RETIME, _RETIME_INTERLEAVED = _retiming(interleaved=False), _retiming(interleav
 
 @inlined
 def retime(instance, state, timing, queue, log, limits, run):
-    """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
+    """Recompute the times of the ops at places [begin, end) of a worker, those in the queue, and all that follow from
+    them.
 
-    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (heads,
-    allowed), an op starts before its head by more than `allowed`.
+    The argument `run` is (worker, begin, end). Return False if some window becomes too long to be accepted: with
+    `limits` = (heads, allowed), an op starts before its head by more than `allowed`.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
@@ -1210,16 +1226,17 @@ def retime(instance, state, timing, queue, log, limits, run):
 
 @borrowing
 def waits_for_itself(instance, state, timing, queue, op):
-    """Whether an op without duration waits for itself. The queue must be empty.
+    """Return whether an op without duration waits for itself. The queue must be empty.
 
-    `retime` cannot tell: in a circle of such ops all start at once. In any other circle they would ever start earlier.
+    It is not detected by `retime`: in a circular wait of such ops all start at once. In any other circular wait they
+    would start earlier and earlier.
     """
     unit, first, successor, late = instance.unit, instance.successors.start, instance.successors.op, timing.late
     worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
-    found, seen = queue.next, queue.queued
-    tick, found[0], count, at = late[op], op, 1, 0
+    reached, seen = queue.next, queue.queued
+    tick, reached[0], count, at = late[op], op, 1, 0
     while at < count and not seen[op]:
-        before = found[at]
+        before = reached[at]
         at += 1
         worker, after = worker_of[unit[before]], place[before] + 1
         arc, last = first[before], first[before + 1]
@@ -1227,7 +1244,7 @@ def waits_for_itself(instance, state, timing, queue, op):
         while True:  # the next op of its worker, then its successors
             if other >= 0 and late[other] == tick and duration[other] == 0 and not seen[other]:
                 seen[other] = 1
-                found[count] = other
+                reached[count] = other
                 count += 1
             if arc == last:
                 break
@@ -1235,20 +1252,20 @@ def waits_for_itself(instance, state, timing, queue, op):
             arc += 1
     circle = seen[op] == 1
     for number in range(count):
-        seen[found[number]] = 0
+        seen[reached[number]] = 0
     return circle
 
 
 @inlined
 def unmark(log):
-    """The step is over for the pipelines that it touched."""
+    """Clear the marks of the pipelines that the step touched."""
     for number in range(log.counters[TOUCHED]):
         log.marked[log.pipeline[number]] = 0
 
 
 @inlined
 def revert(timing, queue, log):
-    """The timing as it was before the step, and nobody in the queue."""
+    """Restore the timing from before the step, and empty the queue."""
     counters = queue.counters
     while counters[WAITING]:
         op = queue.bucket[counters[TOP]]
@@ -1277,7 +1294,7 @@ def revert(timing, queue, log):
 
 @borrowing
 def _renew(instance, state, heads, release, op):
-    """The head of an op, by those of the op before it on its worker and of what it waits for."""
+    """Recompute the head of an op from those of the op before it on its worker and of its predecessors."""
     duration, predecessors = state.duration, instance.predecessors
     worker, place = state.worker[instance.unit[op]], state.place[op]
     head = release[worker]
@@ -1293,7 +1310,7 @@ def _renew(instance, state, heads, release, op):
 
 @inlined
 def renew(instance, state, heads, release, move):
-    """The heads of the ops that a change, or its undoing, has put in other places."""
+    """Recompute the heads of the ops that a change, or its undoing, has put in other places."""
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
             _renew(instance, state, heads, release, state.sequence[move.worker, place])
@@ -1319,7 +1336,7 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 @inlined
 def fits(instance, state, move):
-    """Whether the workers that got other ops, or another order, keep their capacity."""
+    """Return whether the workers with other ops, or another order, keep within their capacity."""
     if move.kind == EXCHANGE:
         return _keeps_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -1330,8 +1347,10 @@ def fits(instance, state, move):
 
 @inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`, or where ops wait
-    for each other in a circle."""
+    """Time a change.
+
+    Return False if some window becomes too long to be accepted (`retime`), or if there is a circular wait.
+    """
     if move.kind == EXCHANGE:
         if move.begin:
             call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
@@ -1347,7 +1366,8 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
 
 @inlined
 def _no_circle(instance, state, timing, queue, move):
-    """Whether no op that changed its place waits for itself. Any circle would pass one of them, and take no time."""
+    """Return whether no op that changed its place waits for itself. Any circular wait includes one of them, and takes
+    no time."""
     sequence, duration, kinds = state.sequence, state.duration, instance.kinds
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
@@ -1366,7 +1386,7 @@ def _no_circle(instance, state, timing, queue, move):
 
 @inlined
 def undo(instance, state, run, places, move):
-    """Take a change back. Its timing is undone by `retiming.revert`."""
+    """Undo a change of the state. Its timing is undone by `revert`."""
     if move.kind == EXCHANGE:
         _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
@@ -1380,7 +1400,7 @@ def undo(instance, state, run, places, move):
 
 @inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Let two runs change places; NEVER where they must not."""
+    """Let two neighbouring runs of a worker exchange places; return NEVER if they must not."""
     late = timing.late
     if below(random, 5):
         if path.size[0] < 0:
@@ -1418,7 +1438,7 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
 
 @inlined
 def _run_length(random, most):
-    """Ops in a run, few ones more often."""
+    """Draw the number of ops in a run; small numbers are more frequent."""
     size = 1
     while size < most and below(random, 3) == 0:
         size += 1
@@ -1427,7 +1447,7 @@ def _run_length(random, most):
 
 @inlined
 def _exchange(state, run, worker, begin, middle, end):
-    """Let the runs [begin, middle) and [middle, end) of a worker change places."""
+    """Let the runs [begin, middle) and [middle, end) of a worker exchange places."""
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
         run[index] = row[begin + index]
@@ -1441,7 +1461,7 @@ def _exchange(state, run, worker, begin, middle, end):
 
 @inlined
 def _keeps_capacity(instance, state, worker, end):
-    """Whether the ops of a worker before place `end` keep its capacity."""
+    """Return whether the ops of a worker before place `end` keep within its capacity."""
     capacity = instance.capacity[worker]
     if capacity < 0:
         return True
@@ -1458,7 +1478,7 @@ def _keeps_capacity(instance, state, worker, end):
 
 @inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Let two units trade places; NEVER where they must not."""
+    """Let two units trade workers and places; return NEVER if they must not."""
     unit = instance.movable[below(random, instance.movable.shape[0])]
     other = _partner(random, instance, state, unit)
     if other < 0 or not _within(instance, late, cycle, unit):
@@ -1469,7 +1489,7 @@ def propose_trade(random, instance, state, late, cycle):
 
 @inlined
 def _partner(random, instance, state, unit):
-    """A unit to trade with, of the same slice: another movable one, or one of the same worker; -1 for none."""
+    """Draw a unit of the same slice to trade with: another movable one, or one of the same worker; -1 for none."""
     if below(random, 3) == 0:
         worker = state.worker[unit]
         other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
@@ -1480,7 +1500,7 @@ def _partner(random, instance, state, unit):
 
 @inlined
 def _within(instance, late, cycle, unit):
-    """Whether some op of a unit may change its place in this cycle."""
+    """Return whether some op of a unit may change its place in this cycle."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -1502,20 +1522,20 @@ def _trade(instance, state, unit, other):
 
 @borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a unit to another worker; NEVER where there is none."""
+    """Move a unit to another worker; return NEVER if there is none."""
     unit = instance.movable[below(random, instance.movable.shape[0])]
     worker = _other_worker(random, instance, state, unit)
     if worker < 0 or not _within(instance, late, cycle, unit):
         return NEVER
-    left = state.worker[unit]
+    old_worker = state.worker[unit]
     _find_places(instance, state, late, unit, worker, places)
     _move(instance, state, unit, worker, places)
-    return Move(MOVE, unit, left, -1, 0, 0, 0)
+    return Move(MOVE, unit, old_worker, -1, 0, 0, 0)
 
 
 @borrowing
 def _other_worker(random, instance, state, unit):
-    """Another worker that may run a unit and has room in its row; -1 for none."""
+    """Draw another worker that may run a unit and has room in its row; -1 for none."""
     hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
@@ -1527,7 +1547,7 @@ def _other_worker(random, instance, state, unit):
 
 @borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Where the ops of a unit fit into another worker's order by the time at which they run now."""
+    """Find where the ops of a unit fit into another worker's order by the time at which they run now."""
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
@@ -1538,10 +1558,11 @@ def _find_places(instance, state, late, unit, worker, places):
 
 @borrowing
 def _move(instance, state, unit, worker, places):
-    """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
-    kinds, left, number = instance.kinds, state.worker[unit], instance.slice[unit]
+    """Assign a unit to a worker, with its ops at these places in the worker's order; `places` becomes where they
+    were."""
+    kinds, old_worker, number = instance.kinds, state.worker[unit], instance.slice[unit]
     for kind in range(kinds):
-        _remove(state, unit * kinds + kind, left)
+        _remove(state, unit * kinds + kind, old_worker)
     for kind in range(kinds):
         op = unit * kinds + kind
         before = state.place[op] + kind  # those removed before it were in front of it
@@ -1553,7 +1574,7 @@ def _move(instance, state, unit, worker, places):
 
 @borrowing
 def _remove(state, op, worker):
-    """Take an op out of a worker's order."""
+    """Remove an op from a worker's order."""
     row = state.sequence[worker]
     for index in range(state.place[op], state.size[worker] - 1):
         row[index] = row[index + 1]
@@ -1563,7 +1584,7 @@ def _remove(state, op, worker):
 
 @borrowing
 def _insert(state, op, worker, place):
-    """Put an op into a worker's order, before the one that is at this place."""
+    """Insert an op into a worker's order, before the one that is at this place."""
     row = state.sequence[worker]
     for index in range(state.size[worker], place, -1):
         row[index] = row[index - 1]
@@ -1575,7 +1596,7 @@ def _insert(state, op, worker, place):
 
 @borrowing
 def _call_unit(instance, state, timing, queue, log, unit):
-    """Call the ops of a unit that came to another worker or place, and those that they follow there."""
+    """Queue the ops of a unit that came to another worker or place, and the ops that they follow there."""
     worker, predecessors = state.worker[unit], instance.predecessors
     touch(timing, log, instance.pipeline[worker])
     for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
@@ -1587,7 +1608,7 @@ def _call_unit(instance, state, timing, queue, log, unit):
 
 @borrowing
 def _call_left(instance, state, timing, queue, log, worker, places):
-    """Call the ops behind which those of a unit were taken away, at these places of a worker."""
+    """Queue the ops that were followed by those of a unit, which has left these places of a worker."""
     touch(timing, log, instance.pipeline[worker])
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
@@ -1600,9 +1621,9 @@ def _call_left(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift(chain, cycle, before, allowance):
-    """Have the window that a critical path fills end earlier, or the deadline later that it ends at; the cost after it.
+    """Shift the end of a critical window earlier, or the deadline at which its path ends later; return the new cost.
 
-    Taken back where the cost grows by more than the allowance.
+    The shift is undone if the cost grows by more than the allowance.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
@@ -1631,8 +1652,8 @@ def shift(chain, cycle, before, allowance):
 
 @borrowing
 def _first_to_reduce(instance, state, late, op):
-    """Of the groups that share a reduction with that of the last op of a path, which waits for it, one that ends then.
-    """
+    """Return a group that ends when the last op of a path ends, and shares a reduction with the group of that op. The
+    reduction waits for the op. If there is no such group, return that of the op."""
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):
         reduction = instance.between[group, number]
@@ -1649,11 +1670,11 @@ def _first_to_reduce(instance, state, late, op):
 
 @jit
 def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
-    """Run steps `begin` to below `end` of a cooling cycle; the step to go on with, less than `end` where the goal is
-    reached before. `best` and `record` are kept up to date.
+    """Run steps `begin` to below `end` of a cooling cycle, and keep `best` and `record` up to date.
 
-    A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
-    first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
+    Return the step with which to continue: less than `end` if the goal is reached before. A step that increases the
+    cost by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn first: if d is at most the
+    allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor for each step.
     """
     instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
         chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
@@ -1717,14 +1738,16 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
 
 @jit
 def measure_best(chain: Chain, cycle: Cycle) -> None:
-    """Time the best state anew, at its cost in this cycle: others count other windows, and weigh them otherwise."""
+    """Time the best state again, with its cost in this cycle: other cycles count other windows and weigh them
+    differently."""
     period = time(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
     chain.record[PERIOD], chain.record[COST] = period, int(cost(chain.instance, chain.trial, cycle) * 1000)
 
 
 @inlined
 def _is_better(timing, record, now, scale):
-    """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
+    """Return whether a state is worth storing: its period is shorter, or equal at a cost that is lower by more than a
+    copy is worth."""
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]
     for value in timing.longest:
@@ -1734,7 +1757,8 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _keep(chain, cycle, now):
-    """Note the best state so far, timed from scratch to be sure. 1 where its period is shorter than before, else 0."""
+    """Store the best state so far, timed from scratch to be sure; return 1 if its period is shorter than before, else
+    0."""
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:

@@ -1,4 +1,4 @@
-"""The inner loops (`planner.kernel`): machine code, or plain Python while another process compiles that."""
+"""The inner loops (`planner.kernel`): machine code, or plain Python while another process compiles it."""
 
 import contextlib
 import importlib.util
@@ -11,29 +11,35 @@ from types import ModuleType
 from typing import Any
 
 MADE_LAST = "kernel.anneal-*.nbi"
-"""What numba writes when it has compiled annealing, and so all else."""
+"""File name pattern of the index that numba writes for `kernel.anneal`, the function that is compiled last."""
 
 
 _compiled_beside = threading.Event()
 
 
 def loops() -> Any:
-    """The module to call."""
+    """Return the module whose functions are to be called: the compiled kernel, or its plain Python copy."""
     return _plain() if plain() else _machine_code()
 
 
 def plain() -> bool:
-    """Whether another process still compiles. Plain Python makes the same list schedules, a hundred times slower."""
+    """Return whether plain Python is used because another process is still compiling.
+
+    Plain Python makes the same list schedules, a hundred times slower.
+    """
     return _compiled_beside.is_set() and not is_compiled()
 
 
 def go_on_in_plain_python() -> None:
-    """Until machine code is kept, which another process makes."""
+    """Use plain Python until another process has written the machine code."""
     _compiled_beside.set()
 
 
 def is_compiled() -> bool:
-    """Whether plans need not wait for the compiler: what is compiled last is newer than the source, or loaded here."""
+    """Return whether plans need not wait for the compiler.
+
+    That is so if this process has loaded the machine code, or if its index file is not older than the source.
+    """
     kernel = _machine_code()
     if kernel.anneal.signatures or not keeps_machine_code():
         return bool(kernel.anneal.signatures)
@@ -42,10 +48,10 @@ def is_compiled() -> bool:
 
 
 def note_compiled() -> None:
-    """What was just loaded or compiled is of the source as it is.
+    """Mark the machine code on disk as that of the present source, after it was loaded or compiled.
 
-    numba knows its machine code by what the source says. So it writes none anew where a checkout has written the same
-    source again, and the machine code would seem to be older.
+    numba identifies machine code by the content of the source. If a checkout writes the same source again, numba does
+    not rewrite the machine code, which would then seem to be too old.
     """
     changed = Path(_machine_code().__file__).stat().st_mtime
     with contextlib.suppress(OSError):  # a folder that may only be read
@@ -60,7 +66,7 @@ def _made_last() -> Iterator[Path]:
 
 
 def keeps_machine_code() -> bool:
-    """Whether there is a folder to write it to."""
+    """Return whether numba has a folder to which it can write machine code."""
     return bool(_machine_code().anneal.stats.cache_path)
 
 

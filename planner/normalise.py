@@ -1,15 +1,15 @@
-"""Failure normalisation: let failures fall where they cost least, by moving live workers to other roles.
+"""Failure normalisation: choose the roles that stay vacant where they cost least, and move live workers to the others.
 
-A live worker may take over another role once it has loaded that stage's parameters from a peer. So of F failures only
-the number is given; which F roles are down is a choice. It is made in three steps:
+A live worker may take over another role when it has loaded that stage's parameters from a peer. So only the number F of
+failures is given; which F roles are vacant is a choice. It is made in three steps:
 
-1. how many roles are down in each column: dynamic programming over columns, on the proven bound of the window of a
-   column with so many roles down, for the best few distributions (`Windows`);
-2. which pipelines they belong to: spread or stacked (`arrangements`);
-3. real plans of the best few candidates decide. On small grids every pattern is a candidate.
+1. how many roles are vacant in each column: dynamic programming over columns, on the proven bound of the window of a
+   column with this number of vacant roles, for the best few distributions (`Windows`);
+2. which pipelines they belong to: the same pipelines or different ones (`arrangements`);
+3. plans of the best few candidates decide. On small grids every pattern is a candidate.
 
-The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses who
-plays which role, at the fewest layers to load.
+The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses which
+worker plays which role, so that the fewest layers are loaded.
 
 The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
 """
@@ -48,38 +48,42 @@ from slipstream.schedules.tables.pattern import (
 from slipstream.schedules.tables.relabel import relabel
 
 Counts = tuple[int, ...]
-"""Roles that are down, by column."""
+"""Number of vacant roles in each column."""
 Ranked = tuple[int, int, int, Counts]
-"""(longest window in ticks, sum of windows, sum of squared counts, counts) of a distribution."""
+"""Rank of a distribution of failures: (longest window in ticks, sum of windows, sum of squared counts, counts)."""
 
 ProblemOf = Callable[[Sequence[Worker]], Problem]
 
 
 class Windows:
-    """The least period by column and number of roles down there, and the best distributions of failures over columns.
+    """Lower bounds on the period by column and number of vacant roles in it, and the best distributions of failures
+    over columns.
 
-    Keeps what it has computed, so that one object serves all numbers of failures of a job. What it answers is a
-    function of the problems and that number alone, whatever was asked before.
+    Results are stored, so that one object serves all numbers of failures of a job. They are a function of the problems
+    and the number of failures alone, whatever was computed before.
 
-    Its bounds hold whichever roles are down. A plan for some failures is one for fewer, in which live workers stand by;
-    so those of one column alone give a bound. It counts the live workers of that column, all of one speed and one room
-    but for the slow ones, which stay, and the micro-batches of all pipelines, since any holder may run them: not which
-    pipelines the failures are in.
+    The bounds hold for any choice of vacant roles. A plan for some failures is also one for fewer, in which live
+    workers stand by; so the failures of one column alone give a bound. It counts the live workers of that column, which
+    have one speed and one room except for the slow ones, which stay, and the micro-batches of all pipelines, since any
+    holder may run them. It does not count which pipelines the failures are in.
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
-        """`problem_of`: the problem with some roles down, in which any holder of a stage may run any micro-batch."""
+        """Compute the problem without failures.
+
+        `problem_of` returns the problem with some vacant roles, in which any holder of a stage may run any micro-batch.
+        """
         self._problem_of, self._kept = problem_of, params.distributions
         whole = problem_of(())
         self.grid, self.tick_seconds = whole.grid, whole.tick_seconds
-        self.slow = {worker for worker, one in whole.workers.items() if one.per_mille != 1000}
-        """Alive, and so never to leave their roles."""
-        self._equal = len({(worker.column, one.room) for worker, one in whole.workers.items()}) == self.grid.columns
+        self.slow = {worker for worker, live in whole.workers.items() if live.per_mille != 1000}
+        """Slow workers, which are alive and therefore never leave their roles."""
+        self._equal = len({(worker.column, live.room) for worker, live in whole.workers.items()}) == self.grid.columns
         self._bound: dict[tuple[int, int], int] = {}
         self._best: dict[int, list[Ranked]] = {}
 
     def bound(self, column: int, down: int) -> int:
-        """A proven lower bound on the period, in ticks, with at least so many roles down in the column."""
+        """Return a proven lower bound on the period, in ticks, with at least this many vacant roles in the column."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
@@ -89,38 +93,43 @@ class Windows:
         return self._bound[column, down]
 
     def least(self, failures: int) -> Bound:
-        """A bound for so many failures, whichever roles are down; 0 where workers have rooms of their own."""
+        """Return a bound for this number of failures, whichever roles are vacant; 0 if workers of a column differ in
+        room."""
         best = self.distributions(failures)
         return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
     def seconds(self, ticks: int) -> float:
-        """Ticks of a bound as seconds, and a little more than rounding may take."""
+        """Convert the ticks of a bound to seconds, with a margin for rounding."""
         return ticks * self.tick_seconds * (1 + 1e-12)
 
     def candidates(self, column: int) -> list[Worker]:
-        """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
+        """Return the roles of a column that may be vacant: all but those of slow workers, which are alive and play
+        them."""
         return [role for pipeline in range(self.grid.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
     def most(self, column: int) -> int:
-        """How many roles of a column may be down at most."""
+        """Return the largest number of roles of a column that may be vacant."""
         return min(self.grid.pipelines - 1, len(self.candidates(column)))
 
     def distributions(self, failures: int) -> list[Ranked]:
-        """The best few ways to distribute failures over columns, best first; the first one's window is the least.
+        """Return the best few ways to distribute failures over columns, best first; the first has the shortest longest
+        window.
 
         best[c][f] = the smallest few (`RoleParams.distributions`) of
             { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
               k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
-        Exact for the first, and near-best alternatives for the rest. Where windows are equal, even distributions come
-        first, and then those with failures in later stages, which have less to wait for.
+
+        The first is exact; the others are near-best alternatives. Among equal windows, even distributions come first,
+        then those with failures in later stages, which wait less.
         """
         if failures not in self._best:
             self._best[failures] = self._programme(failures)
         return self._best[failures]
 
     def _programme(self, failures: int) -> list[Ranked]:
-        """Best[columns][failures], of the counts from which the later columns can still take the rest of them."""
+        """Compute best[columns][failures] over the counts that leave no more failures than the later columns can
+        take."""
         useful = self._useful(failures)
         best: dict[int, list[Ranked]] = {0: [(0, 0, 0, ())]}
         for column, most in enumerate(useful):
@@ -133,9 +142,10 @@ class Windows:
         return best.get(failures, [])
 
     def _useful(self, failures: int) -> list[int]:
-        """How many roles down in each column are worth looking at: windows grow with them, so that taking the
-        shortest next window each time gives the longest one that any distribution needs; and one role more, to have
-        a choice. Spares computing bounds that cannot matter.
+        """Return how many vacant roles of each column need to be considered, which avoids bounds that cannot matter.
+
+        Windows grow with the number of vacant roles. So repeatedly taking the shortest next window gives the longest
+        window that any distribution needs. One more role of each column is considered, to have a choice.
         """
         down = [0] * self.grid.columns
         for _ in range(failures):
@@ -147,15 +157,15 @@ class Windows:
 
 
 def windows_of(job: Job, options: PlanOptions) -> Windows:
-    """Those of a job's plans by these options, whether micro-batches are cut or not."""
-    return Windows(partial(bounding_problem, options, job), options.params.roles)  # which is sent to other processes
+    """Return the `Windows` of a job's plans with these options, valid for whole and for cut micro-batches."""
+    return Windows(partial(bounding_problem, options, job), options.params.roles)  # picklable: sent to other processes
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Ways to choose the pipelines of the roles that are down: in the same pipelines, or in different ones.
+    """Iterate over ways to choose the pipelines of the vacant roles: the same pipelines, or different ones.
 
-    The former is better more often, for fewer pipelines are disturbed. Both are tried from the pipelines with the
-    fewest micro-batches up, and from those with the most down.
+    The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
+    the fewest micro-batches, and beginning with those with the most.
     """
     ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
     for order in (ascending, ascending[::-1]):
@@ -171,36 +181,35 @@ def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[W
 
 def candidates(job: Job, windows: Windows, failures: int,
                params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
+    """Return the sets of vacant roles among which plans decide, one for each pattern, the most promising first."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
-    found: dict[Pattern, tuple[Worker, ...]] = {}
+    by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
     for *_, counts in windows.distributions(failures):
         for vacant in arrangements(job, windows, counts):
-            found.setdefault(pattern_of(vacant, classes), vacant)
+            by_pattern.setdefault(pattern_of(vacant, classes), vacant)
     for pattern in _few_patterns(failures, job.stages, classes, params.exhaustive):
         vacant = representative(pattern, classes)
         if dead_column(vacant, grid) is None and not windows.slow & set(vacant):
-            found.setdefault(pattern, vacant)
-    return list(found.values())
+            by_pattern.setdefault(pattern, vacant)
+    return list(by_pattern.values())
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """All patterns if they are few, else none."""
+    """Return all patterns of this number of failures if there are at most `most`, else none."""
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
-    found = list(islice(patterns(failures, columns, classes), most + 1))
-    return found if len(found) <= most else []
+    few = list(islice(patterns(failures, columns, classes), most + 1))
+    return few if len(few) <= most else []
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
                 progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
-    """The best plan for a number of failures, whose roles may be chosen: a function of job, number and options.
+    """Return the best plan for a number of failures whose roles may be chosen: a function of job, number and options.
 
-    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
-    those of the same job and options, kept from call to call; `clock`: of a search that this is part of.
-    Raises NoPlanError when so many failures leave some stage
-    without a live worker, however roles are assigned.
+    The vacant roles are the `failed` of its schedule, in which every worker plays its own role. `windows` are those of
+    the same job and options, passed to avoid computing them again; `clock` is that of a search that this one is part
+    of. Raises NoPlanError if so many failures leave some stage without a live worker, however roles are assigned.
     """
     clock = clock or options.clock()
     if failures == 0:
@@ -213,46 +222,47 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     ready(progress)
     deadline = clock.now() + options.seconds
     best = _best_candidate(job, windows, failures, options, progress, clock)
-    left = deadline - clock.now()
-    if best.interrupted or best.schedule.status == "optimal" or left < best.solve_seconds:
+    seconds_left = deadline - clock.now()
+    if best.interrupted or best.schedule.status == "optimal" or seconds_left < best.solve_seconds:
         return best
-    final = plan_only(options.within(left), job, best.schedule.failed, clock)
+    final = plan_only(options.within(seconds_left), job, best.schedule.failed, clock)
     better = final.period <= best.period
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
 def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
-    """The candidate with the shortest plan; the first of equals.
+    """Return the plan of the candidate with the shortest period; the first of equals.
 
-    All are planned in a share of the time, then the best few again in as much. Where that is more than the list
-    schedulers need, the choice does not depend on the clock. Ends early at a plan that none can beat; on huge jobs,
-    where a single plan takes longer than its share, with those that there was time for.
+    All candidates are planned in a share of the time, then the best few again in an equal share. If that is more than
+    the list schedulers need, the choice does not depend on the clock. The comparison ends early at a plan that none can
+    beat. On huge jobs, where a single plan takes longer than its share, it ends with the candidates that there was time
+    for.
     """
     params = options.params.roles
-    over = clock.now() + 2 * params.compared * options.seconds
+    deadline = clock.now() + 2 * params.compared * options.seconds
     floor = windows.seconds(windows.distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Plan] = {}
     shortest: Plan | None = None
-    left = candidates(job, windows, failures, params)
+    remaining = candidates(job, windows, failures, params)
     for keep in (params.finalists, 0):
-        quick = options.comparing.within(options.seconds * params.compared / len(left))
-        for vacant in left:
+        quick = options.comparing.within(options.seconds * params.compared / len(remaining))
+        for vacant in remaining:
             try:
-                made = plan_only(quick, job, vacant, clock)
-            except TooLargeError:  # for a share of the time; the most promising one has all of it
+                plan = plan_only(quick, job, vacant, clock)
+            except TooLargeError:  # for this share of the time; the most promising candidate gets all of it
                 return shortest or plan_only(options, job, vacant, clock)
-            if vacant not in best or made.period < best[vacant].period:
-                best[vacant] = made
-            if shortest is None or made.period < shortest.period:
-                shortest = made
-                progress(_described(made.schedule))
-            if made.interrupted or shortest.period <= floor or clock.now() + made.solve_seconds > over:
-                return msgspec.structs.replace(shortest, interrupted=made.interrupted)
+            if vacant not in best or plan.period < best[vacant].period:
+                best[vacant] = plan
+            if shortest is None or plan.period < shortest.period:
+                shortest = plan
+                progress(_described(plan.schedule))
+            if plan.interrupted or shortest.period <= floor or clock.now() + plan.solve_seconds > deadline:
+                return msgspec.structs.replace(shortest, interrupted=plan.interrupted)
         if len(best) <= params.finalists:
             break
-        left = sorted(left, key=lambda vacant: best[vacant].period)[:keep]
-    return min(best.values(), key=lambda made: made.period)
+        remaining = sorted(remaining, key=lambda vacant: best[vacant].period)[:keep]
+    return min(best.values(), key=lambda plan: plan.period)
 
 
 def _described(schedule: Schedule) -> str:
@@ -264,10 +274,11 @@ def _described(schedule: Schedule) -> str:
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
-    """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
+    """Plan for these failed workers, with roles moved if that shortens the period; the plan is never longer than
+    without.
 
-    A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
-    JobError for unknown workers, NoPlanError when no schedule can exist.
+    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. Raises
+    JobError for unknown workers, NoPlanError if no schedule can exist.
     """
     clock = clock or options.clock()
     (ready if isinstance(clock, StepClock) else begin)(progress)
@@ -288,7 +299,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 
 def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                 progress: ProgressCallback, clock: Clock) -> Plan:
-    """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
+    """Return the plan, or one for as many failures with roles moved if that is shorter. `moving`: layers may move,
+    too."""
     job = slow_while_alive(job, failed)
     windows = windows_of(job, options)
     least = windows_of(_without_state(job), options).least(len(set(failed)))
@@ -313,12 +325,13 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
 
 
 def _without_state(job: Job) -> Job:
-    """The job as if holders shared no optimizer state: a file tells how much room that leaves where its roles are
-    vacant, not where others would be."""
+    """Return the job as if holders shared no optimizer state. A schedule file states how much room shared state leaves
+    with its own vacant roles, but not with others."""
     return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
-    """The job in which no worker that is down is slow: else its role would be kept for one of its speed."""
+    """Return the job in which no failed worker is slow; otherwise its role would be reserved for a worker of its
+    speed."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))

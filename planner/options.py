@@ -1,4 +1,4 @@
-"""How to plan: what the command line and callers of the library choose."""
+"""Options of a plan, which the command line and callers of the library choose."""
 
 import math
 from collections.abc import Sequence
@@ -21,36 +21,39 @@ LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Passed down whole: to normalisation, to a plan, to the problem. The search gets a method and a budget of it."""
+    """Options of a plan, passed unchanged to normalisation, to the plan and to the problem.
+
+    The search gets the method and a budget made from them.
+    """
 
     backward: BackwardMode | None = None
-    """None: split; fused for 1f1b, which is defined so."""
+    """Mode of the backward: split into I and W, or fused. None: split; fused for 1f1b, which is defined that way."""
     optimizer: OptimizerMode | None = None
-    """None: staggered; synchronous for 1f1b."""
+    """Mode of the optimizer steps. None: staggered; synchronous for 1f1b."""
     method: Method = "cp-sat"
     time_limit: float = 10.0
-    """Seconds. How far a search gets in them depends on the machine and on what else runs there."""
+    """Time limit in seconds. How far a search gets depends on the machine and its load."""
     steps: int | None = None
-    """Counted steps in place of seconds: then one seed gives one plan, on any machine (`planner.budget`), and no wider
-    question is answered worse than a narrower one, which may have as many again."""
+    """Limit in counted steps instead of seconds. Then one seed gives one plan on any machine (`planner.budget`). A
+    wider question is never answered worse than a narrower one, which may be searched with as many steps again."""
     seed: int = 0
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
     params: SearchParams = DEFAULTS
-    """What steers the search."""
+    """Parameters of the search."""
     slices: bool = True
-    """Whether a micro-batch may be cut within a stage."""
+    """True if a micro-batch may be cut within a stage."""
     from_checkpoint: bool = False
-    """With layers that move: those that no live worker holds are taken from a checkpoint."""
+    """True if layers that no live worker holds are loaded from a checkpoint; used only with layers that move."""
     holds: tuple[tuple[Worker, tuple[LayerRange, ...]], ...] = ()
-    """The layers that live workers hold now, where those are not the ones of their stages."""
+    """Layers that live workers hold now, if these are not the layers of their stages."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, in one line, for a value that is none of those above."""
+        """Check the values. Raises ValueError with one line that names the option, its value and what is expected."""
         for name, known in (("backward", (None, *get_args(BackwardMode))), ("method", get_args(Method)),
                             ("optimizer", (None, *get_args(OptimizerMode))), ("layers", LAYERS)):
             if getattr(self, name) not in known:
-                choices = ", ".join(repr(one) for one in known)
+                choices = ", ".join(repr(choice) for choice in known)
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {choices}")
         if not isinstance(self.time_limit, int | float) or not math.isfinite(self.time_limit) or self.time_limit < 0:
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a finite number of seconds, 0 or more")
@@ -62,32 +65,35 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """The problem to solve. Raises NoPlanError."""
+        """Return the problem to solve. Raises NoPlanError if no schedule can exist."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
                              sliced=self.slices and self.method not in BASELINES)
 
     def shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """The same where any live holder of a stage may run any micro-batch, whole or cut. Raises NoPlanError."""
+        """Return the problem in which any live holder of a stage may run any micro-batch, whole or cut.
+
+        Raises NoPlanError if no schedule can exist.
+        """
         own = self.problem(job, failed)
         return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True)
 
     @property
     def comparing(self) -> "PlanOptions":
-        """The same by a method that is fast enough to compare candidates."""
+        """Options with a method that is fast enough to compare candidates."""
         return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
 
     @property
     def seconds(self) -> float:
-        """The limit by the clock: its own seconds, or those that the steps stand for."""
+        """Time limit in seconds: `time_limit`, or the seconds that `steps` represent."""
         return self.time_limit if self.steps is None else self.steps * STEP_SECONDS
 
     def clock(self) -> Clock:
-        """The clock of a plan: that of the machine, or one that counts steps."""
+        """Return a new clock for a plan: the machine's clock, or one that counts steps."""
         return Clock() if self.steps is None else StepClock()
 
     def within(self, seconds: float) -> "PlanOptions":
-        """The same with another limit, in seconds of its clock."""
+        """Return options with another time limit, in seconds of the plan's clock."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

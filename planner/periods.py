@@ -1,13 +1,14 @@
-"""Periods of a job by how many workers of each stage are down, where hundreds are asked for and no schedule is kept.
+"""Periods of a job by the number of failed workers of each stage, for callers that need hundreds of them but no
+schedule.
 
-A simulation asks for the period of every state that a fleet comes into. Swapping roles within a stage costs nothing,
-so a period depends on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
-(`planner.normalise.arrangements`) are planned by list schedules within a short time, and the best counts.
+A simulation needs the period of every state that a fleet enters. Swapping roles within a stage costs nothing, so a
+period depends only on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
+(`planner.normalise.arrangements`) are planned by list schedules within a short time, and the best one counts.
 
-Jobs of more than `BlockParams.piecewise` ops are planned piece by piece (`planner.model.decompose`), each different
-piece once. Their period is that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at
-different times, the assembled schedule can be a little longer. Where reductions overlap compute, what remains of them
-in such a job is not counted.
+A job of more than `BlockParams.piecewise` ops is planned piece by piece (`planner.model.decompose`), each different
+piece once. Its period is that of the slowest piece. Pieces meet only at the all-reduces; if their workers end at
+different times, the assembled schedule can be a little longer. If reductions overlap compute, the part of them that
+remains is not counted in such a job.
 """
 
 import math
@@ -37,10 +38,13 @@ Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
-    """Those of one job, each piece planned once. No worker of it is slow."""
+    """Periods of one job without slow workers; each piece is planned once."""
 
     def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = quiet) -> None:
-        """`options`: of the search. Raises NoPlanError when no schedule can run the job."""
+        """Compile the planner if necessary, and build the job's problem with the options of the search.
+
+        Raises NoPlanError if no schedule can run the job.
+        """
         ready(progress)
         self._given, self._overlaps = job, overlaps(job)
         self._job, self._options = without_reductions(job) if self._overlaps else job, options
@@ -51,13 +55,14 @@ class Periods:
 
     @property
     def is_large(self) -> bool:
-        """Whether the job is planned piece by piece."""
+        """True if the job is planned piece by piece."""
         return 3 * self._job.depth * sum(self._job.microbatches) > self._options.params.blocks.piecewise
 
     def affected(self, failures: int) -> Job:
-        """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
+        """Return the job with only as many pipelines as this number of failures can affect.
 
-        With f (M + 1) pipelines, one more micro-batch for each peer is all the work of f broken ones.
+        The other pipelines are equal and change nothing. With f (M + 1) pipelines, one more micro-batch for each peer
+        is all the work of f broken ones.
         """
         count = self._job.microbatches[0]
         enough = failures * (count + 1) + 1
@@ -66,30 +71,34 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def windows(self, failures: int) -> Windows:
-        """Bounds, and the best distributions of failures over columns, of the part that so many failures affect."""
+        """Return the `Windows` of the part of the job that this number of failures affects."""
         job = self.affected(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = windows_of(job, self._options)
         return self._windows[job.pipelines]
 
     def planned(self, down: Counts) -> tuple[float, bool]:
-        """(shortest period found in seconds, whether it meets its bound) by the planner's list schedules."""
+        """Return (shortest period found in seconds, whether it meets its bound) over the planner's list schedules."""
         return self._shortest(down, self._options, self._search)
 
     def round_robin(self, down: Counts, options: PlanOptions) -> float:
-        """The shortest period found in seconds with micro-batches of the dead dealt round-robin, as ReCycle deals them.
+        """Return the shortest period found, in seconds, if micro-batches of the dead are dealt round-robin as in
+        ReCycle.
 
-        The best of some list schedules stands in for its solver; where backwards are fused, with the memory of 1F1B.
+        The best of some list schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
         """
         return self._shortest(down, options, _round_robin)[0]
 
     def one_f_one_b(self, microbatches: int) -> float:
-        """Seconds of 1F1B (fused, synchronous) on one pipeline with so many micro-batches."""
+        """Return the period of 1F1B (fused, synchronous) on one pipeline with this number of micro-batches, in
+        seconds."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").problem(job)
         return self._seconds(ordered(problem, [undivided(problem)], one_f_one_b))
 
     def _shortest(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
+        """Return (shortest period in seconds, whether it meets its bound) over the arrangements of these failures. The
+        period is infinite if a stage has no live worker."""
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -100,9 +109,10 @@ class Periods:
         return best, False
 
     def _problems(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """One problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
+        """Return one problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
 
-        For a large job those in the smallest pieces come first, and only the first may have pieces that are large.
+        The problems of a large job are sorted by the size of their largest piece, and only the first may have large
+        pieces.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self.affected(sum(down))
@@ -123,13 +133,13 @@ class Periods:
         return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
-        """The period in seconds: of the assembled schedule; for a large job, of the slowest piece."""
+        """Return the period in seconds: that of the assembled schedule, or of the slowest piece of a large job."""
         if problem.operations > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         return self._seconds(solver(problem))
 
     def _seconds(self, solved: Incumbent) -> float:
-        """Its period, with reductions beside compute where they overlap."""
+        """Return the period of a solution in seconds, with reductions added if they overlap compute."""
         if not self._overlaps:
             return solved.seconds
         grid = solved.problem.grid
@@ -144,12 +154,12 @@ class Periods:
 
 
 def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
-    """Seconds that no plan is shorter than, whatever layers live workers hold: the work that they share."""
+    """Return a lower bound in seconds on any plan, whatever layers live workers hold: their shared work."""
     return float(work_bound(layered_problem(job, failed, down=True)) * tick_of(job, layer_costs(job)))
 
 
 def _round_robin(problem: Problem) -> Incumbent:
-    """Of each piece; with the memory of 1F1B where backwards are fused."""
+    """Plan each piece by list schedules with round-robin assignment; with fused backwards, by 1F1B with its memory."""
     return ordered(problem, decompose(problem), _best_round_robin)
 
 
@@ -158,18 +168,19 @@ def _best_round_robin(problem: Problem) -> Solution:
         return one_f_one_b(problem)
     bound = lower_bound(problem)
     orders = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
-    best, found = math.inf, None
+    best, solution = math.inf, None
     for rule in _rules(problem):
         if (period := orders.period(rule)) < best:
-            best, found = period, orders.solution()
+            best, solution = period, orders.solution()
         if best <= bound:
             break
-    assert found is not None
-    return found
+    assert solution is not None
+    return solution
 
 
 def _rules(problem: Problem) -> Iterator[DispatchRule]:
-    """List schedules with micro-batches in flight as memory allows, as 1F1B, or twice that."""
+    """Return dispatch rules with as many micro-batches in flight as memory allows, as many as in 1F1B, or twice as
+    many."""
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
             yield DispatchRule(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)

@@ -1,19 +1,19 @@
-"""Which pipeline at all: virtual stages, their workers and their layers, found together with the order in time.
+"""Choose the pipeline itself: virtual stages, their workers and their layers, together with the order in time.
 
-All that a job file can say is searched: one stage after another, interleaved, V and zig-zag with any number of virtual
-stages a worker, both directions, and any column for each virtual stage; any division of the layers. Healthy pipelines
-are alike, so that one of them decides, with at most so many micro-batches (`COMPARED_OPS`) and the busiest worker's
-work of the others:
+All that a job file can state is searched: one stage after another, interleaved, V and zig-zag with any number of
+virtual stages for each worker, both directions, any column for each virtual stage, and any division of the layers.
+Healthy pipelines are equal, so one of them decides, with at most a limited number of ops (`COMPARED_OPS`), plus the
+busiest worker's work of the other micro-batches:
 
 1. every placement with the division whose busiest worker has least to do, by a few list schedules;
-2. the best few of them, of different placements, are changed at random (a layer goes to the next virtual stage, two
-   virtual stages exchange workers); what is no worse is kept, by list schedules again;
+2. the best few of different placements are changed at random (a layer goes to the next virtual stage, two virtual
+   stages exchange workers); a change that is no worse is kept, again by list schedules;
 3. the best of these, and the job's own, by the whole search (successive halving);
-4. where failures are to count, each of the finalists is planned with 1, 2 ... K roles vacant (`planner.normalise`), and
-   the one with the most throughput in the mean is taken;
-5. the rest of the time plans the whole job, from the best order of 3. on.
+4. if failures count, each finalist is planned with 1, 2 ... K vacant roles (`planner.normalise`), and the one with the
+   highest mean throughput is taken;
+5. the rest of the time plans the whole job, beginning with the best order of step 3.
 
-What cannot be better than the best known by the work of its busiest worker is not looked at.
+A placement whose busiest worker has more work than the best known period is not considered.
 """
 
 import math
@@ -49,72 +49,72 @@ from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
 
 COMPARED_OPS = 6_000
-"""Ops of the one pipeline that placements are compared by, at most."""
+"""Maximum number of ops of the one pipeline by which placements are compared."""
 SEEDS, FINALISTS = 6, 3
 FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
-"""Shares of the time that is left: for 1. to 4. above."""
+"""Shares of the time left for steps 1 to 4 above."""
 QUICK_TRIES = 10
-"""List schedules of a placement that is compared."""
+"""Number of list schedules of a placement that is compared."""
 MOST_WEIGHED = 64
-"""Numbers of failures that count, at most."""
+"""Maximum number of failures that count."""
 DOWN = 0.01
-"""The share of workers that are down in the mean, for `failures`."""
+"""Default mean share of workers that are down, for `failures`."""
 FIRST_AGAIN = (0.0, 0.5, 1.0)
-"""Shares of a chain's stages that compute their activations again, from the first on, of placements that are compared.
-"""
+"""Shares of a chain's stages, from the first on, that recompute their activations in placements that are compared."""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement that was planned for."""
+    """A placement that was planned."""
 
     arrangement: Arrangement
     job: Job
     period: float
-    """Seconds, all alive; of one pipeline, until the whole is planned."""
+    """Period in seconds with all workers alive; that of one pipeline until the whole job is planned."""
     again: tuple[int, ...] = ()
-    """Stages that compute their activations again."""
+    """Stages that recompute their activations."""
     with_failures: tuple[float, ...] = ()
-    """Seconds, with 1, 2 ... roles vacant."""
+    """Periods in seconds with 1, 2 ... vacant roles."""
 
     def mean_period(self, weights: Sequence[float]) -> float:
-        """The period of the mean throughput, each number of failures as often as its weight says."""
+        """Return the period of the mean throughput over numbers of failures, weighted by their frequencies."""
         periods = (self.period, *self.with_failures)
         used = weights[:len(periods)]
         return sum(used) / sum(weight / period for weight, period in zip(used, periods, strict=True))
 
 
 class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: a job file, and the schedule of its job."""
+    """Result of a search for a placement: a job file, and the plan of its job."""
 
     text: str
-    """The job file."""
+    """Text of the job file."""
     job: Job
     arrangement: Arrangement
     plan: Plan
-    """All alive. Its bound holds for all placements, where that can be proven."""
+    """Plan with all workers alive. Its bound holds for all placements if that can be proven."""
     recomputation: Recomputation | None
     own_period: float | None
-    """Seconds, of the best plan that was found of the job's own placement; None where it has none."""
+    """Period in seconds of the best plan found for the job's own placement; None if there is no such plan."""
     with_failures: tuple[float, ...]
-    """Seconds, with 1, 2 ... roles vacant, where failures count."""
+    """Periods in seconds with 1, 2 ... vacant roles, if failures count."""
     mean_period: float
-    """Seconds, the period of the mean throughput over numbers of failures; without failures, that of the plan."""
+    """Period in seconds of the mean throughput over numbers of failures; without failures, that of the plan."""
     looked_at: int
-    """Placements and divisions."""
+    """Number of placements and divisions that were planned."""
 
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = DOWN,
                    progress: ProgressCallback = quiet, clock: Clock | None = None) -> FoundPlacement:
-    """The best pipeline for a job, in about as much time as a plan.
+    """Find the best pipeline for a job, in about as much time as a plan takes.
 
-    `text`: a job file that extends no other. `failures`: up to so many count, where `down` of the workers are down in
-    the mean. Raises JobError where the file is wrong or a stage has no layer, NoPlanError where nothing fits.
+    The job file in `text` must extend no other. Up to `failures` failures count, with a mean share `down` of the
+    workers that are down. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if nothing fits.
     """
     return _Search(MovableLayers(text), options, failures, down, progress, clock or options.clock()).found()
 
 
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
-    """How often 0, 1 ... of so many workers are down at once, each by itself for this share of the time."""
+    """Return the probabilities that 0, 1 ... workers are down at once, each independently for a share `down` of the
+    time."""
     return [math.exp(math.lgamma(workers + 1) - math.lgamma(count + 1) - math.lgamma(workers - count + 1)
                      + count * math.log(down) + (workers - count) * math.log1p(-down))
             for count in range(min(failures, workers) + 1)]
@@ -124,7 +124,7 @@ def failure_weights(workers: int, failures: int, down: float) -> list[float]:
 
 
 def question_of(layers: MovableLayers, options: PlanOptions) -> Problem:
-    """The layers of a job, which cost no more than in any placement."""
+    """Return the problem of the job's layers, none of which costs more than in any placement."""
     job = layers.job
     own = options.problem(job)
     below = layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
@@ -146,21 +146,22 @@ def question_of(layers: MovableLayers, options: PlanOptions) -> Problem:
 
 
 def bound_of(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
-    """What no placement's plan can be shorter than, in ticks of the question's problem."""
+    """Return a lower bound on the plans of all placements, and the problem in whose ticks it is given."""
     below = question_of(layers, options)
     return placement_bound(below, input_free=layers.input_free), below
 
 
 def _claimed(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
-    """The schedule with the bound of all placements; with its own where pipelines are not whole and alike."""
+    """Return the schedule with the bound of all placements; with its own bound if pipelines are not all whole and
+    equal."""
     if schedule.scope is not Scope.OWN or schedule.overlaps:
         return schedule
     bound, below = bound_of(layers, options)
     per_tick = ratio(schedule.tick_seconds, below.tick_seconds)
     per_unit = ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory else ratio(1, 1)
-    told = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
-                      **msgspec.structs.asdict(below.costs))
-    times = msgspec.structs.replace(schedule.times, of_layers=told)
+    layer_costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                             **msgspec.structs.asdict(below.costs))
+    times = msgspec.structs.replace(schedule.times, of_layers=layer_costs)
     return claiming(msgspec.structs.replace(schedule, times=times), bound, below.tick_seconds)
 
 
@@ -168,7 +169,7 @@ def _claimed(schedule: Schedule, layers: MovableLayers, options: PlanOptions) ->
 
 
 class _Search:
-    """One search for a job's pipeline."""
+    """Search for the best pipeline of one job."""
 
     def __init__(self, layers: MovableLayers, options: PlanOptions, failures: int, down: float,
                  progress: ProgressCallback, clock: Clock) -> None:
@@ -182,21 +183,21 @@ class _Search:
         self._again, self._shortest = chooses_recomputation(layers.job), math.inf
 
     def found(self) -> FoundPlacement:
-        """The best of all. Raises NoPlanError where nothing fits."""
+        """Run the search and return the best placement. Raises NoPlanError if nothing fits."""
         ready(self._progress)
         own = self._layers.given
         self._look_at_all(own, self._budget(FIRST_SHARE))
         self._change(self._budget(CHANGES_SHARE))
-        known = sorted((one for one in self._tried.values() if one), key=lambda one: one.period)
-        if not known:
+        tried = sorted((entry for entry in self._tried.values() if entry), key=lambda entry: entry.period)
+        if not tried:
             raise NoPlanError("no placement of the layers over the workers has room for the micro-batches in flight")
-        finalists = known[:FINALISTS] + [one for one in known[FINALISTS:] if one.arrangement == own]
+        finalists = tried[:FINALISTS] + [entry for entry in tried[FINALISTS:] if entry.arrangement == own]
         if self._options.method == "cp-sat":
             finalists = self._finalists(finalists)
         if self._failures:
             finalists = self._with_failures(finalists)
-        best = min(finalists, key=lambda one: one.mean_period(self._weights))
-        return self._planned(best, next((one for one in finalists if one.arrangement == own), None))
+        best = min(finalists, key=lambda entry: entry.mean_period(self._weights))
+        return self._planned(best, next((entry for entry in finalists if entry.arrangement == own), None))
 
     @property
     def _seconds(self) -> float:
@@ -208,7 +209,7 @@ class _Search:
     # --- Quickly ---
 
     def _look_at_all(self, own: Arrangement, budget: Budget) -> None:
-        """Every placement with its balanced division; the job's own first."""
+        """Try every placement with its balanced division, beginning with the job's own arrangement."""
         stages = self._layers.job.stages
         self._try(own)
         candidates = [self._loads.balanced(order, chunks) for order, chunks in placements(stages, self._layers.layers)]
@@ -218,61 +219,66 @@ class _Search:
             self._try(arrangement)
 
     def _change(self, budget: Budget) -> None:
-        """Random changes of the best of each placement, the more promising the more often."""
+        """Change the best arrangements of different placements at random, the more promising ones more often."""
         chance = random.Random(self._options.seed)
-        starts = sorted((one for one in self._tried.values() if one), key=lambda one: one.period)[:SEEDS]
+        starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
         for number, count in enumerate(fewer):
-            starts = sorted(starts, key=lambda one: one.period)[:count]
+            starts = sorted(starts, key=lambda tried: tried.period)[:count]
             turn = budget.share(1 / (len(fewer) - number))
             for index, at in enumerate(starts):
                 starts[index] = self._walk(at, turn.share(1 / (len(starts) - index)), chance)
 
     def _walk(self, at: Tried, budget: Budget, chance: random.Random) -> Tried:
-        vain = 0
-        while budget.seconds > 0 and vain < 200:
+        """Change an arrangement at random until the budget ends or 200 changes in a row find nothing; return the
+        best."""
+        unsuccessful = 0
+        while budget.seconds > 0 and unsuccessful < 200:
             other = changed(at.arrangement, self._layers.job.stages, self._loads, chance)
-            vain += 1
+            unsuccessful += 1
             if other is None:
                 break
             if other in self._tried:
                 continue
-            one = self._try(other, at.period)
-            if one is not None and one.period <= at.period:
-                vain = 0 if one.period < at.period else vain
-                at = one
+            tried = self._try(other, at.period)
+            if tried is not None and tried.period <= at.period:
+                unsuccessful = 0 if tried.period < at.period else unsuccessful
+                at = tried
         return at
 
     def _try(self, arrangement: Arrangement, shortest: float = math.inf) -> Tried | None:
-        """By a few list schedules of one pipeline; None where it does not fit, or cannot be shorter."""
+        """Evaluate an arrangement by a few list schedules of one pipeline; return None if it does not fit or cannot be
+        shorter."""
         if arrangement in self._tried:
             return self._tried[arrangement]
-        found = None
+        tried = None
         most = max(self._layers.job.microbatches)
         if max(self._loads.columns(arrangement)) * most < shortest:
             with suppress(JobError, NoPlanError, TooLargeError):
-                found = self._quick(arrangement, most)
-        self._tried[arrangement] = found
-        if found is not None and found.period < self._shortest:
-            self._shortest = found.period
-            self._progress(f"{arrangement.words}: about {found.period:g} s")
-        return found
+                tried = self._quick(arrangement, most)
+        self._tried[arrangement] = tried
+        if tried is not None and tried.period < self._shortest:
+            self._shortest = tried.period
+            self._progress(f"{arrangement.words}: about {tried.period:g} s")
+        return tried
 
     def _quick(self, arrangement: Arrangement, most: int) -> Tried | None:
+        """Return the best of a few list schedules of one pipeline, with several numbers of stages that recompute
+        activations."""
         job = parse_job(self._layers.text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
         fewer += (most - fewer) % job.chains
-        left = (most - fewer) * max(self._loads.columns(arrangement))
+        remaining_seconds = (most - fewer) * max(self._loads.columns(arrangement))
         best: tuple[float, tuple[int, ...]] | None = None
         for share in FIRST_AGAIN if self._again else (0.0,):
             stages = tuple(range(round(share * job.depth)))
             period = self._list_period(_one_pipeline(recomputing(job, stages), fewer))
-            if period is not None and (best is None or period + left < best[0]):
-                best = period + left, stages
+            if period is not None and (best is None or period + remaining_seconds < best[0]):
+                best = period + remaining_seconds, stages
         return None if best is None else Tried(arrangement=arrangement, job=job, period=best[0], again=best[1])
 
     def _list_period(self, job: Job) -> float | None:
-        """Seconds, of a few list schedules; None where they get stuck or nothing fits."""
+        """Return the period of a few list schedules in seconds; None if they get stuck or nothing fits."""
         with suppress(NoPlanError, StuckError):
             problem = self._options.problem(job)
             known = divided(problem, Bound(0, problem.scope))
@@ -285,37 +291,38 @@ class _Search:
     # --- In earnest ---
 
     def _finalists(self, some: Sequence[Tried]) -> list[Tried]:
-        """By the whole search, of one pipeline with all its micro-batches."""
+        """Plan one pipeline of each finalist with all its micro-batches, by the whole search."""
         budget = self._budget(FINAL_SHARE)
-        found = []
-        for number, one in enumerate(some):
+        planned = []
+        for number, tried in enumerate(some):
             seconds = max(0.01, budget.seconds / (len(some) - number))
             with suppress(NoPlanError, TooLargeError):
-                job = _one_pipeline(recomputing(one.job, one.again), max(one.job.microbatches))
-                made = plan_only(self._options.within(seconds), job, (), self._clock, self._solved)
-                found.append(msgspec.structs.replace(one, period=made.period))
-                self._progress(f"{one.arrangement.words}: period {made.period:g} s")
-        return found or list(some)
+                job = _one_pipeline(recomputing(tried.job, tried.again), max(tried.job.microbatches))
+                plan = plan_only(self._options.within(seconds), job, (), self._clock, self._solved)
+                planned.append(msgspec.structs.replace(tried, period=plan.period))
+                self._progress(f"{tried.arrangement.words}: period {plan.period:g} s")
+        return planned or list(some)
 
     def _with_failures(self, some: Sequence[Tried]) -> list[Tried]:
-        """Each with 1, 2 ... roles vacant, as many as it can lose."""
+        """Plan each finalist with 1, 2 ... vacant roles, up to the number that it can lose; return those that lose the
+        most."""
         budget = self._budget(FAILURES_SHARE)
         quick = self._options.comparing
-        found = []
-        for number, one in enumerate(some):
+        planned = []
+        for number, tried in enumerate(some):
             periods: list[float] = []
             share = budget.seconds / (len(some) - number) / self._failures
             with suppress(NoPlanError, TooLargeError):
                 for count in range(1, self._failures + 1):
-                    made = normal_form(recomputing(one.job, one.again), count, quick.within(max(0.01, share)),
+                    plan = normal_form(recomputing(tried.job, tried.again), count, quick.within(max(0.01, share)),
                                        clock=self._clock)
-                    periods.append(max(made.period, *periods) if periods else made.period)
-            found.append(msgspec.structs.replace(one, with_failures=tuple(periods)))
-        most = max(len(one.with_failures) for one in found)
-        return [one for one in found if len(one.with_failures) == most]
+                    periods.append(max(plan.period, *periods) if periods else plan.period)
+            planned.append(msgspec.structs.replace(tried, with_failures=tuple(periods)))
+        most = max(len(tried.with_failures) for tried in planned)
+        return [tried for tried in planned if len(tried.with_failures) == most]
 
     def _planned(self, best: Tried, own: Tried | None) -> FoundPlacement:
-        """The whole job's plan, in the rest of the time."""
+        """Plan the whole job with the best placement, in the rest of the time."""
         arrangement = best.arrangement
         text = self._layers.text(arrangement, f"{arrangement.words}.")
         job, again = best.job, None
@@ -334,7 +341,7 @@ class _Search:
 
 
 def _one_pipeline(job: Job, microbatches: int) -> Job:
-    """A healthy pipeline of a job."""
+    """Return the job with one healthy pipeline."""
     memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
     return msgspec.structs.replace(job, pipelines=1, microbatches=(microbatches,), nodes=(), memory=memory,
                                    time=msgspec.structs.replace(job.time, slow=()))

@@ -1,9 +1,9 @@
-"""From a job and its failures to a checked schedule.
+"""Plan a checked schedule for a job and its failed workers.
 
-Layers in place: the problem as it is, in which live holders share micro-batches, and layouts that cut some of these
-within a stage (`planner.layout.fixed`). With layers that may move, all candidates of `planner.layout` besides.
-`planner.search.engine` finds the best of them; where there is no time for the whole job, `planner.repetition` plans a
-part of it.
+With layers in place, the candidates are the problem as it is, in which live holders share micro-batches, and layouts
+that cut some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all layouts of `planner.layout`
+are candidates, too. `planner.search.engine` finds the best of them; if there is not enough time for the whole job,
+`planner.repetition` plans a part of it.
 """
 
 import gc
@@ -53,50 +53,58 @@ from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMod
 
 
 VERSION = 2
-"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one. Until
-version 1, periods of plans of other kinds were kept, too."""
+"""Version of the stored reference periods. Periods are those of valid plans and bounds are proven, so a better planner
+needs no new version. Until version 1, periods of other kinds of plans were also stored."""
 CLOSE = 1e-3
-"""A fault-free plan that is this close to its bound is as good as the best."""
+"""Relative gap below which a fault-free plan is as good as the best."""
 
 
 class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is known of the best period with no worker down, in seconds."""
+    """Best known period with no worker down, and its bound, in seconds."""
 
     period: float
-    """Of the best plan found."""
+    """Period of the best plan found."""
     bound: float
-    """Proven: none is shorter."""
+    """Proven lower bound: no plan is shorter."""
 
     @property
     def close(self) -> bool:
-        """Whether a better plan would change nothing that matters."""
+        """True if a better plan would make no difference that matters."""
         return self.period <= self.bound * (1 + CLOSE)
 
     def better(self, other: "FaultFree | None") -> "FaultFree":
-        """The best of two plans, and the larger of two bounds."""
+        """Return the shorter of two periods with the larger of two bounds."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def at_most(self, period: float) -> "FaultFree":
-        """With a plan of the same kind for fewer workers that has this period: they could all do as well."""
+        """Return a copy that takes account of a plan of the same kind with this period for fewer workers.
+
+        All workers together could do as well, so period and bound are at most this period.
+        """
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
 def reference_options(options: PlanOptions) -> PlanOptions:
-    """What plans are compared with: the job as it runs when nothing has failed, whatever may move or be cut then."""
+    """Return the options of the plan that others are compared with: layers in place, no cut micro-batches.
+
+    This is how the job runs when nothing has failed, whatever may move or be cut after a failure.
+    """
     return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
 
 
 def is_alike(schedule: Schedule) -> bool:
-    """Whether a schedule is of the kind that `reference_options` asks for. Where reductions overlap, micro-batches are
-    cut for these alone if all stay with their own workers."""
+    """Return whether a schedule is of the kind that `reference_options` describes.
+
+    If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
+    """
     in_place = not schedule.slices or (schedule.overlaps and not schedule.rerouted and not schedule.shed)
     return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
-    """A digest of all that the fault-free period depends on."""
+    """Return a digest of all inputs on which the fault-free period depends."""
     problem = reference_options(options).problem(job)
     rules = (VERSION, options.method, problem.backward, problem.optimizer,
              *([job.network] if job.network.overlap else []))
@@ -108,55 +116,58 @@ def reference_key(options: PlanOptions, job: Job) -> str:
 
 
 def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None) -> Proposals:
-    """All that these options allow. `problem`: that of the options, None where it has no plan; it is the only candidate
-    where nothing else can be better.
+    """Return all candidates that these options allow for a job and its failures.
+
+    `problem` is that of the options, or None if it has no plan. It is the only candidate if no layout can be better.
     """
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         return Proposals(first=problem)
     sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
-    question = LayoutScope(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
-    given, below = (
-        layered_problem(job, failed, question, backward=options.backward or "split",
+    layout_scope = LayoutScope(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
+    layered, lower = (
+        layered_problem(job, failed, layout_scope, backward=options.backward or "split",
                         optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
         for down in (False, True))
     costs = layer_costs(job)
     scale, units = tick_of(job) / tick_of(job, costs), unit_of(job) / unit_of(job, costs)
     if problem is not None and options.layers == "fixed":
-        below = msgspec.structs.replace(below, sharing=problem.sharing, parts=equal_parts(below.grid, below.costs))
-    least, given = least_of(below), _telling(given, below)
+        lower = msgspec.structs.replace(lower, sharing=problem.sharing, parts=equal_parts(lower.grid, lower.costs))
+    least, layered = least_of(lower), _telling(layered, lower)
 
-    def layouts(largest_fine: float) -> Iterator[Incumbent]:
+    def iterate_layouts(largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(given, largest_fine=largest_fine, params=options.params.layouts):
-                yield divided(with_layout(given, layout), least, moved=_moved(given, layout))
+            for layout in candidates(layered, largest_fine=largest_fine, params=options.params.layouts):
+                yield divided(with_layout(layered, layout), least, moved=_moved(layered, layout))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(first=problem and _telling(problem, below, scale, units), layouts=layouts,
+    return Proposals(first=problem and _telling(problem, lower, scale, units), layouts=iterate_layouts,
                      bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
-                     units=given.grid.total_microbatches * given.grid.depth, moving=options.layers == "move")
+                     units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
 
 
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Whether layouts can be better than the problem as it is: with slices, or where that may have too little room."""
+    """Return whether layouts can be better than the problem as it is: if they may be cut, or if its workers differ in
+    room."""
     return problem is not None and (
         problem.roomier or (options.slices and problem.sliced and problem.grid.chains == 1))
 
 
 def _telling(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
              per_unit: Fraction = Fraction(1)) -> Problem:
-    """With the costs of layers that bounds count, so that its schedules' files tell them."""
-    told = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
-                      **msgspec.structs.asdict(below.costs))
-    return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=told))
+    """Return the problem with the costs of layers that bounds count, so that the files of its schedules record them."""
+    costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                       **msgspec.structs.asdict(below.costs))
+    return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
 
 
 def _moved(given: Problem, layout: Layout) -> int:
-    """Memory of the layers that workers hold in a layout and did not hold before; without weights, their number."""
+    """Return the memory of the layers that workers hold in a layout and did not hold before; without weights, their
+    number."""
     weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
     return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
                for layer in layers_in(ranges).difference(given.layers_held(worker)))
@@ -166,54 +177,55 @@ def _moved(given: Problem, layout: Layout) -> int:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule that passed the checker, and how it came about."""
+    """A schedule that passed the checker, and how it was found."""
 
     schedule: Schedule
     fault_free: FaultFree | None = None
-    """By the same method with no worker down; None where that was not asked for, or there was no time for it."""
+    """Result of the same method with no worker down; None if it was not requested, or if there was no time for it."""
     solve_seconds: float = 0.0
-    """Spent on it, by the clock of its search."""
+    """Seconds spent on the plan, on the clock of its search."""
     evidence: str | None = None
-    """Where the period is above the bound: which of the two is likely to blame, and why."""
+    """Explanation of a period above the bound: which of the two is likely to blame, and why."""
     interrupted: bool = False
-    """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
+    """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None
-    """Seconds, of the best plan in which no layers change hands, where they do in this one."""
+    """Period in seconds of the best plan in which no layers change hands, if they do in this one."""
     tally: Tally | None = None
-    """How often each technique was tried for this schedule, and how often it helped."""
+    """Counts of how often each technique was tried for this schedule, and how often it helped."""
     end: SearchEnd | None = None
-    """Why the search ended, where that is known."""
+    """Reason why the search ended, if known."""
 
     @classmethod
     def of(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """That of a schedule. There is no evidence of what is optimal."""
+        """Return the plan of a schedule. An optimal schedule has no evidence."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     def __repr__(self) -> str:
-        """One line; the ops are in `schedule`."""
+        """Return one line; the ops are in `schedule`."""
         return f"Plan({self.schedule!r})"
 
     @property
     def period(self) -> float:
-        """Seconds."""
+        """Period in seconds."""
         return self.schedule.seconds(self.schedule.period_ticks)
 
     @property
     def fault_free_period(self) -> float | None:
-        """Seconds, of the best plan found with no worker down."""
+        """Period in seconds of the best plan found with no worker down."""
         return self.fault_free.period if self.fault_free else None
 
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
              steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
-    """Plan one schedule within about `time_limit` seconds, or within so many steps, in which one seed gives one plan.
+    """Plan one schedule within about `time_limit` seconds, or within `steps` counted steps; with steps, one seed gives
+    one plan.
 
-    Where the inner loops are not compiled yet, another process compiles them, and this plan is made of list schedules;
-    with steps it waits.
+    If the inner loops are not compiled yet, another process compiles them, and this plan is made of list schedules;
+    with steps, this call waits for it.
 
-    `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
-    so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
+    By default `backward` is split and `optimizer` staggered; for 1f1b they are fused and synchronous, as it is defined.
+    Raises JobError if a failed worker is not in the job, NoPlanError if no schedule can exist.
     """
     options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, steps=steps,
                           seed=seed)
@@ -222,9 +234,10 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
-    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period.
+    """Plan one schedule with the given options; see `plan_job`.
 
-    `clock`: of a search that this plan is part of.
+    Earlier plans of the fault-free job may be passed as `known`. The `clock` is that of a search that this plan is part
+    of.
     """
     require_known(failed, job)
     clock = clock or options.clock()
@@ -233,34 +246,35 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
         speed = Speed(options.seconds, clock, options.params.blocks)
-        told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
+        plan_budget = msgspec.structs.replace(budget, progress=SearchProgress(progress))
         # Counted steps of the reference are its own, so that no plan depends on what is known of it.
         other = options.clock()
         share = options.params.blocks.reference_share
-        aside = Budget(deadline=other.now() + share * options.seconds, clock=other, seed=options.seed,
-                       stop=stop, progress=SearchProgress(
-                           lambda line: progress(f"with no worker down, to compare with: {line}")))
-        other_speed = speed if options.steps is None else Speed(options.seconds, other, options.params.blocks)
-        itself = not failed and options.layers == "fixed"
-        fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
-        found = _answer(options, job, failed, told, speed)
-        schedule = found.schedule
-        alike = is_alike(schedule)
-        if itself and alike:
+        reference_budget = Budget(deadline=other.now() + share * options.seconds, clock=other, seed=options.seed,
+                                  stop=stop, progress=SearchProgress(
+                                      lambda line: progress(f"with no worker down, to compare with: {line}")))
+        reference_speed = speed if options.steps is None else Speed(options.seconds, other, options.params.blocks)
+        is_reference = not failed and options.layers == "fixed"
+        fault_free = known if is_reference else _fault_free(options, job, known, reference_budget, reference_speed)
+        plan = _answer(options, job, failed, plan_budget, speed)
+        schedule = plan.schedule
+        is_comparable = is_alike(schedule)
+        if is_reference and is_comparable:
             fault_free = _reference(schedule, options).better(known)
         else:
-            # Where the search is over early, the rest of the time goes to the reference.
-            rest = msgspec.structs.replace(aside.within(budget.seconds), progress=SearchProgress())
-            fault_free = _fault_free(options, job, fault_free, rest, other_speed)
-            if fault_free and alike:
+            # If the search ends early, the rest of the time goes to the reference.
+            rest = msgspec.structs.replace(reference_budget.within(budget.seconds), progress=SearchProgress())
+            fault_free = _fault_free(options, job, fault_free, rest, reference_speed)
+            if fault_free and is_comparable:
                 fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
-        return msgspec.structs.replace(found, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
+        return msgspec.structs.replace(plan, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
                                        fault_free=fault_free, tally=budget.tally)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
                 speed: Speed) -> FaultFree | None:
-    """What is known of the fault-free period after as much time as it is worth. The grace is for the plan itself."""
+    """Return what is known of the fault-free period after as much search as it is worth. Grace is reserved for the plan
+    itself."""
     if (known and known.close) or (budget.seconds < 0.0 and known):
         return known
     try:
@@ -271,7 +285,8 @@ def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget:
 
 
 def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
-    """Of a plan with no worker down. What others run is what it is: there is no better one by the same method."""
+    """Return the period and bound of a plan with no worker down. A baseline method has no better plan than its own: its
+    bound equals the period."""
     period = schedule.seconds(schedule.period_ticks)
     bound = period if options.method in BASELINES else schedule.seconds(schedule.lower_bound_ticks)
     return FaultFree(period=period, bound=bound)
@@ -279,10 +294,10 @@ def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,
               solved: list[Solved] | None = None) -> Plan:
-    """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of; `solved`:
-    what that search keeps from plan to plan.
+    """Plan one schedule, without a fault-free plan for comparison.
 
-    Raises NoPlanError.
+    The `clock` is that of a search that this plan is part of; `solved` holds what that search stores from plan to plan.
+    Raises NoPlanError if no schedule can exist.
     """
     ready()
     clock = clock or options.clock()
@@ -290,93 +305,94 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop,
                         solved=solved)
-        found = _answer(options, job, failed, budget, Speed(options.seconds, clock, options.params.blocks))
-        return msgspec.structs.replace(found, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
+        plan = _answer(options, job, failed, budget, Speed(options.seconds, clock, options.params.blocks))
+        return msgspec.structs.replace(plan, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
 
 
 def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
-    """What is found within the budget.
+    """Return the best plan found within the budget.
 
-    Where layers move, a search by the clock begins with a quick one by list schedules alone, and is never worse. With
-    counted steps, it is never longer than the answer to a narrower question: where that may be shorter, it is searched
-    for with as many steps, which are its own.
+    If layers may move, a search limited by the clock begins with a quick one by list schedules alone, and is never
+    worse. With counted steps, the plan is never longer than the answer to a narrower question: if that may be shorter,
+    it is searched, too, with as many steps again.
     """
-    given = budget.seconds
-    first = None
+    seconds_given = budget.seconds
+    quick_plan = None
     if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
-        seconds = options.params.layouts.quick_share * given
+        seconds = options.params.layouts.quick_share * seconds_given
         quick_options = msgspec.structs.replace(options, method="greedy").within(seconds)
         with suppress(TooLargeError):
-            first = _search(quick_options, job, failed, budget.within(seconds), speed)
-            if first.schedule.status == "optimal":
-                return first
-    found = _search(options, job, failed, budget, speed)
-    if first is not None and first.period < found.period:
-        found = msgspec.structs.replace(first, schedule=_claiming_as(first.schedule, found.schedule),
-                                        fixed_period=min(filter(None, (first.fixed_period, found.fixed_period)),
-                                                         default=None), end=found.end)
-    cut = options.slices and found.schedule.scope is Scope.PLACE
+            quick_plan = _search(quick_options, job, failed, budget.within(seconds), speed)
+            if quick_plan.schedule.status == "optimal":
+                return quick_plan
+    plan = _search(options, job, failed, budget, speed)
+    if quick_plan is not None and quick_plan.period < plan.period:
+        plan = msgspec.structs.replace(quick_plan, schedule=_claiming_as(quick_plan.schedule, plan.schedule),
+                                       fixed_period=min(filter(None, (quick_plan.fixed_period, plan.fixed_period)),
+                                                        default=None), end=plan.end)
+    cut = options.slices and plan.schedule.scope is Scope.PLACE
     if options.steps is None or options.method in BASELINES or budget.stopped or not (options.layers == "move" or cut):
-        return found
+        return plan
     narrower = msgspec.structs.replace(options, layers="fixed", from_checkpoint=False,
                                        slices=options.slices and options.layers == "move")
     with suppress(NoPlanError):
         least = bounding_problem(narrower, job, failed)
-        if strongest_bound(least).ticks * least.tick_seconds < found.period:
+        if strongest_bound(least).ticks * least.tick_seconds < plan.period:
             clock = options.clock()
-            within = msgspec.structs.replace(budget, clock=clock, deadline=given)
-            other = _answer(narrower, job, failed, within, Speed(options.seconds, clock, options.params.blocks))
-            if other.period < found.period:
-                return msgspec.structs.replace(other, schedule=_claiming_as(other.schedule, found.schedule))
-    return found
+            within = msgspec.structs.replace(budget, clock=clock, deadline=seconds_given)
+            narrow_plan = _answer(narrower, job, failed, within, Speed(options.seconds, clock, options.params.blocks))
+            if narrow_plan.period < plan.period:
+                return msgspec.structs.replace(narrow_plan, schedule=_claiming_as(narrow_plan.schedule, plan.schedule))
+    return plan
 
 
 def _claiming_as(schedule: Schedule, other: Schedule) -> Schedule:
-    """The schedule with the bound of another one, and the costs of layers that it counts."""
+    """Return the schedule with the bound of another one, and with the costs of layers that this bound counts."""
     ticks = ratio(schedule.tick_seconds, other.tick_seconds)
-    told = other.times.of_layers
-    if told:
+    costs = other.times.of_layers
+    if costs:
         units = ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
-        told = msgspec.structs.replace(told, per_tick=(Fraction(*told.per_tick) * ticks).as_integer_ratio(),
-                                       per_unit=(Fraction(*told.per_unit) * units).as_integer_ratio())
-    times = msgspec.structs.replace(schedule.times, of_layers=told)
+        costs = msgspec.structs.replace(costs, per_tick=(Fraction(*costs.per_tick) * ticks).as_integer_ratio(),
+                                        per_unit=(Fraction(*costs.per_unit) * units).as_integer_ratio())
+    times = msgspec.structs.replace(schedule.times, of_layers=costs)
     return claiming(msgspec.structs.replace(schedule, times=times), Bound(other.lower_bound_ticks, other.scope),
                     other.tick_seconds)
 
 
 def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
                 search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """The best schedule whose reductions overlap compute. Micro-batches are cut for them: of bounds only those hold
-    that allow it, and count no reductions."""
+    """Return the best schedule whose reductions overlap compute. Micro-batches are cut for the reductions. So only
+    those bounds hold that allow for cuts and count no reductions."""
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
     at_first = budget.within(share * budget.seconds)
-    found = search(options, without_reductions(job), failed, at_first)
-    bound, tick = Bound(found.schedule.lower_bound_ticks, found.schedule.scope), found.schedule.tick_seconds
+    plain = search(options, without_reductions(job), failed, at_first)
+    bound, tick = Bound(plain.schedule.lower_bound_ticks, plain.schedule.scope), plain.schedule.tick_seconds
     if Scope.PLACE.holds_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
     began = budget.seconds
-    best = _beside(found, job, bound, tick, budget, params)
-    cutting = began - budget.seconds  # of the next plan takes as long again; it counts no steps
+    best = _beside(plain, job, bound, tick, budget, params)
+    cutting = began - budget.seconds  # the cuts of the next plan take as long; this counts no steps
     again = best.schedule.status != "optimal" and options.method not in BASELINES
     if again and (not cutting or budget.seconds > cutting):
-        found = search(options, without_reductions(job, params.share), failed, budget.within(budget.seconds - cutting))
-        made = _beside(found, job, bound, tick, budget, params)
-        best = made if made.period < best.period else best
+        plain = search(options, without_reductions(job, params.share), failed, budget.within(budget.seconds - cutting))
+        second = _beside(plain, job, bound, tick, budget, params)
+        best = second if second.period < best.period else best
     return best
 
 
 def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget, params: OverlapParams) -> Plan:
-    """A plan without reductions, with those of the job."""
+    """Return a plan made without reductions, with the job's reductions added."""
     return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds, budget, params),
                    evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
             grace: bool = True) -> Plan:
-    """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
+    """Return the best schedule of a job within the budget; if that is too little for the whole job, plan it in
+    blocks."""
     if overlaps(job):
         return _overlapped(options, job, failed, budget, partial(_search, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
@@ -400,29 +416,29 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params))
 
     def ops_of(part: Job) -> int:
-        given = problem if part is job else in_place.problem(part, failed)
-        return sum(piece.problem.operations for piece in decompose(given))
+        part_problem = problem if part is job else in_place.problem(part, failed)
+        return sum(piece.problem.operations for piece in decompose(part_problem))
 
     whole = (options.layers == "move" or options.steps == 1) and ops_of(job) <= options.params.blocks.largest_moved
     blocks = None if whole else blocks_within(job, ops_of, budget.seconds, plan_block, speed, grace=grace)
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
-    said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
-    budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
-    why = f"planned as {said}, each of which fills and drains the pipelines; with more time the whole iteration is " \
+    label = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
+    budget.progress.line(f"too many micro-batches to plan at once in this time: planning {label}")
+    why = f"planned as {label}, each of which fills and drains the pipelines; with more time the whole iteration is " \
           "planned at once"
     return Plan.of(repeated(job, blocks, strongest_bound(problem), plan_block), evidence=why)
 
 
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
               budget: Budget) -> Plan:
-    """The best schedule of whatever answers these failures."""
+    """Return the best schedule over all candidates for these failures."""
     solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
     return Plan.of(_checked(solved), fixed_period=solved.fixed_period, end=solved.end, evidence=solved.evidence)
 
 
 def _checked(solved: Incumbent) -> Schedule:
-    """The schedule of what was solved. That it passes the checker is made sure."""
+    """Return the schedule of a solution. Raises AssertionError if it does not pass the checker."""
     schedule = solved.schedule()
     violations = check(schedule)
     if violations:
@@ -432,7 +448,8 @@ def _checked(solved: Incumbent) -> Schedule:
 
 @contextmanager
 def _garbage_collection_off() -> Iterator[None]:
-    """A large plan is millions of small objects without a cycle; looking for one takes a quarter of the time."""
+    """Disable garbage collection: a large plan is millions of small objects without cycles, and collections take a
+    quarter of its time."""
     on = gc.isenabled()
     gc.disable()
     try:

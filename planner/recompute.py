@@ -1,9 +1,9 @@
-"""Which stages compute their activations again: they hold less memory from F to I, and run F again before I.
+"""Choose the stages that recompute their activations: they hold less memory from F to I, and run F again before I.
 
-Where memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles less; where it is
-not, the second forward is lost time. A run computes the same layers again all the time, whoever fails, so the choice is
-made once, for a pipeline with all workers alive. List schedules decide: of the first 0, 1, 2 ... stages, as the first
-hold the most micro-batches; then of the best of these with each stage changed.
+If memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles less; otherwise the
+second forward is lost time. A run always recomputes the same layers, whichever workers fail. So the choice is made
+once, for a pipeline with all workers alive. List schedules decide: first among the choices of the first 0, 1, 2 ...
+stages, since the first stages hold the most micro-batches; then the best of these with each stage changed.
 """
 
 from collections.abc import Iterable
@@ -24,34 +24,34 @@ AUTO = "auto"
 
 
 class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is chosen for a job."""
+    """Choice of the stages that recompute their activations in a job."""
 
     job: Job
-    """With the times and the memory of the choice."""
+    """Job with the times and the memory of the choice."""
     stages: tuple[int, ...]
-    """Those of a chain whose layers are computed again."""
+    """Stages of a chain whose layers are recomputed."""
     period: float
-    """Seconds, of a list schedule of the choice, all workers alive."""
+    """Period in seconds of a list schedule of the choice, with all workers alive."""
     without: float | None
-    """Seconds, of a list schedule in which nothing is computed again; None where memory allows none."""
+    """Period in seconds of a list schedule without recomputation; None if memory allows none."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of these stages."""
+        """Layers of these stages."""
         counts = layer_counts(self.job)
         return tuple(layer for stage in self.stages for layer in range(sum(counts[:stage]), sum(counts[:stage + 1])))
 
 
 def chooses_recomputation(job: Job) -> bool:
-    """Whether the job leaves it to the planner: `[training] recompute = "auto"`."""
+    """Return whether the job leaves the choice to the planner: `[training] recompute = "auto"`."""
     return job.training.get("recompute") == AUTO
 
 
 def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = None) -> Recomputation:
-    """The stages whose activations are computed again, for the shortest period.
+    """Choose the stages whose activations are recomputed, for the shortest period.
 
-    `clock`: of a search that this is part of.
-    Raises JobError where the job does not say what a micro-batch holds then, NoPlanError where no choice fits.
+    The `clock` is that of a search that this choice is part of. Raises JobError if the job does not state what a
+    recomputed micro-batch holds, NoPlanError if no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
         raise JobError("training.recompute is 'auto', and memory.recomputed is missing, what a micro-batch holds then; "
@@ -59,14 +59,14 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
     clock = clock or options.clock()
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=()).within(
         options.params.blocks.recomputed_share * options.seconds / (2 * job.depth + 1))
-    one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
-                  memory=replace(job.memory, capacity_of=()))
+    pipeline_job = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
+                           memory=replace(job.memory, capacity_of=()))
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
     for stages in (tuple(range(count)) for count in range(job.depth + 1)):
-        best = _better(best, stages, periods, one, quick, clock)
+        best = _better(best, stages, periods, pipeline_job, quick, clock)
     for stage in range(job.depth):
-        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, one, quick, clock)
+        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock)
     period = periods[best]
     if period is None:
         plan_only(quick.within(options.seconds), job, (), clock)  # says what does not fit
@@ -76,7 +76,7 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
 
 def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
             options: PlanOptions, clock: Clock) -> tuple[int, ...]:
-    """The better of two choices by their periods, which are kept; of equals the first."""
+    """Return the better of two choices by their periods, which are stored; the first of equals."""
     if stages not in periods:
         periods[stages] = _list_period(recomputing(job, stages), options, periods.get(best), clock)
     period, shortest = periods[stages], periods[best]
@@ -84,7 +84,8 @@ def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[
 
 
 def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
-    """Seconds, of a list schedule; None where none fits or is found in time, or can be shorter than the shortest."""
+    """Return the period of a list schedule in seconds; None if none fits or is found in time, or if none can be
+    shorter."""
     try:
         problem = options.problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
@@ -95,11 +96,11 @@ def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: 
 
 
 def recomputing(job: Job, stages: Iterable[int]) -> Job:
-    """The job in which these stages of each chain compute their activations again.
+    """Return the job in which these stages of each chain recompute their activations.
 
     F is run again in I; a first stage that leaves its whole backward to W runs it there, and holds as little until
-    then. While a layer is computed again its activation is there once more, beside what W will need: a worker has room
-    for the largest less.
+    then. While a layer is recomputed, its activation exists once more, in addition to what W will need: the room of a
+    worker is reduced by the largest such amount.
     """
     again, memory, time = frozenset(stages), job.memory, job.time
     if not again:
@@ -133,14 +134,15 @@ def recomputing(job: Job, stages: Iterable[int]) -> Job:
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """The most that a layer of a stage holds from its F to its I."""
+    """Return the largest memory that a layer of a stage holds from its F to its I."""
     counts = layer_counts(job)
     first = sum(counts[:stage])
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))
 
 
 def _by_layer(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """How the stages' values divide over their layers then; evenly, as before, where the job does not say."""
+    """Return how the stages' values divide over their layers with recomputation; None, evenly as before, if the job
+    does not say."""
     if job.layer_values is None:
         return None
     costs = layer_costs(job)

@@ -1,12 +1,12 @@
-"""Jobs with more micro-batches than can be planned at once: a plan of fewer of them, again and again.
+"""Plan jobs with more micro-batches than can be planned at once: a plan of fewer of them is repeated.
 
-The micro-batches of an iteration are cut into blocks that are nearly equal, each different block is planned like a job
-of its own, and the blocks follow each other on every worker. That keeps every rule: a micro-batch lies within one
-block; a worker begins a block when it has run all of the one before, and holds no activation then. What it costs is
-that the pipeline fills and drains once in every block.
+The micro-batches of an iteration are divided into nearly equal blocks. Each different block is planned like a job of
+its own, and the blocks follow each other on every worker. That keeps every rule: a micro-batch lies within one block; a
+worker begins a block when it has run all of the one before, and holds no activation then. The cost is that the pipeline
+fills and drains once in every block.
 
-How much fits into the time is not guessed: a small part of the job is planned first, and timed. What counts is the time
-that a processor works on it, so that a machine with much else to do refuses nothing that another one plans.
+How much fits into the time is measured: a small part of the job is planned first, and timed. Its processor time counts,
+so that a busy machine refuses nothing that an idle one plans.
 """
 
 import math
@@ -26,27 +26,27 @@ from slipstream.schedules.check import check
 from slipstream.schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Worker, period_ticks, place
 
 OpsOf = Callable[[Job], int]
-"""How many compute ops the different pieces of a job are."""
+"""Function that returns the number of compute ops of the different pieces of a job."""
 
 PlanBlock = Callable[[Job, float], Schedule]
-"""A checked schedule of a job in so many seconds, where layers stay in place and no stage is cut."""
+"""Function that returns a checked schedule of a job in this many seconds; layers stay in place and no stage is cut."""
 
 
 class TooLargeError(JobError):
-    """A job that cannot be planned in the time given. The message says what can."""
+    """Error for a job that cannot be planned in the given time. The message says what can."""
 
 
 class Pace(NamedTuple):
-    """Seconds of a processor for each compute op on this machine."""
+    """Processor seconds for each compute op on this machine."""
 
     plan: float
-    """To find a first plan, put it together and check it."""
+    """Seconds to find a first plan, put it together and check it."""
     join: float
-    """To join blocks and check the whole."""
+    """Seconds to join blocks and check the whole."""
 
 
 class Speed:
-    """The pace of this machine, measured when it is first asked for, and how much processor time a plan has left."""
+    """Pace of this machine, measured at its first use, and the processor time that a plan has left."""
 
     def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None
@@ -55,11 +55,11 @@ class Speed:
 
     @property
     def seconds(self) -> float:
-        """Of a processor, until the time limit; negative after it."""
+        """Processor seconds until the time limit; negative after it."""
         return self._end - self.clock.processor()
 
     def pace(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """By a part of this job, or of the first one that was asked about."""
+        """Return the pace measured on a part of this job, or of the job of an earlier call."""
         if self._pace is None:
             sample = sample_of(job, ops_of, self.params.sample)
             self._pace = measured(sample, ops_of(sample), plan_block, self.clock)
@@ -67,19 +67,19 @@ class Speed:
 
 
 class Blocks(NamedTuple):
-    """In how many blocks to plan a job, and how long."""
+    """Number of blocks in which to plan a job, and the time for their plans."""
 
     number: int
     seconds: float
-    """For all different ones together; what is left of the limit joins them."""
+    """Seconds for all different blocks together; the rest of the time limit joins them."""
 
 
 def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
                   grace: bool = True) -> Blocks | None:
-    """How to plan a job within `seconds`; None: as a whole.
+    """Return how to plan a job in blocks within `seconds`; None if it can be planned as a whole.
 
-    `grace`: whether it may take somewhat longer. Raises TooLargeError where the plan could not even be put together and
-    checked.
+    With `grace`, the plan may take somewhat longer. Raises TooLargeError if the plan could not even be put together and
+    checked in that time.
     """
     ops, params = ops_of(job), speed.params
     if ops <= (params.certain if grace else params.quick):
@@ -96,7 +96,7 @@ def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
     planning = max(0.0, left - joining)
     size = max(params.sample, params.share * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
     number = _even(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), job)
-    if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
+    if min(job.microbatches) // number < 2 * job.depth:  # each pipeline would hardly be full before it drains
         if pace.plan * ops < allowed:
             return None
         joining = pace.plan * ops
@@ -106,17 +106,18 @@ def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
 
 
 def _even(number: int, job: Job) -> int:
-    """About so many blocks: where the micro-batches can be divided evenly, one plan does for all blocks."""
+    """Return a number of blocks near this one that divides the micro-batches evenly, so that one plan does for all
+    blocks. If no near number does, return this one."""
     common = math.gcd(*(total // job.chains for total in job.microbatches))
     near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
     return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
 def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
-    """A part of a job, of about so many compute ops where that is possible.
+    """Return a part of a job with about this many compute ops, if possible.
 
-    Fewer micro-batches are shared by fewer pipelines where workers failed, so that there is less to plan in them than
-    their share: a sample that is too small would take its time for other things than ops.
+    If workers failed, fewer micro-batches are shared by fewer pipelines, so that a sample has fewer ops to plan than
+    its share. A sample that is too small would spend its time on other things than ops.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))
@@ -125,7 +126,7 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """The pace of this machine, by a part of the job, which is so many ops."""
+    """Measure the pace of this machine on a part of the job with this many ops."""
     if not plain():
         load()
     began = clock.thread()
@@ -136,8 +137,10 @@ def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:
-    """The job cut into blocks: the first have one micro-batch more (with several chains: one of each) where the
-    numbers do not divide; a rest that is not a micro-batch of each chain is with the last.
+    """Divide the job into blocks.
+
+    If the numbers do not divide, the first blocks have one micro-batch more (with several chains, one of each); a rest
+    smaller than one micro-batch of each chain goes to the last block.
     """
     whole = [divmod(total // job.chains, count) for total in job.microbatches]
     for block in range(count):
@@ -148,7 +151,7 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def repeated(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """The checked schedule of a job in blocks. `bound` is proven for the whole."""
+    """Return the checked schedule of a job in blocks. The `bound` is proven for the whole job."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -156,7 +159,10 @@ def repeated(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Sche
 
 
 def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
-    """One iteration of the job that runs these blocks one after the other. Makes sure that it passes the checker."""
+    """Return one iteration of the job that runs these blocks one after the other.
+
+    Raises AssertionError if the schedule does not pass the checker.
+    """
     shifts = _shifts(blocks)
     before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
               for pipeline in range(job.pipelines)]
@@ -182,7 +188,7 @@ def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedul
 
 
 def _shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """How many ticks later than in its own plan each block runs: when every worker is done with those before."""
+    """Return how many ticks later than in its own plan each block runs: when every worker has finished those before."""
     spans = {id(block): _spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []
@@ -195,7 +201,7 @@ def _shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """For each worker, the start of its first op, and the end of its last compute op; None where it has none."""
+    """Return the start of the first op of each worker, and the end of its last compute op; None if it has none."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]
@@ -205,14 +211,15 @@ def _spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _ends(program: Program) -> Program:
-    """The first op of a program, its last compute op, and its last."""
+    """Return the first op of a program, its last compute op, and its last op."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 
 
 def _program(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
              pipeline: int) -> Program:
-    """One worker's ops of all blocks. `before[pipeline][block]`: that pipeline's micro-batches of earlier blocks."""
+    """Return one worker's ops of all blocks. The value `before[pipeline][block]` is the number of that pipeline's
+    micro-batches in earlier blocks."""
     ops: list[ProgramOp] = []
     for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
         own, closing = before[pipeline][block], block == len(blocks) - 1

@@ -1,4 +1,4 @@
-"""What a plan takes to get to, what else could be done, and the answer of `slipstream plan --json`."""
+"""Report what a plan moves, what alternatives there are, and the answer of `slipstream plan --json`."""
 
 import math
 from collections import defaultdict
@@ -26,23 +26,24 @@ from slipstream.schedules.tables.relabel import layers_lacked, relabel
 
 
 BANDWIDTH = 12.5e9
-"""Bytes a second that each rank of a worker sends or receives: a port of 100 Gb/s."""
+"""Bytes per second that each rank of a worker sends or receives: a port of 100 Gb/s."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """From the layers that live workers held before anything failed to those that they hold in a plan."""
+    """Transfer of layers between those that live workers held before any failure and those that they hold in a plan."""
 
     layers: int
-    """Copies of layers that workers receive."""
+    """Number of copies of layers that workers receive."""
     bytes: float | None
-    """Their weights: all that is held of them, of which gradients and undo copies need not be sent. None where the job
-    gives no weights."""
+    """Weights of these layers in bytes; None if the job gives no weights. They include gradients and undo copies, which
+    need not be sent."""
     seconds: float | None
-    """Until the busiest worker has sent or received its share."""
+    """Seconds until the busiest worker has sent or received its share."""
 
 
 def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """What a schedule moves, at `bandwidth` bytes a second for each rank of a worker; all ranks at the same time."""
+    """Return what a schedule moves, at `bandwidth` bytes per second for each rank of a worker, all ranks at the same
+    time."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
     if not count:
@@ -55,22 +56,24 @@ def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Tr
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
-    """From how many iterations on a plan has gained more time than moving took, if training stood still so long.
+    """Return after how many iterations a plan has gained more time than moving took, if training stopped meanwhile.
 
-    It need not, for layers can be streamed while it goes on. None where nothing is gained or the bytes are not known.
+    Training need not stop, since layers can be streamed while it continues. None if nothing is gained or the bytes are
+    not known.
     """
     gained = (plan.fixed_period or plan.period) - plan.period
     return math.ceil(moved.seconds / gained) if moved.seconds is not None and gained > 0 else None
 
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
-    """The layers that each live worker holds and did not hold before, of those that receive some."""
+    """Return the layers that each live worker holds and did not hold before, for workers that receive some."""
     received = {seat.worker: sorted(layers_lacked(schedule, seat)) for seat in schedule.seats}
     return {worker: layers for worker, layers in received.items() if layers}
 
 
 def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
-    """Bytes that the busiest worker sends or receives, where each layer comes from its least busy live holder."""
+    """Return the bytes that the busiest worker sends or receives, if each layer comes from its least busy live
+    holder."""
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
     for seat in schedule.seats:
@@ -95,25 +98,24 @@ COMPUTED_AGAIN = "activations computed again"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Something else to do about the same failures."""
+    """Another way to handle the same failures."""
 
     what: str
     option: str | None
-    """Of `slipstream plan`, or of the job file; None for what it does not plan."""
+    """Option of `slipstream plan`, or of the job file; None if the planner does not plan it."""
     period: float
-    """Seconds, of the best plan found in a short time."""
+    """Period in seconds of the best plan found in a short time."""
     throughput: float
-    """Samples a second, relative to fault-free."""
+    """Samples per second, relative to fault-free."""
     batch: float = 1.0
-    """The share of the batch that an iteration keeps."""
+    """Share of the batch that an iteration keeps."""
 
 
 def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
                  seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
-    """What could be done instead of a plan made by these options, as far as there is time by the clock to find
-    out.
+    """Iterate over alternatives to a plan made with these options, as far as the time allows to find them.
 
-    With nobody down: only whether more memory would help, and layers that are divided otherwise.
+    With no worker down, they are more memory and another division of layers only.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -125,14 +127,14 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
     clock = clock or options.clock()
     deadline = clock.now() + seconds
     best = plan.period  # each that moves more is at least as good as those that move less
-    quick = list(_quick_plans(job, failed, options, clock, normalise=normalise))
+    attempts = list(_quick_plans(job, failed, options, clock, normalise=normalise))
     memory_limits = True
-    for number, (what, option, attempt) in enumerate(quick):
+    for number, (what, option, attempt) in enumerate(attempts):
         if what == COMPUTED_AGAIN and not memory_limits:
             continue
-        left = max(0.01, (deadline - clock.now()) / (len(quick) - number))
+        seconds_left = max(0.01, (deadline - clock.now()) / (len(attempts) - number))
         try:
-            schedule = attempt(left)
+            schedule = attempt(seconds_left)
         except (NoPlanError, JobError):
             continue
         if schedule is not None:
@@ -147,36 +149,38 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
 
 def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,
                  normalise: bool) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
-    """What it is, its option, and a plan of it by list schedules in so many seconds."""
+    """Iterate over (name, option, function that plans it by list schedules in this many seconds) of the
+    alternatives."""
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
-    def plan(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
+    def planner_of(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
         return lambda left: plan_only(options.within(left), job, failed, clock).schedule
 
     if failed:
         usual = msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None)
-        yield "1F1B with re-routed micro-batches", ONE_F_ONE_B, plan(job, usual)
+        yield "1F1B with re-routed micro-batches", ONE_F_ONE_B, planner_of(job, usual)
     if job.memory is not None:
         roomier = tuple(room * ROOMIER for room in job.memory.capacity)
         more = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity=roomier))
-        yield MORE_MEMORY, None, plan(more, quick)
+        yield MORE_MEMORY, None, planner_of(more, quick)
         if job.memory.recomputed and job.training.get("recompute", "none") == "none":
             yield COMPUTED_AGAIN, 'training.recompute = "auto"', lambda left: _computed_again(
                 job, failed, quick.within(left), clock)
     if options.layers == "fixed" and (failed or max(job.layers or (1,)) > 1):
         if failed and not normalise:
             yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left), clock)
-        yield "layers moved", "--layers move", plan(job, msgspec.structs.replace(quick, layers="move"))
+        yield "layers moved", "--layers move", planner_of(job, msgspec.structs.replace(quick, layers="move"))
 
 
 def _computed_again(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
-    """None where nothing would be computed again."""
+    """Return a schedule with recomputed activations; None if nothing would be recomputed."""
     chosen = choose_recomputation(job, options, clock)
     return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 
 
 def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
-    """The pipelines that have lost workers stand still, and the others go on as before, with a smaller batch."""
+    """Return the alternative in which pipelines that have lost workers stop, and the others continue with a smaller
+    batch."""
     broken = {worker.pipeline for worker in failed}
     kept = sum(count for pipeline, count in enumerate(job.microbatches) if pipeline not in broken)
     batch = kept / sum(job.microbatches)
@@ -193,9 +197,10 @@ def _moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
 
 def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
                 again: Recomputation | None = None) -> dict[str, object]:
-    """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each rank.
+    """Return the keys of `slipstream plan --json`.
 
-    `again`: where the planner has chosen what is computed again.
+    Durations are in seconds, memory in the job's unit, bandwidth in bytes per second for each rank. `again` is the
+    planner's choice of recomputed stages, if it made one.
     """
     schedule, moved = plan.schedule, transition(plan.schedule, job, bandwidth)
     return {
@@ -228,7 +233,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
 
 
 def placement_report(found: FoundPlacement) -> dict[str, object]:
-    """What `--placement any` adds to the answer. Durations in seconds."""
+    """Return the keys that `--placement any` adds to the answer. Durations are in seconds."""
     return {
         "placement": found.arrangement.table,
         "own_placement_period": found.own_period,
@@ -239,7 +244,7 @@ def placement_report(found: FoundPlacement) -> dict[str, object]:
 
 
 def shared_ticks(schedule: Schedule) -> Fraction:
-    """In how many ticks the live workers together do the work of an iteration, each at its speed."""
+    """Return the number of ticks in which the live workers together do the work of an iteration, each at its speed."""
     grid, times = schedule.grid, schedule.times
     stages = range(grid.depth)  # those of the other chains are copies
     work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage] for stage in stages)
@@ -248,7 +253,8 @@ def shared_ticks(schedule: Schedule) -> Fraction:
 
 
 def peak_memory(schedule: Schedule) -> float | None:
-    """The most that any worker holds at any time, in the job's unit; None where the job gives no memory."""
+    """Return the largest memory that any worker holds at any time, in the job's unit; None if the job gives no
+    memory."""
     if schedule.memory is None:
         return None
     return max(memory_peaks(schedule).values(), default=0) * schedule.memory.unit

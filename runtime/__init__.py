@@ -1,37 +1,38 @@
-"""Replays schedules with torch: one process for each worker, or a group of them.
+"""Replay schedules with torch, with one process or a group of processes for each worker.
 
     api            the public names
-    config         what to train: the model's and the training's settings, checked
-    launch         starts a run on node 0 and sees it through
-    run_options    how a run deals with failures, and where it takes place
-    run_fit        what schedule, configuration and machine make together, checked before anything begins
-    run_result     what a run leaves
-    node_agent     takes part in a run as another node
-    run_folder     what is in a run's folder, and whose it is
-    events         what events.jsonl says: one struct for each kind of event
+    config         what to train: the settings of the model and of the training, checked
+    launch         starts and supervises a run on node 0
+    run_options    how a run deals with failures, and where it runs
+    run_fit        checks before a run that schedule, configuration and machine fit each other
+    run_result     what a run returns
+    run_record     reads the history of a run from its folder
+    node_agent     takes part in a run as a node other than node 0
+    run_folder     locks a run's folder, and decides which files a run may replace
+    events         the lines of events.jsonl: one struct for each kind of event
     model/         layers, stages, optimizer, data, checkpoints
     replay/        runs a program op by op, and passes tensors between workers
     protocol/      messages between coordinator, workers and node agents
     processes/     starts and ends processes
-    coordinator/   decides who trains by which schedule
+    coordinator/   decides which workers train, and by which schedule
     worker/        what runs in a worker's process
     tools/         profile, self-test, reference run
-    device, errors, torch_private    what all of these use
+    beside, config_errors, device, errors, failure_domains, torch_private    shared helpers
 """
 
 import os
 
-# torch prints some 30 lines of C++ frames wherever a connection of its store ends, and one for each peer whose name no
-# name server knows. What matters of it is raised, and told in one line. To be set before torch is imported.
+# torch prints some 30 lines of C++ frames when a connection of its store ends, and a line for each peer that no name
+# server knows. The error itself is raised, and shown in one line. Must be set before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# Where schedules change, so do the sizes that are asked for: memory that cannot grow would be left in pieces.
+# A change of schedules changes the sizes of allocations: segments that cannot grow would leave memory fragmented.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-# Else torch asks CUDA itself whether there are GPUs, and processes that are forked later cannot use them.
+# Otherwise torch initializes CUDA to count GPUs, and processes that are forked later cannot use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# Streams that share one of the GPU's queues wait for each other. With NCCL, a worker has a stream for each neighbour
-# and direction, in which a receive may wait for long; there are 8 queues unless it is said otherwise, and 32 at most.
+# Streams that share one of the GPU's queues wait for each other. With NCCL, a worker has a stream for each neighbor
+# and direction, in which a receive may wait for a long time. CUDA has 8 queues by default, and at most 32.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -1,4 +1,4 @@
-"""What a program that brings its own model, data or optimizer needs; docs/own-model.md shows how."""
+"""Public names for programs with their own model, data or optimizer; see docs/own-model.md."""
 
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.events import Metrics

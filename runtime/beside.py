@@ -1,5 +1,4 @@
-"""Work beside what a thread computes, one after the other: in a thread of its own, and on a GPU on a stream of its own.
-"""
+"""Queue that runs work in the background: in a thread of its own and, on a GPU, on a stream of its own."""
 
 import contextlib
 import threading
@@ -14,14 +13,16 @@ Work = Callable[[], None]
 
 
 class Beside:
-    """Such work of one owner, who waits for all of it.
+    """Work queue of one owner, run in order concurrently with the owner's thread.
 
     Parameters
     ----------
     name
-        Of the thread, which is there only while there is work, and of the stream, which all of a name share.
+        Name of the thread, which exists only while there is work, and of the stream, which all queues of this name
+        share.
     enqueues
-        Whether work on a GPU only gives it what to do. Then it needs no thread, and `wait` does not hold up the host.
+        True if work for a GPU only enqueues kernels. Then the queue needs no thread, and `wait` does not block the
+        host.
     """
 
     def __init__(self, device: torch.device, name: str, *, enqueues: bool = False) -> None:
@@ -33,17 +34,19 @@ class Beside:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Either a thread sees what waits, or another one is started for it."""
+        """Makes "the thread sees the queue empty" and "work was queued, a thread is started" exclude each other."""
 
     @property
     def thread(self) -> int | None:
-        """The ident of the thread that is at work."""
+        """Identifier of the thread that is working, or None."""
         thread = self._thread
         return None if thread is None else thread.ident
 
     def begin(self, work: Work) -> None:
-        """After all that was begun before, and after what the device has been given to compute until now. Raises what
-        earlier work has raised."""
+        """Queue work that starts after all earlier work, and after what the device has been given to compute until now.
+
+        Raises the error of earlier work, if there is one.
+        """
         if self._error is not None:
             self.wait()
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
@@ -57,7 +60,10 @@ class Beside:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Until all is done, or, where it only enqueues, until then on the device. Raises what it raised."""
+        """Wait until all work is done, and raise the error that it raised.
+
+        If work only enqueues kernels, the current stream waits instead of the host.
+        """
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -71,7 +77,7 @@ class Beside:
             del error  # its traceback refers to this frame
 
     def drop(self) -> None:
-        """Do not begin what has not been begun; returns when nothing is done any more, however that has ended."""
+        """Discard the work that has not started, and return when the running work has ended, even with an error."""
         with self._lock:
             self._waiting.clear()
         with contextlib.suppress(Exception):

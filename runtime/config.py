@@ -1,4 +1,4 @@
-"""What to train and how: the job file's `[model]` and `[training]` tables, checked once and then plain data.
+"""Settings of model and training: the job file's `[model]` and `[training]` tables, checked once and then plain data.
 
 A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 """
@@ -50,35 +50,37 @@ def _require_json(name: str, options: Mapping[str, Any]) -> None:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message is one line."""
+    """Error in the configuration. The message is one line."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job file's `[model]` table."""
 
     name: Text = "gpt"
-    """"gpt", or `module:function` for a model of the user's own (`runtime.model.layers.layered_model.Factory`)."""
+    """The model: "gpt", or `module:function` for a model of your own (`runtime.model.layers.layered_model.Factory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
-    """Transformer blocks, each one layer of the model."""
+    """Number of transformer blocks; each is one layer of the model."""
     width: Count = 128
-    """Features a token has between layers; a multiple of `heads`."""
+    """Number of features of a token between layers; a multiple of `heads`."""
     heads: Count = 4
-    """Attention heads."""
+    """Number of attention heads."""
     context: Count = 128
-    """Tokens in a sequence."""
+    """Number of tokens in a sequence."""
     vocabulary: Annotated[int, Meta(ge=256, le=2**24, description="a whole number from 256 to 16777216")] = 256
-    """Different tokens. Text is read as bytes: 256 is what it takes."""
+    """Number of different tokens. Text that is read as bytes needs 256."""
     mlp: Count = 4
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
     hugging_face: Text | None = None
-    """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
-    for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    """Decoder model of transformers to train instead: a folder with its config.json and its weights, or only a
+    config.json, for random weights. Of the other keys only `context` and `options` may be given; the keys of `options`
+    replace keys of its config."""
     torchtitan: Text | None = None
-    """A model of torchtitan instead, such as "llama3/8B". Of the other keys only `context` and `options` count."""
+    """Model of torchtitan to train instead, such as "llama3/8B". Of the other keys only `context` and `options` may be
+    given."""
     options: Options = {}
-    """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
+    """Table `[model.options]`, with any keys that a model of your own reads."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))
@@ -90,65 +92,70 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of `[[training.parameter_groups]]`: options of the optimizer for some parameters.
+    """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters.
 
-    What is not given is as `[training]` says.
+    Options that are not given have the value of `[training]`.
     """
 
     parameters: Text
-    """Pattern of names, `LAYER.NAME` as in the run's `parameters/`: `*` is any text, `?` a character, `[0-9]` one of
-    these. A parameter belongs to the first group that matches."""
+    """Pattern for parameter names, which are `LAYER.NAME` as in the run's `parameters/`: `*` matches any text, `?` one
+    character, `[0-9]` one of these. A parameter belongs to the first group that matches."""
     learning_rate: Positive | None = None
-    """The schedule scales it like that of the other parameters."""
+    """Highest learning rate of these parameters. The schedule scales it like that of the other parameters."""
     weight_decay: NotNegative | None = None
-    """Of matrices and vectors alike."""
+    """Weight decay of matrices and vectors alike."""
     betas: tuple[Fraction, Fraction] | None = None
     epsilon: Positive | None = None
     momentum: Fraction | None = None
     optimizer: Literal["adamw", "muon"] | None = None
-    """Of a run with Muon, what steps them. Default: Muon for matrices of all layers but the first and the last."""
+    """Optimizer of these parameters in a run with Muon. Default: Muon for matrices of all layers except the first and
+    the last, otherwise AdamW."""
 
 
 class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[training.muon]`: options of Muon, for what it steps; they mean what `torch.optim.Muon` means by them."""
+    """The table `[training.muon]`: options of Muon for the parameters that it steps.
+
+    They have the meaning that they have for `torch.optim.Muon`.
+    """
 
     learning_rate: Positive | None = None
-    """Default: as `[training]` says for all."""
+    """Highest learning rate. Default: that of `[training]`."""
     momentum: Fraction = 0.95
     nesterov: bool = True
     coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
-    """Of the polynomial by which a matrix becomes orthogonal."""
+    """Coefficients of the polynomial that makes a matrix orthogonal."""
     steps: Annotated[int, Meta(ge=1, lt=100, description="a whole number from 1 to 99")] = 5
-    """How often it is applied."""
+    """Number of times that the polynomial is applied."""
     epsilon: Positive = 1e-7
-    """The least norm that a matrix is divided by."""
+    """Smallest norm by which a matrix is divided."""
     adjust: Literal["original", "match_rms_adamw"] = "original"
-    """How a matrix's shape scales its learning rate."""
+    """How the shape of a matrix scales its learning rate."""
     dtype: Literal["bf16", "float32"] = "bf16"
-    """In which a matrix becomes orthogonal; torch has bf16 only."""
+    """Dtype in which a matrix is made orthogonal; torch has only bf16."""
 
 
 Coefficients = tuple[NotNegative, NotNegative, NotNegative]
 
 
 class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[training.length_costs]`: what micro-batches take by the lengths of their documents, layer by layer.
+    """The table `[training.length_costs]`: cost of micro-batches by the lengths of their documents, for each layer.
 
-    Seconds: of themselves, by a token, and by the square of a document's length, which is what attention does.
+    A layer's three coefficients are seconds: a constant, seconds for each token, and seconds for each square of a
+    document's length, which attention takes.
     """
 
     forward: tuple[Coefficients, ...]
     backward_input: tuple[Coefficients, ...]
     backward_weight: tuple[Coefficients, ...]
     error: NotNegative = 0.0
-    """Of the fit: the root of the mean square of (fitted / measured - 1)."""
+    """Error of the fit: the root mean square of (fitted / measured - 1)."""
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def of(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """What F, I or W takes, by layer."""
+        """Return the coefficients of F, I or W, one entry for each layer."""
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 
@@ -156,123 +163,132 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The job file's `[training]` table."""
 
     iterations: Iterations = 20
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch: Count = 4
-    """Sequences in a micro-batch."""
+    """Number of sequences in a micro-batch."""
     optimizer: Text = "adamw"
-    """Which optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for
-    one of the user's own (`runtime.model.state.undoable_steps`)."""
+    """The optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for an
+    optimizer of your own (`runtime.model.state.undoable_steps`)."""
     learning_rate: Positive = 1e-3
-    """Step size; where there is a schedule, the highest."""
+    """Step size; the highest one if there is a schedule."""
     learning_rate_schedule: LearningRateSchedule = "constant"
-    """How the learning rate goes on after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`;
-    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`. Or `module:function`, called
-    with this table and the iteration's number, gives what `learning_rate` is multiplied by; with warm-up and all."""
+    """Course of the learning rate after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`; "wsd"
+    (warm-up, stable, decay), which is constant and then falls linearly over the last `decay_iterations`; or
+    `module:function`, which is called with this table and the number of the iteration, and returns the factor for
+    `learning_rate`, warm-up included."""
     warmup_iterations: Iterations = 0
-    """The learning rate rises linearly over so many iterations, and has its full value in the last of them."""
+    """Number of iterations over which the learning rate rises linearly; it has its full value in the last of them."""
     decay_iterations: Some | None = None
-    """Of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
+    """Number of iterations of the decay of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
     final_learning_rate: NotNegative | None = None
-    """What the schedule comes to after `schedule_iterations`. Default: 0."""
+    """Learning rate at the end of the schedule, after `schedule_iterations`. Default: 0."""
     schedule_iterations: Some | None = None
-    """How long the schedule takes, with warm-up; it stays at its end afterwards. Default: `iterations`. To be given
-    where a run is to be continued with more iterations later."""
+    """Length of the schedule in iterations, warm-up included; afterwards the learning rate keeps its final value.
+    Default: `iterations`. Set it if the run is to be continued with more iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moment."""
     epsilon: Positive = 1e-8
     """AdamW's guard against division by zero."""
     amsgrad: bool = False
-    """AdamW divides by the largest second moment so far (torch's option of this name)."""
+    """If true, AdamW divides by the largest second moment so far (torch's option of this name)."""
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; vectors (norms, biases) have none. Decoupled with AdamW."""
     momentum: Fraction = 0.0
     """SGD's momentum."""
     dampening: Fraction = 0.0
-    """Of SGD's momentum."""
+    """Dampening of SGD's momentum."""
     nesterov: bool = False
-    """SGD with Nesterov's momentum."""
+    """If true, SGD uses Nesterov's momentum."""
     maximize: bool = False
-    """Steps go up the gradient: the loss is to grow."""
+    """If true, steps maximize the loss instead of minimizing it."""
     muon: Annotated[MuonConfig, Meta(description="a table of Muon's options")] = MuonConfig()
-    """`[training.muon]`: options of Muon."""
+    """The table `[training.muon]`: options of Muon."""
     parameter_groups: tuple[ParameterGroup, ...] = ()
-    """`[[training.parameter_groups]]`: options for some parameters, by patterns of their names."""
+    """The entries of `[[training.parameter_groups]]`: options for some parameters, selected by patterns of their
+    names."""
     clip_norm: Positive | None = None
-    """Gradients are scaled down to this norm over all parameters when theirs is larger."""
+    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it. Default: no
+    clipping."""
     skip_nonfinite: bool = False
-    """An iteration with a gradient that is infinite or no number makes no step, where else it would ruin parameters."""
+    """If true, an iteration with an infinite or NaN gradient makes no step, so that it does not ruin the parameters."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number from 0 to 2^63 - 1")] = 0
-    """Every random choice derives from it: initial parameters, the text's cuts, dropout."""
+    """Seed of every random choice: initial parameters, where samples of the text begin, dropout."""
     dtype: DtypeName = "float32"
-    """Of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters."""
+    """Dtype of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters, unless `master_weights`
+    is true."""
     master_weights: bool = False
-    """With "bf16": parameters are bfloat16, too, without autocast, and the optimizer steps float32 ones of its own."""
+    """If true, which needs `dtype` "bf16", parameters and arithmetic are bfloat16 without autocast, and the optimizer
+    steps its own float32 copies."""
     reduce_dtype: Literal["float32", "bf16"] = "float32"
-    """In which gradients are added up and reduced, with `master_weights`."""
+    """Dtype in which gradients are accumulated and reduced with `master_weights`."""
     shard_optimizer: bool = False
-    """Whether the workers that hold a layer share its optimizer state: each keeps a part, and a copy of another's."""
+    """If true, the workers that hold a layer share its optimizer state: each keeps one part, and a copy of another
+    worker's part."""
     backend: BackendName = "auto"
-    """What carries tensors between workers; "auto": nccl where every worker has a GPU of its own, else gloo."""
+    """Transport of tensors between workers; "auto": nccl if every worker has a GPU of its own, else gloo."""
     share_devices: bool = False
-    """Whether workers that have to share a GPU communicate over NCCL, too: each then takes the others for workers of
-    other machines, and tensors pass over the network's loopback. Without it they go over gloo and pinned memory."""
+    """If true, workers that share a GPU use NCCL as well: each treats the others as workers of other machines, and
+    tensors pass over the network's loopback. If false, such workers use gloo and pinned host memory."""
     device: DeviceName = "auto"
-    """Where workers compute; "auto": on GPUs where there are any."""
+    """Device of the workers; "auto": GPUs if there are any, else CPUs."""
     text: Text | None = None
-    """Path of the text to train on; by default the Python standard library's own sources. Without a `tokenizer`, bytes
-    are tokens, and each sample begins anywhere."""
+    """Path of the text to train on. Default: the Python standard library's sources. Without a `tokenizer`, bytes are
+    tokens, and each sample begins at a random place."""
     tokenizer: Text | None = None
-    """Path of a tokenizer.json (of the package tokenizers), by which `text` becomes tokens."""
+    """Path of a tokenizer.json (of the package tokenizers) that turns `text` into tokens."""
     tokens: Text | None = None
-    """Path of a file of tokens, instead of `text`: flat numbers, as nanoGPT writes them, or Megatron's .bin with its
-    .idx beside it."""
+    """Path of a file of tokens to train on instead of `text`: flat numbers, as nanoGPT writes them, or Megatron's .bin
+    with its .idx in the same folder."""
     token_dtype: TokenDtype | None = None
-    """Of the numbers in `tokens`, little-endian. Default: what an .idx says, else "uint16"."""
+    """Dtype of the numbers in `tokens`, little-endian. Default: the dtype that the .idx names, else "uint16"."""
     shuffle: bool = True
-    """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
+    """If true, each epoch reads the samples of `tokens`, or of tokenized `text`, in a new random order."""
     document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
-    """The token that ends each document of `tokens`, or of tokenized `text`: tokens then see those before them in their
-    document only, positions begin anew with each, and what follows its end is not predicted."""
+    """Token that ends each document of `tokens`, or of tokenized `text`. If given, tokens attend to earlier tokens of
+    their own document only, positions begin again with each document, and the token after an end is not predicted."""
     data: Source | None = None
-    """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
-    `runtime.model.data.data.Data`, or `IterationData`. "torchtitan": its tokenizer and data set
+    """Data of your own instead of a text: `module:function`, which is called with the `RunConfig` and returns a
+    `runtime.model.data.data.Data` or an `IterationData`. "torchtitan": torchtitan's tokenizer and data set
     (`runtime.model.data.torchtitan_data`)."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
-    """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
-    shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
+    """Number of swaps of two samples that are tried in each iteration to shorten it, if the data know what samples
+    cost. Fewer are tried if that many would take longer than half of the iteration. 0: samples are not swapped."""
     length_costs: Annotated[LengthCosts, Meta(description=(
         "a table with lists of equal length, one entry a layer, as `slipstream profile` writes it"))] | None = None
-    """`[training.length_costs]`: what samples cost by the lengths of their documents, where data tell these."""
+    """The table `[training.length_costs]`: cost of samples by the lengths of their documents, for data that know these
+    lengths."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
-    """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
-    data then tell."""
+    """Weights of the micro-batches' mean losses in the loss of an iteration: "microbatches", all equal, or "tokens",
+    the number of tokens that each is a mean over, which the data must then provide."""
     recompute: Recompute = "none"
-    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
-    of layers' numbers. It takes less memory, and another forward. "attention", "mlp", also in the list: these parts of
-    all other layers. "auto": the layers of the stages for which the planner finds that it shortens the period, where
-    memory is tight; without a planner as "none"."""
+    """Layers whose activations are recomputed before their backward instead of stored: "none", "full" (all), or a list
+    of layers' numbers. This saves memory and costs one more forward. "attention" and "mlp", also in the list: these
+    parts of all other layers. "auto": the planner chooses the stages for which this shortens the period when memory is
+    tight; without a planner, "auto" is "none"."""
     compile: bool = False
-    """Whether layers are compiled by torch.compile, when each kind of them is first run; its cache on disk makes that
-    shorter the next time. Of the GPT that comes with the package, and gpt2 of transformers."""
+    """If true, torch.compile compiles the layers, each kind when it is first run; its cache on disk makes that shorter
+    the next time. For the GPT of this package, for gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for
+    models of torchtitan."""
     evaluate_every: Some | None = None
-    """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
+    """Number of iterations from one evaluation on validation data to the next. Default: no evaluation."""
     evaluation_iterations: Count = 1
-    """How many samples an evaluation reads: so many times those of an iteration, the same ones each time."""
+    """Number of samples that an evaluation reads, as a multiple of the samples of an iteration; each evaluation reads
+    the same ones."""
     validation_text: Text | None = None
-    """Path of a text to evaluate on, read as `text` is, but in order."""
+    """Path of a text to evaluate on, read like `text`, but in order."""
     validation_tokens: Text | None = None
-    """Path of a file of tokens to evaluate on, read as `tokens` is, but in order."""
+    """Path of a file of tokens to evaluate on, read like `tokens`, but in order."""
     validation_data: Reference | None = None
-    """Data of the user's own to evaluate on, as `data`."""
+    """Data of your own to evaluate on, given like `data`."""
     options: Options = {}
-    """`[training.options]`: a table for data and optimizers of the user's own, of whatever keys they want."""
+    """Table `[training.options]`, with any keys that data or optimizers of your own read."""
     peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
-    """Operations per second that a worker's device does at its best in this `dtype`, by its data sheet: what MFU is a
-    share of. Default: known for some GPUs with "bf16", else there is no MFU."""
+    """Peak operations per second of a worker's device in this `dtype`, by its data sheet; MFU is a share of it.
+    Default: a known value for some GPUs with "bf16", else MFU is not computed."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
-    """CPU threads a worker computes with."""
+    """Number of CPU threads that a worker computes with."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 1
-    """How many processes a worker is, each with a device of its own and its shard of each layer."""
+    """Number of processes of a worker, each with its own device and its own shard of each layer."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own
@@ -285,8 +301,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.warmup_iterations > end:
             raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
                              "iterations; expected no more, or a training.schedule_iterations of its own")
-        own = ":" in schedule
-        if own and (self.warmup_iterations or self.final_learning_rate is not None):
+        is_function = ":" in schedule
+        if is_function and (self.warmup_iterations or self.final_learning_rate is not None):
             raise ValueError(f"training.learning_rate_schedule is {schedule!r}, and warmup_iterations or "
                              "final_learning_rate are given; expected the function to have all of it")
         if decay and schedule != "wsd":
@@ -324,7 +340,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                              "expected validation_text, validation_tokens or validation_data")
         if self.evaluate_every is None and any(validation):
             raise ValueError("training.evaluate_every is not given, and validation data are; expected both or neither")
-        if sum(one is not None for one in validation) > 1:
+        if sum(source is not None for source in validation) > 1:
             raise ValueError("training.validation_text, validation_tokens and validation_data: expected one of them")
         muon = self.muon != MuonConfig() or any(group.optimizer for group in self.parameter_groups)
         if muon and self.optimizer != "muon":
@@ -335,18 +351,18 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a worker must know besides the schedule."""
+    """Configuration of a run: everything that a worker needs in addition to the schedule."""
 
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` reads it back to an equal value."""
+        """Return this configuration as one line of JSON; `from_json` reads it back to an equal value."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> "RunConfig":
-        """Read what `to_json` wrote. Raises ConfigError."""
+        """Read the JSON that `to_json` wrote. Raises ConfigError."""
         try:
             return _RUN_CONFIG.decode(text)
         except msgspec.DecodeError as error:
@@ -358,31 +374,34 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 def parse_run_config(model: Mapping[str, object], training: Mapping[str, object], **overrides: object) -> RunConfig:
-    """Check the job file's `[model]` and `[training]` tables.
+    """Check the job file's `[model]` and `[training]` tables, and return them as a `RunConfig`.
 
-    `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
-    ConfigError naming the key, its value and what was expected.
+    Keyword arguments replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
+    ConfigError that names the key, its value and what was expected.
     """
-    named = next((key for key in ("hugging_face", "torchtitan") if key in model), None)
-    if named is not None:
-        others = model.keys() - {named, "context", "options"}
+    source = next((key for key in ("hugging_face", "torchtitan") if key in model), None)
+    if source is not None:
+        others = model.keys() - {source, "context", "options"}
         if others:
-            raise ConfigError(f"model.{min(others)} is given beside model.{named}, whose config says what the model "
+            raise ConfigError(f"model.{min(others)} is given beside model.{source}, whose config says what the model "
                               "is; [model.options] can change keys of that")
-        if named == "hugging_face":
+        if source == "hugging_face":
             model = _with_vocabulary(model)
-    given = {key: value for key, value in overrides.items() if value is not None}
+    replaced = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
-                     training=_table("training", {**training, **given}, TrainingConfig))
+                     training=_table("training", {**training, **replaced}, TrainingConfig))
 
 
 def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
-    """What data must know of a model of transformers. One that cannot be read is refused when it is made."""
+    """Return the `[model]` table with the vocabulary size of a model of transformers, which the data need.
+
+    If the model's config cannot be read, the table is returned unchanged; building the model then raises the error.
+    """
     path = Path(str(model["hugging_face"]))
     with suppress(OSError, msgspec.DecodeError):
-        found = _OBJECT.decode((path / "config.json" if path.is_dir() else path).read_bytes())
+        config = _OBJECT.decode((path / "config.json" if path.is_dir() else path).read_bytes())
         options = model.get("options")
-        size = {**found, **(options if isinstance(options, dict) else {})}.get("vocab_size")
+        size = {**config, **(options if isinstance(options, dict) else {})}.get("vocab_size")
         if size is not None:
             return {**model, "vocabulary": size}
     return model

@@ -1,4 +1,4 @@
-"""What is wrong with a table of the job file: msgspec's messages in the words of its keys."""
+"""Turn msgspec's messages about a table of the job file into messages that name its keys."""
 
 import difflib
 import re
@@ -8,19 +8,19 @@ from typing import Any, get_args
 import msgspec
 
 MANY = 16
-"""Keys that are not listed in a line."""
+"""Number of keys above which an error does not list them all."""
 _NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
 _PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
-"""Where msgspec says which key is wrong, and which entry of its list."""
+"""Part of msgspec's message that names the wrong key, and the entry of its list."""
 _GONE = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it out"}
-"""Keys that there were, and what to do instead."""
+"""Keys that were removed, and what to do instead."""
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
-    """What is wrong with the `values` of the table of this name, which could not be read as a `kind`, in one line.
+    """Return one line that says why the `values` of the table `name` cannot be read as a `kind`.
 
-    `error` is msgspec's message.
+    The text `error` is msgspec's message.
     """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     unknown = next((key for key in values if key not in types), None)
@@ -32,7 +32,7 @@ def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct],
             if len(types) > MANY else f"known: {', '.join(types)}"
         return f"unknown key {name}.{unknown}; {hint}"
     place = _PLACE.search(error)
-    if place is None:  # what `__post_init__` says
+    if place is None:  # an error that `__post_init__` raised
         return error.removesuffix(" - at `$`")
     value, table = values[place[1]], _table_in_list(types[place[1]])
     if table is not None and place[2] is not None and isinstance(value, list | tuple):
@@ -50,13 +50,13 @@ def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct],
 
 
 def _table_in_list(kind: Any) -> type[msgspec.Struct] | None:
-    """What the entries of a field are, where it is a list of tables."""
+    """Return the struct of the entries of a field that is a list of tables, or None for another field."""
     first = next(iter(get_args(kind)), None)
     return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
 def _nearest(kind: Any, value: object) -> str:
-    """Which of the names that a field takes was meant, if that can be guessed."""
+    """Return a hint with the allowed name nearest to `value`, or "" if none is near."""
     options = [option for option in get_args(kind) if isinstance(option, str)] or \
         re.findall(r"'(\w+)'", " ".join(str(meta.description) for meta in getattr(kind, "__metadata__", ())))
     near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
@@ -64,7 +64,7 @@ def _nearest(kind: Any, value: object) -> str:
 
 
 def _expected(kind: Any) -> str:
-    """What a field takes, in words."""
+    """Return a description of the values that a field accepts."""
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
     if kind is bool:

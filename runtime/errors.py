@@ -1,26 +1,26 @@
-"""How a run fails, and errors of libraries in one line."""
+"""Errors that end a run, and functions that reduce errors of libraries to one line."""
 
 
 class RunError(RuntimeError):
-    """A run that ended before its last iteration. The message is one line."""
+    """A run ended before its last iteration. The message is one line."""
 
 
 class CoordinatorFailedError(RuntimeError):
-    """An error in the coordinator that nothing was done about: its workers live, and another one can go on with them.
+    """The coordinator failed with an unhandled error while its workers live; another coordinator can take over.
 
-    The message is one line, and the error its cause.
+    The message is one line, and the original error is the cause.
     """
 
 
 class NobodyLeftError(RuntimeError):
-    """No worker lives of the run that another coordinator has led. The message is one line."""
+    """No worker is alive of a run that another coordinator led. The message is one line."""
 
 
 def reason_of(error: Exception) -> str:
-    """Why something failed, in one line: of what the system refuses, its own words."""
+    """Return the reason of an error in one line; for an error of the operating system, the system's own message."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; torch adds its stack to it."""
+    """Return the first line of an error's message, as torch appends its stack to the message."""
     return (str(error).splitlines() or ["no reason given"])[0]

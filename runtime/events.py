@@ -1,8 +1,8 @@
-"""Events of a run: what `events.jsonl` holds, one JSON object a line, as docs/formats.md describes it.
+"""Events of a run: the lines of `events.jsonl`, one JSON object each, described in docs/formats.md.
 
-One struct a kind; its name in the file is the class's with underscores (`OrderGiven`: `order_given`). Whoever tells of
-an event fills in the fields of its kind; `runtime.coordinator.records.run_log` fills in those that all have.
-Importing this needs no torch.
+There is one struct for each kind of event. The name of a kind in the file is the class name in lower case with
+underscores (`OrderGiven`: `order_given`). The component that emits an event sets the fields of its kind;
+`runtime.coordinator.records.run_log` sets the fields that all kinds have. Importing this module needs no torch.
 """
 
 import re
@@ -19,9 +19,11 @@ LOSSES = "losses.jsonl"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""In a run's folder: the files of iterations (two) and events, and the folder of the schedules that events name."""
+"""Folder of the schedules that events name. This and the three names above are relative to the run's folder; `LOSSES`
+and `METRICS` hold the iterations, `EVENTS` the events."""
 Phase = Literal["whole", "at once", "settled"]
-"""All workers take part, in their own roles; some do not, and layers are where they were; layers have moved."""
+"""State of the members: all workers take part in their own roles; some do not, and layers have not moved; layers have
+moved."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -33,56 +35,59 @@ def _tag(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_tag):
-    """What all kinds have. The event log fills it in."""
+    """Fields that all kinds of events have. The event log sets them."""
 
     time: float = 0.0
-    """Wall clock, in seconds since 1970. Within one start of the run it never goes back."""
+    """Wall clock, in seconds since 1970. It never decreases within one start of the run."""
     seconds: Seconds = 0.0
-    """Since this start of the run."""
+    """Seconds since this start of the run."""
     iteration: Count = 0
-    """The first one that is not committed."""
+    """First iteration that is not committed."""
 
 
 class Started(Event, frozen=True, kw_only=True):
-    """The run starts, or starts again and goes on. The first line of each start."""
+    """The run starts, or resumes. This is the first line of each start."""
 
     format: Literal["slipstream.events"] = FORMAT
     version: int = VERSION
     job: str
     workers: Count
-    """Of the grid, whether they are there or not."""
+    """Number of workers of the grid, including those that are down."""
     iterations: Count
-    """All of the run, with those before this start."""
+    """Number of iterations of the whole run, including those before this start."""
     samples: Count
-    """Of an iteration, over all pipelines."""
+    """Number of samples in an iteration, over all pipelines."""
     fault_free_period: Seconds | None
-    """Planned, with all workers; None: nobody has planned it."""
+    """Planned period with all workers, in seconds; None if it was not planned."""
 
 
 class Failed(Event, frozen=True, kw_only=True):
-    """A worker is gone that took part."""
+    """A member has died or is given up."""
 
     worker: Worker
     reason: str
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """No worker of a node (a machine) that takes part or could is left; each has an event of its own, before."""
+    """A node (a machine) has lost its last live worker.
+
+    Each of these workers has a `Failed` event of its own before this one.
+    """
 
     node: Count
-    """By `[topology]`, or as the nodes were started."""
+    """Number of the node, by `[topology]`, or by the order in which the nodes were started."""
     workers: tuple[Worker, ...]
-    """All of it."""
+    """All workers of the node."""
 
 
 class OrderGiven(Event, frozen=True, kw_only=True):
-    """Members are told to train by a schedule, until the next order."""
+    """The members are ordered to train by a schedule until the next order."""
 
     order: Count
     schedule: Digest
-    """The folder has it as `schedules/DIGEST.json`."""
+    """Digest of the schedule, which the run's folder holds as `schedules/DIGEST.json`."""
     live: Count
-    """Workers that take part."""
+    """Number of workers that take part."""
     planned_period: Seconds
     phase: Phase
 
@@ -92,21 +97,21 @@ class PlanAsked(Event, frozen=True, kw_only=True):
 
     down: tuple[Worker, ...]
     phase: Phase
-    """Of the order that it is for."""
+    """Phase of the order that the schedule is for."""
 
 
 class PlanAnswered(Event, frozen=True, kw_only=True):
-    """The schedule is there, or there is none."""
+    """The search for a schedule has ended, with a schedule or without one."""
 
     down: tuple[Worker, ...]
     phase: Phase
     took: Seconds
     error: str | None = None
-    """Why there is none."""
+    """Reason why there is no schedule; None if there is one."""
 
 
 class SettlingChosen(Event, frozen=True, kw_only=True):
-    """Whether layers are to move, and why."""
+    """It is decided if layers move to a faster schedule; the fields give the reasons."""
 
     settles: bool
     moves_bytes: Count
@@ -114,114 +119,114 @@ class SettlingChosen(Event, frozen=True, kw_only=True):
     present_period: Seconds
     settled_period: Seconds
     pays_after: Count | None
-    """Iterations until the move has paid for itself; None: never."""
+    """Number of iterations until the gain exceeds the cost of the move; None: never."""
     time_to_failure: Seconds | None
-    """Until the next failure, as observed or given; None: not known."""
+    """Expected seconds until the next failure, observed or given; None if unknown."""
 
 
 class FetchBegun(Event, frozen=True, kw_only=True):
-    """Workers begin to get layers that they lack, while the others train."""
+    """Workers begin to copy layers that they lack, while training continues."""
 
     fetch: Count
     purpose: Literal["join", "settle"]
     layers: Count
-    """Copies of layers that are fetched, over all workers."""
+    """Number of copies of layers that are fetched, over all workers."""
     workers: tuple[Worker, ...]
-    """Those that fetch."""
+    """Workers that fetch layers."""
 
 
 class FetchProgressed(Event, frozen=True, kw_only=True):
-    """How much of a fetch has come. Told whenever a worker has all of its layers."""
+    """A worker has received all layers of a fetch that it lacked."""
 
     fetch: Count
     share: Share
-    """Of the copies of layers that are fetched: those of workers that have all of theirs."""
+    """Share of the fetched copies of layers that belong to workers with nothing left to fetch."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
-    """A fetch ends without a handover. Another may follow."""
+    """A fetch ends without a handover. Another fetch may follow."""
 
     fetch: Count
     reason: str
 
 
 class HandedOver(Event, frozen=True, kw_only=True):
-    """Schedule and holdings change together. The order that does it follows."""
+    """Schedule and held layers change together. The order that changes them follows."""
 
     fetch: Count
-    """0: layers move while all wait."""
+    """Number of the fetch; 0 if the layers move while all members wait."""
     order: Count
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """A worker takes part that did not before."""
+    """A worker becomes a member."""
 
     worker: Worker
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """After failures, or a join, all members have begun their first op."""
+    """All members have begun their first op after failures, a join, or a change of schedule."""
 
     pause: Seconds
-    """From the first failure, or from when all had stopped."""
+    """Seconds of the pause, from the first failure, or from the time when all members had stopped."""
     live: Count
 
 
 class Slowed(Event, frozen=True, kw_only=True):
-    """A worker takes longer than the others for the same ops."""
+    """A worker takes longer than its peers for the same ops."""
 
     worker: Worker
     factor: Annotated[float, msgspec.Meta(gt=0)]
-    """How many times as long."""
+    """Duration of this worker's ops, as a multiple of the usual duration."""
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """A worker that was slow is as fast as the others again."""
+    """A worker that was slow is as fast as its peers again."""
 
     worker: Worker
 
 
 class LeftOut(Event, frozen=True, kw_only=True):
-    """A worker lives and takes no part."""
+    """A live worker does not take part."""
 
     worker: Worker
     reason: str
 
 
 class WentBack(Event, frozen=True, kw_only=True):
-    """Committed iterations are given up: training goes on from a checkpoint. `iteration` is that of the checkpoint."""
+    """Committed iterations are discarded, and training continues from the checkpoint of iteration `iteration`."""
 
     lost: Count
-    """Committed iterations that are run again."""
+    """Number of committed iterations that are run again."""
     reason: str
 
 
 class CoordinatorRestarted(Event, frozen=True, kw_only=True):
-    """A new coordinator has found the workers of one that was lost, and goes on with them."""
+    """A new coordinator has taken over the workers of one that was lost."""
 
     live: Count
-    """Workers that were found."""
+    """Number of workers that the new coordinator found."""
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True):
     """A checkpoint is complete."""
 
     checkpoint: Count
-    """Its number of iterations done."""
+    """Number of iterations done at the checkpoint, which names it."""
     took: Seconds
 
 
 class Noted(Event, frozen=True, kw_only=True):
-    """Something else went wrong and was survived."""
+    """Another problem occurred, and the run continued."""
 
     text: str
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The run ends here. A run that was killed has no such line."""
+    """The run ends. A run that was killed has no such line."""
 
     error: str | None = None
-    """Why it ends before its last iteration."""
+    """Reason why the run ends before its last iteration; None if it is complete."""
 
 
 Kind = (Started | Failed | NodeLost | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun
@@ -234,44 +239,44 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     iteration: Count
     loss: float | None
-    """None: it was not finite, and no step was made."""
+    """Mean loss over all micro-batches; None if it was not finite, and no step was made."""
     period: Seconds | None = None
-    """The longest busy window of any worker."""
+    """Longest busy window of any worker, in seconds."""
     time: float | None = None
-    """When it was committed, by the clock of the events. Runs of earlier versions have neither this nor the period."""
+    """Time of the commit, by the clock of the events. Runs of earlier versions have neither this nor the period."""
     cost_error: float | None = None
-    """How far the costs of samples were from what their ops took: the root of the mean square of (measured / expected
-    - 1), where expected is a multiple of the median of each worker's ops of a kind. None: no costs are known."""
+    """Error of the samples' costs against the measured ops: the root mean square of (measured / expected - 1), where
+    expected is a multiple of the median of each worker's ops of a kind. None if no costs are known."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `metrics.jsonl`: what dashboards show of a committed iteration. None: it is not known."""
+    """A line of `metrics.jsonl`: values of a committed iteration for dashboards. A value that is not known is None."""
 
     iteration: Count
     loss: float | None
     validation_loss: float | None
-    """Of the parameters after its step, where they were evaluated then."""
+    """Loss on validation data after the step of this iteration, if they were evaluated then."""
     gradient_norm: float | None
-    """Of all gradients, before they are clipped."""
+    """Norm of all gradients before clipping."""
     learning_rate: float
     tokens_per_second: float | None
-    """From the commit before to this one, with whatever lay between them."""
+    """Tokens of an iteration per second, from the last commit to this one, including all pauses between them."""
     mfu: float | None
-    """Model FLOPs utilization: the operations of the model's forward and backward, as a share of what the live
-    workers' devices can do at their best in the same time."""
+    """Model FLOPs utilization: the operations of the model's forward and backward, as a share of the peak of the live
+    workers' devices in the same time."""
     live: Count | None
     phase: Phase | None
     recoveries: Count
-    """Changes of members so far, of all starts of the run."""
+    """Number of changes of members so far, over all starts of the run."""
     time: float
-    """As in `Iteration`."""
+    """Time of the commit, as in `Iteration`."""
 
 
 encode = msgspec.json.Encoder().encode
 Observer = Callable[[Event], None]
-"""Called with each event, on the coordinator's thread."""
+"""Function that is called with each event, on the coordinator's thread."""
 IterationObserver = Callable[[Metrics], None]
-"""Called with what dashboards show of each iteration, on the same thread."""
+"""Function that is called with the metrics of each committed iteration, on the coordinator's thread."""
 
 decode: Callable[[bytes], Kind] = msgspec.json.Decoder(Kind).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode

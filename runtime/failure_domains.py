@@ -1,8 +1,9 @@
-"""Failure domains: which workers share a machine, and so fail together.
+"""Failure domains: groups of workers that share a machine, and so fail together.
 
-The job file says so (`[topology]`), on several machines or to rehearse their failures on one. Else the launchers do:
-the nodes of a machine are neighbours, and each node has its share of the workers. Workers that keep parts of each
-other's states know the same (`runtime.protocol.setup.Setup.failure_domains`).
+The job file may name them (`[topology]`), for several machines or to rehearse their failures on one. Otherwise they
+follow from the launchers: nodes with neighboring numbers share a machine, and each node has its share of the workers.
+Workers that own parts of each other's optimizer state are sent the same domains
+(`runtime.protocol.setup.Setup.failure_domains`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,32 +13,38 @@ from slipstream.runtime.replay.placement import PlacementError, assign_to_nodes
 from slipstream.schedules.schedule import Grid, Worker
 
 Domains = tuple[tuple[Worker, ...], ...]
-"""The workers of each domain, ascending; each worker of the job once."""
+"""Workers of each domain, in ascending order; each worker of the job is in at most one domain."""
 
 
 class FailureDomains:
-    """Those of one run, numbered from 0: with `[topology]`, as that has them. A worker in none fails by itself."""
+    """Failure domains of one run, numbered from 0, in the order of `[topology]` if it is given.
+
+    A worker that is in no domain fails by itself.
+    """
 
     def __init__(self, domains: Iterable[Iterable[Worker]]) -> None:
-        self.domains: Domains = tuple(tuple(sorted(one)) for one in domains)
+        self.domains: Domains = tuple(tuple(sorted(domain)) for domain in domains)
         self._number = {worker: number for number, workers in enumerate(self.domains) for worker in workers}
 
     def number(self, worker: Worker) -> int | None:
-        """The domain of a worker."""
+        """Return the number of a worker's domain, or None if the worker is in no domain."""
         return self._number.get(worker)
 
     def together(self, worker: Worker) -> tuple[Worker, ...]:
-        """All workers that fail together with a worker: itself, and those that share its machine."""
+        """Return all workers that fail together with a worker, including that worker."""
         number = self._number.get(worker)
         return (worker,) if number is None else self.domains[number]
 
 
 ALONE = FailureDomains(())
-"""Where each worker fails by itself."""
+"""Domains of a run in which each worker fails by itself."""
 
 
 def shares_of_nodes(live: Sequence[Worker], nodes: int, topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
-    """The live workers of each node: those of one machine are neighbours, by `topology` where it is given."""
+    """Return the live workers of each node, grouped by `topology` if it is given.
+
+    Without `topology`, each node gets consecutive workers.
+    """
     if not topology or nodes == 1:
         return assign_to_nodes(live, nodes)
     if len(topology) == nodes:
@@ -48,18 +55,19 @@ def shares_of_nodes(live: Sequence[Worker], nodes: int, topology: Sequence[Colle
 
 def find_domains(grid: Grid, shares: Sequence[Sequence[Worker]], beside: int,
                  topology: Sequence[Collection[Worker]]) -> FailureDomains:
-    """The failure domains of a job's workers: by `topology`, or by the workers of each node, `shares`.
+    """Return the failure domains of a job's workers, by `topology` if given, else by the nodes' workers (`shares`).
 
-    `beside` is how many nodes share the machine of node 0; the others are taken to have as many. Workers that are not
-    there from the start would be started on node 0. Raises PlacementError where `topology` is not that of the job.
+    The argument `beside` is the number of nodes that share node 0's machine; the other machines are assumed to have as
+    many. A worker that is absent at the start counts to node 0, where it would be started. Raises PlacementError if
+    `topology` does not name each worker of the grid once.
     """
     if not topology:
-        there = {worker for share in shares for worker in share}
-        every = [[*shares[0], *(worker for worker in grid.workers() if worker not in there)], *shares[1:]]
-        machines = [list(chain(*every[first:first + beside])) for first in range(0, len(every), beside)]
+        present = {worker for share in shares for worker in share}
+        by_node = [[*shares[0], *(worker for worker in grid.workers() if worker not in present)], *shares[1:]]
+        machines = [list(chain(*by_node[first:first + beside])) for first in range(0, len(by_node), beside)]
         return FailureDomains(filter(None, machines))
     named = [worker for machine in topology for worker in machine]
     if sorted(named) != sorted(grid.workers()):
-        wrong = min(set(named) ^ set(grid.workers()), default=named[0] if named else None)
-        raise PlacementError(f"the topology does not name each worker of the schedule once: see worker {wrong}")
+        unmatched = min(set(named) ^ set(grid.workers()), default=named[0] if named else None)
+        raise PlacementError(f"the topology does not name each worker of the schedule once: see worker {unmatched}")
     return FailureDomains(topology)

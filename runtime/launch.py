@@ -1,7 +1,8 @@
-"""Starts a run and sees it through: worker processes on this machine, the coordinator, files in a folder.
+"""Start and supervise a run: worker processes on this machine, the coordinator, and the files of the run's folder.
 
-One node is the usual case. On several, each runs one launcher: that of node 0, here, has the coordinator, which knows
-the schedule; those of the others (`runtime.node_agent`) start and end workers as it tells them.
+A run usually has one node. If it has several, each runs one launcher. The launcher of node 0, in this module, hosts the
+coordinator, which knows the schedule. The launchers of the other nodes (`runtime.node_agent`) start and end workers on
+its instructions.
 """
 
 import asyncio
@@ -67,30 +68,31 @@ from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
-"""How long, and how often, it is tried to listen where workers look for a coordinator: while nobody listens there, the
-system may give that port to one that connects, if only for a moment."""
+"""Duration and interval of the attempts to listen at the address where workers look for a coordinator. While no process
+listens there, the system may briefly give that port to an outgoing connection."""
 RESTARTS, RESTARTS_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
-"""How often within so long a coordinator that fails is started again, each time after twice the pause."""
+"""Number of restarts of a failing coordinator within `RESTARTS_SECONDS`, each after twice the pause before."""
 HUGGING_FACE = "hugging-face"
-"""The folder of a run for its model as transformers reads it, where it is one of transformers."""
+"""Folder within the run's folder for a model of transformers, in the format of transformers."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
         options: RunOptions = RunOptions(), fork_server: ForkServer | None = None, progress: Progress | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
-    """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
+    """Train by a schedule, from the first iteration or from a checkpoint. If there are several nodes, this is node 0.
 
     Writes `schedule.json`, `losses.jsonl`, `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed
-    and events happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
-    `config`. A `fork_server` may serve several runs, one after the other.
+    and events occur), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. The argument `iterations`
+    replaces the number in `config`. A `fork_server` may serve several runs, one after the other.
 
-    Where a node 0 has died that wrote to `out`, and workers of its run live, this goes on with them.
+    If an earlier node 0 that wrote to `out` has died and workers of its run are alive, this call continues with them.
 
-    Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
-    checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
-    cannot be written, ScheduleError when the schedule is too large for a file, RendezvousError when node 0 cannot
-    listen at its address, RunError when failures leave no way to go on, and RunStopped, which is a KeyboardInterrupt,
-    after SIGTERM or Ctrl-C. Then no process is left, and the losses of the committed iterations are on disk.
+    Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each other, CheckpointError
+    if the checkpoint does not fit, FolderError if another run writes to `out` or has left its results there, OSError if
+    `out` cannot be written, ScheduleError if the schedule is too large for a file, RendezvousError if node 0 cannot
+    listen at its address, RunError if the run cannot continue after failures, and RunStopped, which is a
+    KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process is left, and the losses of the committed
+    iterations are on disk.
     """
     if iterations is not None:
         try:
@@ -112,20 +114,20 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
         launch = _Launch(schedule, config, fit, out, options, resilience, progress, stop)
-        behind, held, restarts = left_behind(out), _Held(fork_server, stack), Restarts()
+        predecessor, server_holder, restarts = left_behind(out), _Held(fork_server, stack), Restarts()
         while True:
             try:
-                return launch.lead(held, behind)
+                return launch.lead(server_holder, predecessor)
             except NobodyLeftError as error:
                 forget_left_behind(out)
-                anew = resilience.resume is None and (options.force or options.again)
-                options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
-                behind, held = None, _Held(fork_server, stack)
+                restarts_from_zero = resilience.resume is None and (options.force or options.again)
+                options.notify(f"{error}{'; starts with iteration 0' if restarts_from_zero else ''}")
+                predecessor, server_holder = None, _Held(fork_server, stack)
             except CoordinatorFailedError as error:
-                behind, pause = left_behind(out), restarts.failed()
-                if behind is None or held.server is None or pause is None or stop.received is not None \
+                predecessor, pause = left_behind(out), restarts.failed()
+                if predecessor is None or server_holder.server is None or pause is None or stop.received is not None \
                         or not resilience.coordinator_timeout_seconds:
-                    held.end(out)
+                    server_holder.end(out)
                     assert error.__cause__ is not None
                     raise RunError(str(error.__cause__)) if isinstance(error.__cause__, NoScheduleError) \
                         else error.__cause__ from None
@@ -135,13 +137,13 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 
 class Restarts:
-    """Of a coordinator that fails."""
+    """Limit on the restarts of a coordinator that fails."""
 
     def __init__(self) -> None:
         self._failures: list[float] = []
 
     def failed(self) -> float | None:
-        """It has failed: after so many seconds it is started again; None: it is not, as it fails too often."""
+        """Count a failure, and return the seconds to wait before the restart; None if there were too many failures."""
         now = time.monotonic()
         self._failures = [*(at for at in self._failures if at > now - RESTARTS_SECONDS), now]
         count = len(self._failures)
@@ -149,25 +151,25 @@ class Restarts:
 
 
 class _Held:
-    """The fork server of this node: the workers here outlive a coordinator that fails."""
+    """Fork server of this node, kept while a failing coordinator is replaced, so that its workers survive."""
 
     def __init__(self, given: ForkServer | None, stack: ExitStack) -> None:
         self._given = given
         self._stack = stack
         self.server: ForkServer | None = None
-        """Once there are workers."""
+        """The fork server; None until workers are started or adopted."""
         self.adopted = False
-        """Whether it may have workers of another coordinator."""
+        """True if the server may have workers of an earlier coordinator."""
 
     def take(self, found: ForkServer | None) -> ForkServer:
-        """That which is found, or given, or a new one."""
+        """Return the fork server: the one already held, else `found`, else the one that was given, else a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
         return self.server
 
     def end(self, out: Path) -> None:
-        """Nobody goes on."""
+        """Kill all workers and clean up the folder, because no coordinator continues the run."""
         if self.server is not None:
             self.server.kill_all()
         forget_left_behind(out)
@@ -188,15 +190,16 @@ class _Launch:
     stop: StopSignals
 
     def lead(self, held: _Held, behind: LeftBehind | None = None) -> RunResult:
-        """See the run through; with what a node 0 has left that has died, or failed here, go on with its workers.
+        """Lead the run to its end, and return its result.
 
-        Raises NobodyLeftError where none of them lives, and CoordinatorFailedError.
+        If `behind` is given, continue with the workers of the node 0 that left it, which has died, or whose coordinator
+        failed in this process. Raises NobodyLeftError if none of these workers is alive, and CoordinatorFailedError.
         """
         config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
         with ExitStack() as stack:
             adopted = held.server if held.adopted else self._adopt(stack, behind)
-            listener, opened = self._listen(behind)
+            listener, address = self._listen(behind)
             stack.callback(listener.close)
             if behind is None:
                 encoded = codec.encode(self.schedule)
@@ -205,8 +208,8 @@ class _Launch:
             stack.push(partial(_unless_failed, clean_up, out))
             fork_server = held.take(adopted)
             fork_server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 0).absolute())
-            store, store_address = host_store(Rendezvous(opened.host, 0))
-            options.announce(opened)
+            store, store_address = host_store(Rendezvous(address.host, 0))
+            options.announce(address)
             commits = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                                 validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out, first)
@@ -219,16 +222,16 @@ class _Launch:
                 progress=self.progress or (lambda *_: None)))
             log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
-            left = self._left(opened, first, settings, fork_server, behind)
+            record = self._left(address, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
-                            first_iteration=first, read=left.read, epoch=left.epoch)
+                            first_iteration=first, read=record.read, epoch=record.epoch)
             alive = [] if adopted is None else find_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), commits,
-                self._processes(fork_server, opened, settings, alive if behind is not None else None, left.crashes,
-                                lambda crashes: writer(partial(leave_behind, out, replace(left, crashes=crashes)))),
+                self._processes(fork_server, address, settings, alive if behind is not None else None, record.crashes,
+                                lambda crashes: writer(partial(leave_behind, out, replace(record, crashes=crashes)))),
                 log, writer)
-            leave_behind(out, left)
+            leave_behind(out, record)
             stack.push(partial(_unless_failed, writer, partial(forget_left_behind, out)))
             try:
                 with events.processes.running(found=behind is not None):
@@ -236,8 +239,8 @@ class _Launch:
             finally:
                 del store  # closes it, whatever an error keeps
             if events.stopped:
-                number = self.stop.received or signal.SIGTERM
-                raise RunStopped(number, f"interrupted by {number.name}" + (
+                signal_received = self.stop.received or signal.SIGTERM
+                raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
                     f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
             write_measured_trace(events.state.log.trace(), out / "trace.json")
             if config.model.hugging_face is not None:
@@ -245,7 +248,7 @@ class _Launch:
         return result_of(self.schedule, events, out)
 
     def _export(self) -> None:
-        """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
+        """Write the model in the format of transformers. If that fails, notify; the layers' own files remain."""
         from slipstream.runtime.model.checkpoints.hugging_face_export import export
         from slipstream.runtime.model.layers.hugging_face.configuration import folder_of, read_config
 
@@ -258,7 +261,10 @@ class _Launch:
             self.options.notify(f"{self.out / HUGGING_FACE} cannot be written: {first_line(error)}")
 
     def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> ForkServer | None:
-        """The workers of this machine that live. Raises NobodyLeftError where no others may."""
+        """Adopt the live workers of this machine; None if there is no earlier run or none of them can be adopted.
+
+        Raises NobodyLeftError if there is no other node that could have live workers.
+        """
         if behind is None:
             return None
         adopted = None if behind.fork_server is None else adopt(behind.fork_server)
@@ -269,7 +275,10 @@ class _Launch:
         return adopted
 
     def _listen(self, behind: LeftBehind | None) -> tuple[socket.socket, Rendezvous]:
-        """Listen; where workers look for a coordinator, if it can be there. Raises RendezvousError."""
+        """Listen for workers, at the earlier coordinator's address if the options allow it. Raises RendezvousError.
+
+        Raises NobodyLeftError if that address cannot be used, because workers look for a coordinator only there.
+        """
         wanted = self.options.rendezvous
         if behind is not None and (wanted is None or wanted.port == 0):
             deadline = time.monotonic() + LISTEN_SECONDS
@@ -284,16 +293,16 @@ class _Launch:
         return listen(wanted)
 
     def _settings(self, behind: LeftBehind | None, adopted: ForkServer | None) -> NodeSettings:
-        resume, given = self.resilience.resume, self.options.secret
-        own = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
+        resume, shared_secret = self.resilience.resume, self.options.secret
+        own_secret = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
-        return NodeSettings(config=self.config, secret=given or own, out=str(self.out.resolve()),
+        return NodeSettings(config=self.config, secret=shared_secret or own_secret, out=str(self.out.resolve()),
                             resume=path if behind is None else behind.resume,
                             coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
 
     def _left(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
               behind: LeftBehind | None) -> LeftBehind:
-        """What this node 0 leaves, should it die."""
+        """Return the record that a new node 0 needs if this one dies."""
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
         read = samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
@@ -318,19 +327,25 @@ class _Launch:
     def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
                    found: Sequence[Worker] | None, crashes: Crashes,
                    keep: Callable[[Crashes], None]) -> ProcessManager:
-        """`found` are the workers here that lived; None: all are to be started."""
+        """Return the manager of all worker processes.
+
+        The argument `found` holds the workers on this node that are alive; None if all of them are to be started.
+        """
         fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
-        there = places if found is None else found
+        running = places if found is None else found
         return ProcessManager(local, places, self.resilience.returns,
-                              [worker for worker in self.schedule.grid.workers() if worker not in there],
+                              [worker for worker in self.schedule.grid.workers() if worker not in running],
                               self.resilience.node_failures,
                               faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep)
 
 
 def _unless_failed(work: Callable[..., object], *given: Any) -> None:
-    """For ExitStack.push, with what `work` is given before what that gives: another goes on with all of it."""
+    """Call `work`, unless the coordinator failed and another one takes over what `work` would remove.
+
+    It is an exit callback for `ExitStack.push`: the arguments for `work` come first, then the three of the exception.
+    """
     *arguments, kind, _, _ = given
     if kind is None or not issubclass(kind, CoordinatorFailedError):
         work(*arguments)

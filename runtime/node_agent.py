@@ -1,6 +1,6 @@
-"""Takes part in a run as a node that is not node 0: starts and ends workers as the coordinator says.
+"""Take part in a run as a node other than node 0: start and end workers on the coordinator's instructions.
 
-What they run, and where they write, comes from this node's own job file and command line.
+The program that the workers run and the place where they write come from this node's own job file and command line.
 """
 
 import select
@@ -48,21 +48,21 @@ from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
 ASK_AGAIN_SECONDS = 0.5
-"""A node that the coordinator still has from before."""
+"""Seconds between attempts to join while the coordinator still counts this node's last process as present."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """What a node runs that is not node 0: its own job file and command line say so, and nothing that it is sent."""
+    """Job of a node other than node 0, taken from its own job file and command line, never from the network."""
 
     config: RunConfig
     workers: Sequence[Worker]
-    """All of the job: no other is started."""
+    """All workers of the job; the node starts no others."""
     secret: Secret
     resume: Path | None = None
-    """Folder with the checkpoint that node 0 goes on from, or that of a run that has it."""
+    """Folder of the checkpoint from which node 0 resumes, or of a run that has it."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """How long to hold still for another node 0 when that of the run is gone; 0: end."""
+    """Seconds to wait for another node 0 after that of the run is gone; 0: end at once."""
 
 
 def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
@@ -71,16 +71,17 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
          notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
-    is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
+    The logs of its workers, and the parameters of layers that they write, go into `out`. `notify` is called while node
+    0 is waited for. After SIGTERM or Ctrl-C the workers of this node leave the run at the next iteration, and the other
+    nodes continue.
 
-    Raises RendezvousError when node 0 cannot be reached or has another secret, ConfigError when its job or this machine
-    do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
+    Raises RendezvousError if node 0 cannot be reached or has another secret, ConfigError if its job or this machine
+    does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and
     RunStopped.
     """
     require_descriptors(OWN)
-    anew = True
-    while anew:
+    joins_again = True
+    while joins_again:
         channel, setup = _join_node(rendezvous, job, node, join_timeout_seconds, notify)
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
@@ -91,7 +92,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             stack.enter_context(locked(out, node))
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
-            # That of one worker would have nothing to put together.
+            # A single worker has no reports that could be combined.
             gatherer = stack.enter_context(Gatherer()) if len(setup.workers) > 1 else None
             settings = replace(settings, reports=None if gatherer is None else gatherer.address)
             server = fork_server or stack.enter_context(ForkServer())
@@ -105,8 +106,8 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
                                    grace_seconds=grace_seconds,
                                    coordinator_timeout_seconds=job.coordinator_timeout_seconds)
                 error = agent.serve()
-        anew = agent.anew and stop.received is None
-        if anew:
+        joins_again = agent.anew and stop.received is None
+        if joins_again:
             notify(f"{error}: joins node 0 again, which begins anew")
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
@@ -116,7 +117,10 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
 
 
 def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
-    """Those of this node's workers. Raises ConfigError where node 0 has other options, or there are too few."""
+    """Return the GPUs of this node's workers.
+
+    Raises ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
+    """
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
     cards, gpus = gpu_count(setup.device), gpu_share([workers * ranks for workers in setup.shares], node, local)
@@ -127,27 +131,27 @@ def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, rank
 
 
 def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
-    """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    """Return the settings that this node gives to its workers. Raises ConfigError if node 0 runs another job."""
     config = job.config
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
         ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
-            # How long to train is for node 0 to say, like the other numbers of `Setup`.
+            # Node 0 decides how long to train, like the other numbers of `Setup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
                 raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
                                   "0; start every node with the same job file and options")
-    strange = set(setup.workers) - set(job.workers)
-    if strange:
-        raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
+    unknown = set(setup.workers) - set(job.workers)
+    if unknown:
+        raise ConfigError(f"node 0 has a worker {min(unknown)}, which the job here has not; start every node with the "
                           "same job file")
     resume = None
     if setup.first_iteration and not setup.restarted:
         if job.resume is None:
             raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
         resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
+    elif setup.first_iteration and job.resume is not None:  # layers come from other workers, while they have them
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
     return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
@@ -155,23 +159,27 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
 
 
 def _own_checkpoint(folder: Path, iteration: int) -> Path:
-    """The checkpoint of an iteration: in a folder, in that of a run, or the folder itself. Raises CheckpointError."""
+    """Return the path of a checkpoint: in `folder`, in its checkpoints if it is a run's folder, or `folder` itself.
+
+    Raises CheckpointError if the checkpoint is of another iteration.
+    """
     name = f"iteration-{iteration}"
     path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
-    found = open_checkpoint(path).iteration
-    if found != iteration:
-        raise CheckpointError(f"{path}: a checkpoint of iteration {found}; node 0 goes on from that of {iteration}")
+    actual = open_checkpoint(path).iteration
+    if actual != iteration:
+        raise CheckpointError(f"{path}: a checkpoint of iteration {actual}; node 0 goes on from that of {iteration}")
     return path
 
 
 def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
                notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
+    """Connect to the coordinator, and return the connection and its answer.
 
-    A node 0 that was there, and is gone, is waited for as long as in a run. Raises RendezvousError.
+    Asks again while the coordinator has not noticed that this node's last process is gone. If node 0 disappears before
+    it answers, waits for it as long as during a run. Raises RendezvousError.
     """
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
-    told = False
+    notified = False
     while True:
         channel: Channel[ToNodeAgent] = Channel(
             rendezvous, job.secret, JoinNode(node), to_node_agent.decode,
@@ -179,7 +187,7 @@ def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds:
         patience = job.coordinator_timeout_seconds
         try:
             answer = channel.wait_for(NodeSetup, NodeTaken)
-        except RendezvousError:  # it has died, or ended, before it could answer
+        except RendezvousError:  # node 0 died or ended before it could answer
             channel.close()
             if not patience or time.monotonic() > deadline:
                 raise
@@ -190,14 +198,15 @@ def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds:
         channel.close()
         if time.monotonic() > deadline:
             raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
-        if not told:
+        if not notified:
             notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
-            told = True
+            notified = True
         time.sleep(ASK_AGAIN_SECONDS)
 
 
 class _NodeAgent:
-    """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
+    """Carries out the coordinator's messages, and reports the ends of this node's workers, until the run ends or is
+    left."""
 
     def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
                  gatherer: Gatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
@@ -206,7 +215,7 @@ class _NodeAgent:
         self._link = link
         self._limit = limit
         self._heard = time.monotonic()
-        """When node 0 said anything last."""
+        """Time of the last message from node 0, by time.monotonic."""
         self._processes = processes
         self._gatherer = gatherer
         self._stop = stop
@@ -214,16 +223,17 @@ class _NodeAgent:
         self._grace_seconds = grace_seconds
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
-        """Once it was told to end."""
+        """Time by which this node must end after it was asked to, by time.monotonic; None until then."""
         self._ended: list[Ended] = []
-        """Workers that have ended while there was no node 0."""
+        """Workers that ended while there was no node 0, to be reported to the next one."""
         self.anew = False
-        """Whether node 0 begins the run anew after this one has ended."""
+        """True if node 0 starts the run again from its beginning after this one has ended."""
 
     def serve(self) -> str | None:
-        """How it ended: None, or why it failed.
+        """Serve until the run ends, and return None or the reason why it failed.
 
-        Raises RunError when node 0 is gone and no other comes, ForkServerError when the workers are.
+        Raises RunError if node 0 is gone and no other comes, and ForkServerError if the fork server, and with it the
+        workers, are gone.
         """
         waker, woken = socket.socketpair()
         with waker, woken, self._stop.asking(lambda: waker.send(b"!")):
@@ -240,14 +250,17 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow(self, woken: socket.socket) -> str | None:
-        """Do as the coordinator says. Raises RendezvousError when it is gone."""
+        """Follow the coordinator's messages, and return the run's error or None.
+
+        Raises RendezvousError if node 0 is gone.
+        """
         link, self._heard = self._link, time.monotonic()
         ended, self._ended = self._ended, []
-        for end in ended:
-            link.send(end)
+        for report in ended:
+            link.send(report)
         with selectors.DefaultSelector() as selector:
-            for one in (link, self._processes, woken):
-                selector.register(one, selectors.EVENT_READ)
+            for source in (link, self._processes, woken):
+                selector.register(source, selectors.EVENT_READ)
             if self._gatherer is not None:
                 selector.register(self._gatherer, selectors.EVENT_READ)
                 self._gatherer.begin()
@@ -285,22 +298,22 @@ class _NodeAgent:
             for ended in self._processes.poll():
                 self._link.send(ended)
         except ForkServerError:
-            for worker in self._processes.alive():  # node 0 would miss them anyway, but later
+            for worker in self._processes.alive():  # node 0 would notice by itself, but later
                 self._link.send(Ended(worker, -signal.SIGKILL))
             raise
 
     def _find_another(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Node 0 is gone: the workers here hold still until there is another one.
+        """Wait for another node 0 after this one is gone; the workers of this node pause meanwhile.
 
-        Its answer, where that goes on without this node. Raises RunError where none comes in time, or this node is told
-        to end.
+        Returns None once another coordinator is followed, or its `RunEnded` if it continues without this node. Raises
+        RunError if none comes in time, or if this node is asked to end.
         """
         seconds = self._coordinator_timeout_seconds
         if seconds:
             self._notify(f"{gone}; waits {seconds:g} s for another one")
         deadline = time.monotonic() + seconds
         while self._deadline is None and time.monotonic() < deadline:
-            self._ended += self._processes.poll()  # the new node 0 is told who lives, and then who does not
+            self._ended += self._processes.poll()  # the new node 0 gets the live workers with JoinNode, then these
             with suppress(RendezvousError):
                 hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.alive()))
                 return self._link.follow_another(hello, RunEnded, lambda _: None)

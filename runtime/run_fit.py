@@ -1,4 +1,4 @@
-"""What schedule, configuration and machine make together, found out before anything begins."""
+"""Check before a run that schedule, configuration and machine fit, and compute what follows from all three."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,34 +35,36 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a run will be laid out."""
+    """Properties of a run that follow from schedule, configuration and machine."""
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
     placement: Placement
     shares: Sequence[Sequence[Worker]]
-    """The workers of each node that are there from the start."""
+    """Workers of each node that are live from the start."""
     domains: FailureDomains
     gpus: GpuShare
     transport: Transport
     forms: tuple[FormSpec, ...]
-    """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
+    """Forms of the values that pass each cut between layers. Computed once for all workers and before node 0 listens,
+    because it takes seconds."""
     work: IterationWork
-    """What an iteration is."""
+    """Tokens and operations of an iteration."""
     shared_layers: tuple[frozenset[int], ...]
-    """The layers of each group that has a parameter together."""
+    """Layers of each group that shares a parameter."""
     whole_schedules: bool
-    """Whether workers deal or evaluate data by the whole of each schedule."""
+    """True if workers need the whole of each schedule, to deal samples or to evaluate."""
     elements: tuple[Elements, ...]
-    """Of each layer: how many are trained."""
+    """Numbers of trained elements, for each layer."""
     data: FormSpec | None = None
-    """Of each micro-batch that the data give."""
+    """Form of each micro-batch that the data give."""
 
 
 def samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """What a checkpoint says was read before its iteration, unless iterations of this run read as much.
+    """Return how many samples were read before the iteration of a checkpoint.
 
-    A checkpoint of an earlier version says nothing: it is taken to be of such a run.
+    Returns `FROM_THE_START` if iterations of this run read as many, and for a checkpoint of an earlier version, which
+    does not say.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):
@@ -71,7 +73,10 @@ def samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Seq
 
 
 def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = FROM_THE_START) -> Fit:
-    """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
+    """Check that schedule, configuration and machine fit, and return the result.
+
+    Raises PlacementError and ConfigError.
+    """
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
@@ -80,14 +85,14 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
     with standing_in(ranks):
         model = model_for(config.model, training.seed, parameter_dtype(training), torch.device(device))
         with counted() as flops:
-            at_layer = forms(model, config)
+            layer_forms = forms(model, config)
         require_matches(model, training)
         optimizer_factory(training)
         elements = trained_elements(model, training)
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches, read)
-    given = batch_form(config)
-    require_alike(corpus, config, schedule.grid.microbatches, given, read.iteration)
+    data_form = batch_form(config)
+    require_alike(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
     require_known_costs(corpus, schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
@@ -97,18 +102,18 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
     return Fit(device, model, placement, shares, domains, gpus,
                choose_transport(training.backend, device, gpus.workers, gpu_count(device),
                                 shared=training.share_devices),
-               tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
+               tuple(FormSpec.of(layer_forms[cut]) for cut in placement.cuts),
                IterationWork(tokens=training.batch * config.model.context * microbatches,
                              flops=flops.training(microbatches), peak_flops=training.peak_flops or options.peak_flops),
                tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                training.evaluate_every is not None
                or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None,
-               elements, FormSpec.of(given))
+               elements, FormSpec.of(data_form))
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
               resilience: Resilience) -> Setup:
-    """What the workers must know."""
+    """Return the message that tells workers what they must know before their first order."""
     grid = schedule.grid
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,

@@ -1,4 +1,4 @@
-"""The folder of a run: one run writes there at a time, and none over the results of another."""
+"""Folder of a run: its lock, which lets only one run write to it, and the rules for what a run may replace."""
 
 import contextlib
 import os
@@ -27,31 +27,32 @@ from slipstream.schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
 LOCK_SECONDS = 0.2
-"""How long to wait for a lock: what a killed node has left is held for a moment while it is removed."""
+"""Seconds to wait for a lock. While a killed node's lock file is removed, it is held for a moment."""
 _BEHIND = ".running.json"
 _LOCK = ".node-{}.lock"
 _TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
               f"{SCHEDULES}/.*.json.????????")
-"""Files of writers that were killed."""
+"""Temporary files of writers that were killed."""
 _STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
-"""What a run makes anew, also when it goes on."""
+"""Files that a run writes again, even when it resumes."""
 _RESULTS = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """What node 0 leaves in its folder while a run takes place, for a node 0 that is started after it has died."""
+    """Record that node 0 keeps in its folder during a run, for a node 0 that is started after it has died."""
 
     epoch: int
-    """Of its coordinator (`runtime.protocol.setup.Setup`)."""
+    """Epoch of its coordinator (`runtime.protocol.setup.Setup`)."""
     coordinator: Rendezvous
-    """Where its workers look for another one."""
+    """Address where its workers look for another coordinator."""
     first_iteration: int
     read: SamplesRead = FROM_THE_START
-    """What runs on other grids have read before (`Setup.read`)."""
+    """Number of samples that runs on other grids have read before (`Setup.read`)."""
     resume: str | None
-    """Folder of the checkpoint that the run began from."""
+    """Folder of the checkpoint from which the run began; None if it began with iteration 0."""
     fork_server: str | None
-    """The name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt`)."""
+    """Name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt`); None: they cannot
+    be adopted."""
     crashes: Crashes = ()
 
 
@@ -59,15 +60,15 @@ _LEFT_BEHIND = msgspec.json.Decoder(LeftBehind)
 
 
 class FolderError(ValueError):
-    """A folder that this run may not write to. The message is one line."""
+    """This run may not write to the folder. The message is one line."""
 
 
 @contextlib.contextmanager
 def locked(out: Path, node: int) -> Iterator[None]:
-    """Make the folder, and hold it for one node of a run. The system lets go of it when this process ends in any way.
+    """Create the folder, and hold its lock for one node of a run. The system releases the lock when this process ends.
 
-    All that share the folder's file system see the lock, where that has flock, as NFS does. Raises FolderError while
-    another process holds it, and OSError.
+    All processes that share the folder's file system see the lock if that file system has flock, as NFS does. Raises
+    FolderError while another process holds it, and OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = lock_of(out, node)
@@ -75,17 +76,17 @@ def locked(out: Path, node: int) -> Iterator[None]:
         if sys.platform != "win32":
             descriptor = _lock(path)
             stack.callback(os.close, descriptor)
-            stack.callback(path.unlink, missing_ok=True)  # first, while it is held
+            stack.callback(path.unlink, missing_ok=True)  # called first, while the lock is still held
         yield
 
 
 def leave_behind(out: Path, left: LeftBehind) -> None:
-    """Note what a new node 0 needs; only this user can read it. Raises OSError."""
+    """Write the record that a new node 0 needs; only this user can read it. Raises OSError."""
     write_atomically(out / _BEHIND, msgspec.json.encode(left))
 
 
 def left_behind(out: Path) -> LeftBehind | None:
-    """What a node 0 has left that has died; None: none has, or its run has ended."""
+    """Return the record of a node 0 that has died; None if its run has ended, or there was none."""
     try:
         return _LEFT_BEHIND.decode((out / _BEHIND).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -93,12 +94,12 @@ def left_behind(out: Path) -> LeftBehind | None:
 
 
 def forget_left_behind(out: Path) -> None:
-    """The run ends, or nobody of the last one lives."""
+    """Remove the record for a new node 0, when the run ends or no worker of the last run is alive."""
     (out / _BEHIND).unlink(missing_ok=True)
 
 
 def holder(out: Path) -> str | None:
-    """Which process of node 0 holds a folder, as its lock says; None: none does, or not this folder."""
+    """Return the name of node 0's process that holds the folder, as written in the lock; None if there is none."""
     try:
         return lock_of(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -106,10 +107,11 @@ def holder(out: Path) -> str | None:
 
 
 def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
-    """Raises FolderError where a run would write over the results of another, and CheckpointError.
+    """Raise FolderError if a run would overwrite the results of another one, or CheckpointError.
 
-    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own. With `force`, all may go;
-    with `again`, what nothing was saved of. The folder must be locked.
+    A run that resumes from a checkpoint in this folder may replace the results that are there. With `force`, a run may
+    remove everything; with `again`, only the results of a run that saved neither a checkpoint nor parameters. The
+    folder must be locked.
     """
     if resume is not None and _is_own(resume, out):
         newest = latest(out / CHECKPOINTS)
@@ -117,14 +119,14 @@ def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, for
             raise FolderError(f"{out / CHECKPOINTS}: holds a checkpoint of iteration {newest.iteration} already; go on "
                               "from that one with --resume, give another --out, or drop it with --force")
     else:
-        found = "" if force or (again and not saved(out)) else results(out)
-        if found:
-            raise FolderError(f"{out}: holds the results of another run ({found}): {_way_on(out, config)}give another "
+        left = "" if force or (again and not saved(out)) else results(out)
+        if left:
+            raise FolderError(f"{out}: holds the results of another run ({left}): {_way_on(out, config)}give another "
                               "--out, or start anew with --force")
 
 
 def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
-    """Make the folder this run's: `require_free`, and remove what must go, and what killed writers have left.
+    """Prepare the folder for this run: check `require_free`, remove old results, and clean up after killed writers.
 
     The folder must be locked. Raises FolderError, CheckpointError and OSError.
     """
@@ -139,8 +141,9 @@ def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: boo
 
 
 def clean_up(out: Path) -> None:
-    """Remove what killed writers have left, and locks of killed nodes. All of this run must have ended, and the folder
-    be locked.
+    """Remove the temporary files of killed writers, and the locks of killed nodes.
+
+    All processes of this run must have ended, and the folder must be locked.
     """
     for path in out.glob(_LOCK.format("*")):
         remove_lock(path)
@@ -154,20 +157,20 @@ def clear_parameters(out: Path) -> None:
 
 
 def results(out: Path) -> str:
-    """What a run has left in a folder, in words; empty where there is nothing that anybody could miss."""
+    """Return a description of a run's results in the folder; empty if it has no results that could be missed."""
     done = iterations_done(out)
     return ", ".join(([f"{done} iterations"] if done else []) + saved(out))
 
 
 def iterations_done(out: Path) -> int:
-    """How many iterations a run has left the losses of."""
+    """Return the number of iterations whose losses a run has left."""
     with contextlib.suppress(OSError):
         return (out / LOSSES).read_bytes().count(b"\n")
     return 0
 
 
 def saved(out: Path) -> list[str]:
-    """What a run has left in a folder that others can go on from, or use."""
+    """Return descriptions of the checkpoint and the parameters in the folder, which other runs can use."""
     newest = latest(out / CHECKPOINTS)
     return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
         + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
@@ -178,7 +181,7 @@ def _is_own(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def _way_on(out: Path, config: RunConfig) -> str:
-    """What a job can do with the checkpoint there, as the beginning of a list of what to do."""
+    """Return the beginning of a list of remedies: what the job can do with the folder's newest checkpoint."""
     newest = latest(out / CHECKPOINTS)
     if newest is None:
         return ""
@@ -194,12 +197,12 @@ def _remove(out: Path, *patterns: str) -> None:
 
 
 def lock_of(out: Path, node: int) -> Path:
-    """The lock file of a node."""
+    """Return the path of a node's lock file."""
     return out / _LOCK.format(node)
 
 
 def remove_lock(path: Path | str) -> None:
-    """Remove a lock file that nobody holds: its last holder was killed."""
+    """Remove the lock file of a killed process; does nothing if a process holds the lock."""
     path = Path(path)
     with contextlib.suppress(FolderError, OSError):
         if sys.platform != "win32" and path.exists():
@@ -209,7 +212,10 @@ def remove_lock(path: Path | str) -> None:
 
 
 def _lock(path: Path) -> int:
-    """An open descriptor of the lock file, locked; it names the process that holds it."""
+    """Open and lock a lock file, and write the name of this process into it. Returns the file descriptor.
+
+    Raises FolderError if another process holds the lock for longer than `LOCK_SECONDS`.
+    """
     import fcntl
 
     deadline = time.monotonic() + LOCK_SECONDS

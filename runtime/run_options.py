@@ -1,4 +1,4 @@
-"""What a run is given besides a schedule and a configuration: how it deals with failures, and where it takes place."""
+"""Options of a run besides schedule and configuration: how it deals with failures, and where it runs."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,12 @@ from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
 from slipstream.schedules.schedule import Worker
 
 STALL_TIMEOUT_SECONDS = 300.0
-"""One op takes seconds."""
+"""Default for `Resilience.stall_timeout_seconds`. It is long, because one op takes seconds."""
 Notify = Callable[[Recovery | SpeedEvent | str], None]
-"""Called with a recovery, with what was done about slow workers, or with something that went wrong and was survived;
-`str` of it is one line for people."""
+"""Function that is called with a recovery, a speed event, or a problem that the run survived.
+
+`str` of the argument is one line for users.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,79 +35,82 @@ class Resilience:
     """How a run deals with failures."""
 
     scheduler: Scheduler | None = None
-    """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
+    """Function that returns the schedule for a set of failed workers, called outside of the event loop; None: the run
+    ends at the first failure."""
     at_speeds: SchedulerAtSpeeds | None = None
-    """Gives the schedule where workers are slow, and for failures then; None: they are told of, and that is all."""
+    """Function that returns the schedule for failures while workers are slow; None: slow workers are reported only."""
     heartbeat_timeout_seconds: float = 5.0
-    """A worker that shows no sign of life for so long is given up."""
+    """Seconds without a heartbeat after which a worker counts as dead."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
-    """How long workers are waited for before the first iteration."""
+    """Seconds to wait for all workers before the first iteration."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
-    """When nothing has been committed for so long, it is said who waits for what."""
+    """Seconds without a committed iteration after which the run reports which worker waits for what."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """How long workers hold still for another node 0 when this one has died; 0: they end."""
+    """Seconds that workers wait for another node 0 after this one has died; 0: they end at once."""
     fetch_bytes_per_second: float | None = None
-    """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
-    """
+    """Rate at which each worker sends layers to a joining worker while it trains; None: unlimited."""
     checkpoint_every: int | None = 0
-    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
+    """Number of iterations between checkpoints; 0: no checkpoints; None: as often as costs less than 1 % of the
+    time."""
     verify_every: int = VERIFY_EVERY
-    """Iterations from one comparison of workers' copies of parameters and optimizer state to the next; 0: they are
-    compared where an order begins, a checkpoint is written, and before the last step."""
+    """Number of iterations between comparisons of the workers' copies of parameters and optimizer state; 0: they are
+    compared only at the start of an order, at a checkpoint, and before the last step."""
     resume: Checkpoint | None = None
-    """Where to go on from."""
+    """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
-    """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
-    then the run ends."""
+    """Planner of schedules for which layers move, which is needed when fewer workers live than there are stages; None:
+    the run then ends."""
     settling: Settling | None = None
-    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
+    """Rules by which layers move to better schedules after failures; None: layers stay where they are as long as
+    possible."""
     injections: tuple[Injection, ...] = ()
-    """Failures on purpose."""
+    """Failures to inject, for rehearsals."""
     slowdowns: tuple[Slowdown, ...] = ()
-    """Workers that are slow on purpose."""
+    """Workers to slow down, for rehearsals."""
     node_failures: tuple[NodeFailure, ...] = ()
-    """Nodes whose workers all fail at once, on purpose."""
+    """Nodes whose workers all fail at the same time, for rehearsals."""
     returns: tuple[Return, ...] = ()
-    """Workers to start again once they are dead."""
+    """Workers to start again after they died."""
     faults_per_hour: int = 0
-    """How often within an hour a worker that crashes is started again, each time after a longer pause; a node has
-    twice as many. 0: who is dead stays out, but for `returns`."""
+    """Number of restarts within an hour of a worker that crashes, each after a longer pause; a node has twice as many.
+    0: dead workers are not started again, except for `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Where a run takes place, and what is told about it."""
+    """Options for the place of a run, and for what it reports."""
 
     nodes: int = 1
     rendezvous: Rendezvous | None = None
-    """Where node 0 listens; None: on loopback."""
+    """Address at which node 0 listens; None: on loopback."""
     announce: Callable[[Rendezvous], None] = lambda _: None
-    """Called with the address once node 0 listens there."""
+    """Function that is called with the address when node 0 listens there."""
     local: LocalProcess = ALONE
-    """Which of the processes that share this machine this is."""
+    """Place of this process among the processes of its machine."""
     topology: Sequence[Collection[Worker]] = ()
-    """The workers of each machine, where the job says so; else the nodes are what they are started as."""
+    """Workers of each machine, if the job names them; else each node is a group of consecutive workers."""
     secret: Secret | None = None
-    """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
+    """Secret that all nodes share (`runtime.protocol.authentication`); None: there is one node, which creates one."""
     traced: int = 3
-    """How many iterations, the last ones, `trace.json` holds."""
+    """Number of iterations, the last ones, in `trace.json`."""
     force: bool = False
-    """Remove what another run has left in the folder, instead of refusing to write there."""
+    """If true, remove what another run has left in the folder, instead of refusing to write there."""
     again: bool = False
-    """Do its iterations again where it has saved nothing, neither a checkpoint nor parameters."""
+    """If true, run the iterations of an earlier run again if it has saved neither a checkpoint nor parameters."""
     grace_seconds: float = GRACE_SECONDS
-    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
+    """Seconds that the run may continue after SIGTERM or Ctrl-C. It ends at the next iteration, with a checkpoint."""
     notify: Notify = lambda _: None
-    """Called with what people should know. This and the next two are called between messages of workers, which wait
-    meanwhile; `slipstream train` prints in a thread."""
+    """Function that is called with messages for users. This and the next two functions are called between messages of
+    workers, which wait meanwhile; therefore `slipstream train` prints in a thread."""
     observe: Observer = lambda _: None
-    """Called with each event of the run (`runtime.events`)."""
+    """Function that is called with each event of the run (`runtime.events`)."""
     observe_iteration: IterationObserver | None = None
-    """Called with loss, gradient norm, learning rate and speed of each iteration once it is committed
-    (`runtime.events.Metrics`). After going back to a checkpoint, iterations are told again."""
+    """Function that is called with loss, gradient norm, learning rate and speed of each committed iteration
+    (`runtime.events.Metrics`). After the run went back to a checkpoint, it is called again for the iterations that are
+    repeated."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
+    """Planned period with all workers, if the first schedule is for fewer; None: it was not planned."""
     tensorboard: Path | None = None
-    """Folder for TensorBoard's files; None: there are none."""
+    """Folder for TensorBoard's files; None: none are written."""
     peak_flops: float | None = None
-    """What a worker's device does at its best where `[training] peak_flops` is silent; None: not known."""
+    """Peak operations per second of a worker's device, used if `[training] peak_flops` is not set; None: unknown."""

@@ -1,7 +1,7 @@
-"""Run record: what a run's folder says about its course: events, iterations, and how fast each order was.
+"""Run record: the history of a run as its folder has it, with events, iterations, and the speed of each generation.
 
-A run may have been started several times. All times here are *run seconds*: those of its starts, one after the other,
-without the time between them. Importing this needs no torch.
+A run may have been started several times. All times here are *run seconds*, which count the time of all starts, one
+after the other, without the time between them. Importing this module needs no torch.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from slipstream.schedules.document import Header
 from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 2**28
-"""Of each file: a million iterations take a third of this."""
+"""Largest size of each file that is read; a million iterations take a third of it."""
 T = TypeVar("T")
 _HEADER = msgspec.json.Decoder(Header)
 
@@ -43,21 +43,21 @@ class RunRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event."""
+    """An event and when it occurred."""
 
     at: float
-    """Run seconds."""
+    """Time of the event, in run seconds."""
     event: Kind
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedIteration:
-    """An iteration that was committed and never given up."""
+    """An iteration that was committed and not discarded later."""
 
     at: float
-    """Run seconds."""
+    """Time of the commit, in run seconds."""
     took: float
-    """Since the one before was committed, or since the first order of its start: with what was lost between them."""
+    """Seconds since the commit before, or since the first order of this start, including any pause between them."""
     iteration: int
     loss: float | None
     period: float | None
@@ -66,10 +66,10 @@ class CommittedIteration:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The time from one order to the next, or to the end of its start of the run."""
+    """One generation: the time from an order to the next one, or to the end of that start of the run."""
 
     begin: float
-    """Run seconds."""
+    """Begin, in run seconds."""
     end: float
     order: OrderGiven
     committed: tuple[CommittedIteration, ...]
@@ -77,17 +77,17 @@ class Stretch:
 
     @property
     def measured_period(self) -> float | None:
-        """Median over iterations of the longest busy window, without the first one, which warms up."""
-        return _median([one.period for one in self._warm if one.period is not None])
+        """Median over iterations of the longest busy window, without the first iteration, which warms up."""
+        return _median([line.period for line in self._warm if line.period is not None])
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Median from one commit to the next, without the first one, which has a change of members before it."""
-        return _median([one.took for one in self._warm])
+        """Median of the seconds between commits, without the first one, which includes the change of members."""
+        return _median([line.took for line in self._warm])
 
     @property
     def planned_share(self) -> float | None:
-        """Of the fault-free throughput, as planned."""
+        """Planned throughput as a share of the fault-free throughput; None if either period is unknown."""
         planned = self.order.planned_period
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
@@ -98,51 +98,50 @@ class Stretch:
 
 @dataclass(frozen=True)  # without slots: some of it is computed once
 class RunRecord:
-    """The course of a run."""
+    """The history of a run."""
 
     folder: Path
     events: tuple[Happened, ...]
     committed: tuple[CommittedIteration, ...]
     stretches: tuple[Stretch, ...]
     seconds: float
-    """The sum over all starts."""
+    """Duration of the run, summed over all starts."""
 
     @cached_property
     def starts(self) -> tuple[Started, ...]:
-        """Each start of the run."""
-        return tuple(one.event for one in self.events if isinstance(one.event, Started))
+        """Events of the starts of the run."""
+        return tuple(timed.event for timed in self.events if isinstance(timed.event, Started))
 
     @property
     def finished(self) -> Finished | None:
-        """How its last start ended; None: it goes on, or was killed."""
+        """End of the last start; None if it is still running or was killed."""
         last = self.events[-1].event
         return last if isinstance(last, Finished) else None
 
     @cached_property
     def whole_seconds(self) -> float | None:
-        """Median of an iteration, measured while all workers took part."""
-        return _median([one.took for stretch in self.stretches if stretch.order.phase == "whole"
-                        for one in stretch.committed[1:]])
+        """Median seconds of an iteration while all workers took part; None if there was none."""
+        return _median([line.took for stretch in self.stretches if stretch.order.phase == "whole"
+                        for line in stretch.committed[1:]])
 
     @cached_property
     def cost_error(self) -> float | None:
-        """How far the costs of samples were from what their ops took: the median of iterations; None: none are known.
-        """
-        return _median([one.cost_error for one in self.committed if one.cost_error is not None])
+        """Median over iterations of the samples' cost error (see `Iteration`); None if no costs are known."""
+        return _median([line.cost_error for line in self.committed if line.cost_error is not None])
 
     def measured_share(self, stretch: Stretch) -> float | None:
-        """Of the throughput measured with all workers; None: it was not."""
+        """Return a generation's throughput as a share of that with all workers; None if either was not measured."""
         whole, seconds = self.whole_seconds, stretch.iteration_seconds
         return whole / seconds if whole and seconds else None
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises RunRecordError."""
+    """Read the history of a run from its folder. Raises RunRecordError."""
     events = _events(folder)
-    begins = [one for one in events if isinstance(one, Started)]
-    iterations = [(one, one.time) for one in _iterations(folder) if one.time is not None]
-    times = [one.time for one in begins]
-    lengths = [0.0] * len(begins)
+    starts = [entry for entry in events if isinstance(entry, Started)]
+    iterations = [(entry, entry.time) for entry in _iterations(folder) if entry.time is not None]
+    times = [entry.time for entry in starts]
+    lengths = [0.0] * len(starts)
     start = -1
     owners = []
     for event in events:
@@ -156,18 +155,22 @@ def read_run(folder: Path) -> RunRecord:
     happened = tuple(Happened(offsets[start] + event.seconds, event)
                      for event, start in zip(events, owners, strict=True))
     ends = [*offsets[1:-1], offsets[-1]]
-    orders = [(one.at, ends[owner], one.event) for one, owner in zip(happened, owners, strict=True)
-              if isinstance(one.event, OrderGiven)]
-    begun = {bisect_right(offsets, at, hi=len(begins)) - 1: at for at, _, _ in reversed(orders)}
-    committed = _committed([(one, offsets[start] + max(0.0, round(time - times[start], 3)), start)
-                            for (one, time), start in zip(iterations, starts_of, strict=True)], offsets, begun)
-    fault_free = next((one.fault_free_period for one in reversed(begins) if one.fault_free_period), None)
+    orders = [(entry.at, ends[owner], entry.event) for entry, owner in zip(happened, owners, strict=True)
+              if isinstance(entry.event, OrderGiven)]
+    begun = {bisect_right(offsets, at, hi=len(starts)) - 1: at for at, _, _ in reversed(orders)}
+    committed = _committed([(entry, offsets[start] + max(0.0, round(time - times[start], 3)), start)
+                            for (entry, time), start in zip(iterations, starts_of, strict=True)], offsets, begun)
+    fault_free = next((entry.fault_free_period for entry in reversed(starts) if entry.fault_free_period), None)
     return RunRecord(folder, happened, committed, _stretches(orders, committed, fault_free), offsets[-1])
 
 
 def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
                begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
-    """`placed` are iterations, each with its run seconds and its start; `begun`: the first order of each start."""
+    """Return the committed iterations with the time that each took.
+
+    The argument `placed` has iterations, each with its run seconds and the number of its start; `begun` has the time of
+    the first order of each start.
+    """
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:
         before = last if start == last_start else begun.get(start, offsets[start])
@@ -179,7 +182,7 @@ def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence
 def _stretches(orders: Sequence[tuple[float, float, OrderGiven]], committed: Sequence[CommittedIteration],
                fault_free: float | None) -> tuple[Stretch, ...]:
     ends = [min(end, following[0]) for (_, end, _), following in pairwise(orders)] + [end for _, end, _ in orders[-1:]]
-    times = [one.at for one in committed]
+    times = [line.at for line in committed]
     return tuple(
         Stretch(begin, end, order, tuple(committed[bisect_right(times, begin):bisect_right(times, end)]), fault_free)
         for (begin, _, order), end in zip(orders, ends, strict=True))
@@ -216,13 +219,13 @@ def _lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
     if lines.pop():
         raise RunRecordError(f"{path}: line {len(lines) + 1}, the last one, is cut off; remove it, or start the run "
                              "again with --resume, which does so")
-    found = []
+    parsed = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(read(line))
+            parsed.append(read(line))
         except (msgspec.MsgspecError, RunRecordError) as error:
             raise RunRecordError(f"{path}: line {number}: {error}") from None
-    return found
+    return parsed
 
 
 def _median(values: Sequence[float]) -> float | None:

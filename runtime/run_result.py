@@ -1,4 +1,4 @@
-"""What a run leaves."""
+"""Result of a run."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,34 +15,36 @@ from slipstream.schedules.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves. Its folder `out` holds the same, and the parameters
-    (`runtime.model.checkpoints.parameters`)."""
+    """Result of a run.
+
+    Its folder `out` has the same contents, and the parameters (`runtime.model.checkpoints.parameters`).
+    """
 
     first_iteration: int
-    """0, or that of the checkpoint that the run went on from."""
+    """First iteration of this start: 0, or that of the checkpoint from which the run resumed."""
     losses: tuple[float, ...]
-    """Mean over all micro-batches, one an iteration."""
+    """Losses of the iterations, each a mean over all micro-batches."""
     parameter_digest: str
-    """`runtime.model.state.digest` of all parameters after the last iteration."""
+    """Digest of all parameters after the last iteration (`runtime.model.state.digest`)."""
     measured_period_seconds: float | None
     """Median over iterations of the longest busy window of any worker; None without iterations."""
     planned_period_seconds: float
-    """Of the first schedule."""
+    """Period of the first schedule."""
     recoveries: tuple[Recovery, ...]
     speed_events: tuple[SpeedEvent, ...]
-    """Slow workers that were found, and what was done."""
+    """Slow workers that were detected, and what was done about them."""
     speed_periods_seconds: tuple[float | None, ...]
-    """As `measured_period_seconds`, of the iterations from each of them to the next."""
+    """Measured periods like `measured_period_seconds`, of the iterations from each speed event to the next."""
     notes: tuple[str, ...]
-    """What went wrong and was survived besides, such as checkpoints that could not be written."""
+    """Other problems that the run survived, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]
-    """What those have cost that were written while training went on."""
+    """Costs of the checkpoints that were written during training."""
     trace: MeasuredTrace
     out: Path
 
 
 def result_of(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
-    """That of a run which has ended."""
+    """Return the result of a run that has ended."""
     state, log, news = events.state, events.state.log, events.news
     return RunResult(first_iteration=log.first_iteration, losses=tuple(log.losses), trace=log.trace(), out=out,
                      parameter_digest=combined_digest(log.digests),

@@ -1,7 +1,7 @@
-"""Every use of torch that its public documentation does not cover. Nothing else in the runtime has one.
+"""All uses of torch that its public documentation does not cover.
 
-Each says what it is for and what would replace it. They are checked by the tests of their callers, which is where a
-new torch version would be noticed.
+The docstring or comment of each use states its purpose, and which public call would replace it. The tests of the
+callers cover these uses, so they notice a new torch version that breaks one.
 """
 
 import os
@@ -44,42 +44,42 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 #   memory.
 #   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
 #   models under test allow that.
-# DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
+# DATA_DEPENDENT: errors of fake tensors if shapes or control flow depend on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.stage_bench`).
+# TorchDispatchMode, tree_leaves: see every tensor of a stage, to measure memory (`runtime.tools.stage_bench`).
 #   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
 
 
 class Group(Protocol):
-    """A process group of torch.distributed: the methods of its Backend that its type stubs leave out."""
+    """A process group of torch.distributed: the methods of its Backend that torch's type stubs leave out."""
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
-        """Start to send to a rank."""
+        """Start to send tensors to a rank."""
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive from a rank."""
+        """Start to receive tensors from a rank."""
 
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
-        """Start to sum in place."""
+        """Start to sum tensors over all ranks, in place."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Start to bring a rank's tensor to all."""
+        """Start to copy the tensor of rank `root` to all ranks."""
 
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
-        """Start to gather equal parts, one after the other."""
+        """Start to gather equal parts of all ranks into one tensor, in the order of the ranks."""
 
     def abort(self) -> None:
-        """End all transfers with an error. Gloo's does so only when the last reference to the group is gone."""
+        """End all transfers with an error. A gloo group does so only when the last reference to it is gone."""
 
 
 GlooDevice = ProcessGroupGloo.Device
 
 
 def gloo_devices() -> list[GlooDevice]:
-    """Of each network interface, a listening socket, and the thread of all connections that are made by it.
+    """Open a gloo device for each network interface: a listening socket, and a thread for all of its connections.
 
-    They listen where torch's process groups do by themselves: on the interfaces of GLOO_SOCKET_IFNAME, or at the
-    machine's name. Raises RuntimeError where there is no such interface.
+    They listen where torch's process groups listen by default: on the interfaces of GLOO_SOCKET_IFNAME, or at the
+    machine's name. Raises RuntimeError if there is no such interface.
     """
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in named] or [
@@ -87,9 +87,10 @@ def gloo_devices() -> list[GlooDevice]:
 
 
 def inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """torch.compile's own backend, with options.
+    """Compile a graph with torch.compile's own backend and the given options.
 
     For: graphs that have been changed on their way to it (`runtime.model.layers.compiling`).
+
     Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to its backend.
     """
     from torch._inductor.compile_fx import compile_fx  # takes seconds
@@ -105,26 +106,28 @@ reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or d
 
 @contextmanager
 def without_gpu_context() -> Iterator[None]:
-    """Use fake tensors of a GPU without initialising CUDA in this process.
+    """Use fake tensors of a GPU without initializing CUDA in this process.
 
-    For: the launcher, which finds out a model's forms and must not take memory of a card, nor spoil CUDA for processes
-    that are forked. Without backwards on fake tensors nothing needs the context.
+    For: the launcher, which computes a model's forms but must not take memory of a GPU, nor make CUDA unusable for
+    processes that are forked. The context is needed only for backwards on fake tensors.
+
     Replaced by: forms found on the meta device, once autocast works there as on a GPU.
     """
-    kept = fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported
+    saved = fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported
     fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     try:
         yield
     finally:
-        fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported = kept
+        fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported = saved
 
 
 @contextmanager
 def without_function_mode() -> Iterator[None]:
-    """Within a TorchFunctionMode: as outside of it.
+    """Leave the active TorchFunctionMode within this block.
 
-    For: compiled code that is called while the mode is active by which a backward is split: it knows that by itself.
+    For: compiled code, which splits its backward by itself, when it is called under the mode that splits backwards.
+
     Replaced by: leaving the mode, once torch has a public call for that.
     """
     if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
@@ -136,10 +139,11 @@ def without_function_mode() -> Iterator[None]:
 
 @contextmanager
 def without_process_groups() -> Iterator[None]:
-    """torch.distributed as if it had no process group; afterwards it has those of before.
+    """Hide all process groups of torch.distributed within this block, and restore them afterwards.
 
-    For: a default group of our own, which meshes of devices are made of, in a program that has another.
-    Replaced by: `init_device_mesh` with the group that it is to be of.
+    For: a default group of our own, from which device meshes are built, in a program that has another default group.
+
+    Replaced by: `init_device_mesh` with an argument for the group.
     """
     world = distributed_c10d._world
     tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg,
@@ -164,9 +168,10 @@ def without_process_groups() -> Iterator[None]:
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
-    """A gloo process group, without torch.distributed's global state.
+    """Create a gloo process group, without torch.distributed's global state.
 
-    For: groups that come and go with orders, several of them in a process, in any thread.
+    For: groups that come and go with generations, several of them in a process, in any thread.
+
     Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -175,65 +180,70 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: 
 
 
 CONNECT_SECONDS = 30.0
-"""How long a call that does not block may wait for its connection."""
+"""Timeout for the connection of an NCCL call that does not block the host."""
 NCCL_ENVIRONMENT = {
-    # What the watchdog does about an error or a timeout of an operation: 0, nothing. Else it aborts communicators that
-    # others still use, or ends the process.
+    # What the watchdog does about an error or a timeout of an operation. 0: nothing. Otherwise it aborts communicators
+    # that are still in use, or ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # `Work.wait` lets the stream wait, not the host
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends the process when the watchdog is stuck in a call to CUDA
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else the watchdog's thread ends the process when it meets a CUDA error
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # nor are traces written, or signals left in the store, where one times out
-    # After an error the watchdog sleeps four times as long as this (15 s unless it is set), with a lock that whoever
-    # begins an operation takes, and whoever closes the group waits for it.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a monitor ends the process when the watchdog hangs in CUDA
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # otherwise the watchdog ends the process at a CUDA error
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise a timeout writes traces, and signals in the store
+    # After an error the watchdog sleeps for four times this (default: 15 s) and holds a lock. Starting an operation
+    # takes the same lock, and closing the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # else each watchdog asks node 0's store ten times a second
-    "TORCH_NCCL_DESYNC_DEBUG": "0",  # else it leaves its traces in that store
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # else each operation is recorded, with a stack of Python's frames
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # otherwise each watchdog polls node 0's store ten times a second
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # otherwise traces are written to that store
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # otherwise each operation is recorded with its Python stack
 }
-"""How torch's threads beside NCCL never end a process of ours, nor abort or hold up what others use. They are read when
-a process group is made: what each does is from ProcessGroupNCCL.cpp. Whatever the user has set, the runtime relies on
-these."""
+"""Environment variables that keep torch's NCCL threads from ending the process, and from aborting or blocking what
+others use.
+
+They are read when a process group is created; their effects are taken from ProcessGroupNCCL.cpp. They replace the
+user's values, because the runtime relies on them.
+"""
 
 
 BLOCKING = "SLIPSTREAM_NCCL_BLOCKING"
-"""In the environment: 0 makes communicators that do not block the host while they connect."""
+"""Environment variable; 0 creates communicators that do not block the host while they connect."""
 PAIR_CHANNELS = 4
-"""Of a communicator of two: each takes memory of the device, and a transfer in one direction fills few."""
+"""Number of channels of a communicator of two ranks. Each takes device memory, and a transfer in one direction fills
+few."""
 
 
 def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta, directed: bool) -> "NcclGroup":
-    """Return an NCCL process group of this thread's device, as `gloo_group`, that is not connected yet.
+    """Return an NCCL process group on this thread's device that is not connected yet, the counterpart of `gloo_group`.
 
-    NCCL's own threads use the store for as long as they live: they get a connection of their own.
+    NCCL's threads use the store for as long as they live, so they get a connection of their own.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
     os.environ.update(NCCL_ENVIRONMENT)
-    if get_debug_level() == DebugLevel.DETAIL:  # else desync debugging is on, and with it error handling
+    if get_debug_level() == DebugLevel.DETAIL:  # this level turns on desync debugging, and with it error handling
         set_debug_level(DebugLevel.INFO)
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(CONNECT_SECONDS))
     options = ProcessGroupNCCL.Options()
-    # Calls that do not block wait for their connection within torch, with a lock that an abort needs.
+    # Non-blocking calls wait for their connection within torch, and hold a lock that an abort needs.
     options.config.blocking = os.environ.get(BLOCKING, "1") != "0"
     if directed:
         options.config.max_ctas = PAIR_CHANNELS
-    # Streams of torch's come from two pools of 32, by priority, and go round: one that waits for a peer must not be one
-    # that computes, copies, or waits for the device to end.
+    # Torch hands out streams in turn, from a pool of 32 for each priority. A stream that waits for a peer must not be
+    # one that computes, copies, or waits for the device to finish.
     options.is_high_priority_stream = True
     options._timeout = timeout
-    own = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
-                                       timeout=timeout))
-    return NcclGroup(ProcessGroupNCCL(own, rank, size, options), rank)
+    own_store = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
+                                             timeout=timeout))
+    return NcclGroup(ProcessGroupNCCL(own_store, rank, size, options), rank)
 
 
 _IDLE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""In which nothing waits. A process draws as few as it can: they come out of 32, in turn (`device.own_stream`)."""
+"""Streams of each device in which nothing waits. They are reused, because torch has only 32 of them
+(`device.own_stream`)."""
 
 
 @contextmanager
 def _waiting_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A stream in which nothing else waits meanwhile, for any thread."""
+    """Provide a stream that no other thread uses within this block."""
     idle = _IDLE_STREAMS[device]
     try:
         stream = idle.pop()
@@ -244,7 +254,7 @@ def _waiting_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 class NcclGroup:
-    """What of a process group over NCCL the protocol `Group` leaves out."""
+    """An NCCL process group with the operations that the protocol `Group` leaves out."""
 
     def __init__(self, group: Any, rank: int) -> None:
         self.group = cast(Group, group)
@@ -252,35 +262,38 @@ class NcclGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def connect(self) -> None:
-        """Make the communicator. A call that blocks returns when all members have, or one has died."""
-        torch.cuda.set_device(self.device)  # of each thread its own
+        """Connect the communicator. A blocking call returns when all members have connected, or one has died."""
+        torch.cuda.set_device(self.device)  # the current device belongs to a thread
         cast(Any, self.group).eager_connect_single_device(self.device)
 
     def wait_for_device(self, work: Work) -> None:
-        """Wait until the device has ended an operation, however that has ended. Raises RuntimeError where the device
-        has failed."""
+        """Block the host until the device has ended an operation, successfully or not.
+
+        Raises RuntimeError if the device has failed.
+        """
         torch.cuda.set_device(self.device)
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with _waiting_stream(self.device) as stream, torch.cuda.stream(stream):
-            work.wait()  # lets this stream wait, and not the host
+            work.wait()  # this stream waits, the host does not
             ended.record()
             ended.synchronize()
 
     def error(self) -> str | None:
-        """Return what torch's watchdog has found, which looks ten times a second; None where this torch does not say.
+        """Return the error that torch's watchdog has found, or None. The watchdog checks ten times a second.
 
-        It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, and only this
-        process aborts it.
+        Returns None, too, in torch versions that do not report errors. The delay is harmless: NCCL does not end a
+        failed operation before it is aborted, and only this process aborts it.
         """
-        ask = getattr(self.group, "get_error", None)
-        found = None if ask is None else ask()
-        return None if found is None or found.name == "SUCCESS" else str(found.name)
+        get_error = getattr(self.group, "get_error", None)
+        result = None if get_error is None else get_error()
+        return None if result is None or result.name == "SUCCESS" else str(result.name)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """A backward that adds to `.grad`, under the modes that are active.
+    """Run a backward that accumulates into `.grad`, under the modes that are active.
 
     For: activation checkpointing, whose recomputation must see the modes that the forward saw.
+
     Replaced by: torch.autograd.backward, once it no longer suspends TorchFunctionModes.
     """
     _engine_run_backward(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True,
@@ -288,20 +301,28 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks want to see the tensor's gradient as autograd makes it. Replaced by: nothing public says."""
+    """Return whether a tensor has hooks that must see the gradient from autograd.
+
+    Replaced by: no public call exists.
+    """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors in one call, which on a GPU is one kernel. Replaced by: `copy_`, tensor by tensor."""
+    """Copy tensors in one call, which on a GPU is one kernel.
+
+    Replaced by: `copy_` for each tensor.
+    """
     if sources:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 class LivingStorages:
-    """Bytes of the storages that are still alive, of all that were shown to it.
+    """Count of the bytes of watched storages that are still alive.
 
-    For: what a micro-batch holds between its ops. Replaced by: weak references to storages, once they are public.
+    For: the memory that a micro-batch holds between its ops.
+
+    Replaced by: weak references to storages, once they are public.
     """
 
     def __init__(self, ignored: Sequence[Tensor]) -> None:
@@ -309,14 +330,14 @@ class LivingStorages:
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once."""
+        """Add a tensor's storage to the watched ones; each storage counts once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (reference, storage.nbytes())
 
     def bytes(self) -> int:
-        """Of those that are alive."""
+        """Return the bytes of the watched storages that are alive."""
         alive = 0
         for reference, size in self._seen.values():
             alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
@@ -324,25 +345,25 @@ class LivingStorages:
 
 
 class TensorWatch(TorchDispatchMode):
-    """Within it, `storages` is shown every tensor that is made."""
+    """Dispatch mode that passes every tensor created under it to `storages.watch`."""
 
     def __init__(self, storages: LivingStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.storages.watch(tensor)
-        return made
+        return result
 
 
 def without_state_hooks(module: torch.nn.Module) -> None:
-    """From now on its state_dict has its parameters and buffers under their own names, whatever its classes make of it.
+    """Remove the state_dict hooks of a module, so that its state_dict uses the modules' own parameter and buffer names.
 
-    torch can remove a hook only by the handle that its registration has returned.
+    Torch can remove a hook only by the handle that its registration returned.
     """
-    for one in module.modules():
-        one._state_dict_hooks.clear()
-        one._load_state_dict_pre_hooks.clear()
+    for submodule in module.modules():
+        submodule._state_dict_hooks.clear()
+        submodule._load_state_dict_pre_hooks.clear()

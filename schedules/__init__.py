@@ -1,15 +1,15 @@
-"""The contract between planner, runtime and command line: what a schedule is, its JSON, and the independent checker.
+"""Define the contract between planner, runtime and command line: schedules, their JSON, and an independent checker.
 
-    schedule          a schedule as data: grid, ops, costs, and the question that its bound answers
-    precedence        which op of a micro-batch waits for which, as a table
-    codec             schedules as JSON (`document` and `files` read and write within bounds)
-    check             whether a schedule obeys every rule (`equal`, `text_excerpt`)
-    memory            how much each worker holds, and when
-    graph             ops and transfers as a graph: the order of sends and receives, proven free of deadlock
-    parts             what each worker must know of a schedule, and no more
-    timing            a schedule replayed under other durations
-    measured_trace    when ops really ran
-    torchcsv          orders of torch.distributed.pipelining
+    schedule          a schedule as data: grid, ops, costs, and the scope of its lower bound
+    precedence        table of which op of a micro-batch waits for which
+    codec             schedules as JSON (`document` and `files` bound what is read and written)
+    check             checks a schedule against all rules (`equal`, `text_excerpt`)
+    memory            memory that each worker holds over time
+    graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
+    parts             the part of a schedule that each worker must know
+    timing            replays of a schedule under other durations
+    measured_trace    measured times of ops
+    torchcsv          orders of ops for torch.distributed.pipelining
     tables/           tables of schedules for many failures
     library/          tables that come with the package, read by name
 """

@@ -1,12 +1,11 @@
-"""Does a schedule obey every rule? Decided from the schedule alone; nothing here knows how it was made.
+"""Check a schedule against all rules, from the schedule alone: nothing here depends on how it was made.
 
-One function a rule, listed in `TIERS`. Rules of a later tier take for granted
-what the earlier ones establish, so checking stops after the first tier that finds something: a dropped op is reported
-once, as dropped.
+One function checks one rule; `TIERS` lists them. Rules of a later tier rely on what the earlier tiers establish, so
+checking stops after the first tier with a violation: a dropped op is reported once, as dropped.
 
-Pipelines that share no micro-batch with others and run the same programs at the same speed behave the same at every
-instant, so one of them stands for all; the same holds for groups of pipelines that do share some. Cost is linear in the
-ops of the *different* groups.
+Pipelines that share no micro-batch with others, and run the same programs at the same speed, behave identically at all
+times; only one of them is checked. The same applies to groups of pipelines that share micro-batches. The cost is linear
+in the number of ops of the *different* groups.
 """
 
 from bisect import bisect_left
@@ -28,11 +27,11 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind,
 
 
 Route = Sequence[int]
-"""The slices that a micro-batch passes, in order."""
+"""Slices that a micro-batch passes, in order."""
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A broken rule: its name, one line with ids and values, and the offending op or worker where there is one."""
+    """Broken rule: its name, a one-line message with ids and values, and the offending op or worker if there is one."""
 
     rule: str
     message: str
@@ -44,41 +43,41 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True, dict=True):
-    """The schedule under check, and what several rules look up in it."""
+    """Schedule under check, with values that several rules look up."""
 
     schedule: Schedule
     forwards: bool = False
-    """Whether it is to have forwards alone."""
+    """True if the schedule must have forwards only."""
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """The pipelines to look at: one group of each set that behaves the same."""
+        """Pipelines to check: one group of each set of groups that behave identically."""
         return tuple(sorted(pipeline for equal in equal_sets(self.schedule) for pipeline in equal[0]))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:
-        """The ops of each worker whose role lies in `pipelines`, in program order."""
+        """Ops of each worker whose role is in one of `pipelines`, in program order."""
         return programs_of(self.schedule, self.pipelines)
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """The compute ops, by what they compute. Each is there exactly once from the second tier on."""
+        """Compute ops by key. From the second tier on, each is there exactly once."""
         return {op_key(op): op for op in self.compute()}
 
     def compute(self) -> Iterator[Op]:
-        """All compute ops, worker by worker."""
+        """Iterate over all compute ops, worker by worker."""
         return (op for ops in self.programs.values() for op in ops if op.kind in COMPUTE_KINDS)
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """The As of each worker, with the layers whose gradients they sum."""
+        """All-reduces (A) of each worker, with the layers whose gradients they sum."""
         layers = self.schedule.layers_by_slice
         return {worker: [(layers[op.slice], op) for op in ops if op.kind is OpKind.A and op.slice is not None]
                 for worker, ops in self.programs.items()}
 
     @property
     def kinds(self) -> tuple[OpKind, ...]:
-        """The ops of one micro-batch at one slice."""
+        """Kinds of op that a micro-batch needs at one slice."""
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -86,18 +85,18 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """The op that produces the gradient for the slice before."""
+        """Kind of op that produces the gradient for the slice before."""
         return self.kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
-        """Every micro-batch of `pipelines`: its pipeline and its number."""
+        """Iterate over all micro-batches of `pipelines`, each as (pipeline, number)."""
         for pipeline in self.pipelines:
             for microbatch in range(self.schedule.grid.microbatches[pipeline]):
                 yield pipeline, microbatch
 
     @cached_property
     def whole_stages(self) -> bool:
-        """Whether every micro-batch runs every op once along its own chain of stages, and nothing else runs."""
+        """True if every micro-batch runs every op once along its own chain of stages, and nothing else runs."""
         grid, kinds = self.schedule.grid, self.kinds
         expected = ((kind, stage, pipeline, microbatch) for pipeline, microbatch in self.microbatches()
                     for stage in grid.path(microbatch) for kind in kinds)
@@ -106,28 +105,28 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """The slices whose F each micro-batch (pipeline, number) runs, in the order of their layers."""
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Slices at which each micro-batch (pipeline, number) runs F, in the order of their layers."""
+        visited: dict[tuple[int, int], list[int]] = defaultdict(list)
         for kind, slice, pipeline, microbatch in self.ops:
             if kind is OpKind.F:
-                found[pipeline, microbatch].append(slice)
+                visited[pipeline, microbatch].append(slice)
         layers = self.schedule.layers_by_slice
         return {microbatch: tuple(sorted(slices, key=lambda slice: layers[slice]))
-                for microbatch, slices in found.items()}
+                for microbatch, slices in visited.items()}
 
     def route(self, pipeline: int, microbatch: int) -> Route:
-        """The route of a micro-batch; it tiles all layers from the second tier on."""
+        """Return the route of a micro-batch. From the second tier on, its slices cover all layers exactly once."""
         if self.whole_stages:
             return self.schedule.grid.path(microbatch)
         return self.routes.get((pipeline, microbatch), ())
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """The layers of all As, each range once, ascending. They are disjoint from the third tier on."""
+        """Layers of all As, each range once, ascending. From the third tier on, the ranges are disjoint."""
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_with(self, layers: LayerRange) -> Iterator[LayerRange]:
-        """The ranges among `reduced_ranges` that share a layer with these; for disjoint ranges."""
+        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`. Requires disjoint ranges."""
         ranges = self.reduced_ranges
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
             if ranges[index][0] >= layers[1]:
@@ -136,24 +135,24 @@ class Case(msgspec.Struct, frozen=True, dict=True):
                 yield ranges[index]
 
     def covers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Whether ascending ranges that do not touch have all these layers."""
+        """Return whether ascending ranges that do not touch contain all of these layers."""
         return any(first <= layers[0] and layers[1] <= end for first, end in held)
 
     def hop(self, before: Op, after: Op) -> int:
-        """Ticks on the way from one op to the next: none within a worker."""
+        """Return the ticks that a tensor needs from one op to the next: 0 within a worker."""
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
     def text(self, op: Op) -> str:
-        """An op for a message."""
+        """Format an op for a message."""
         return self.schedule.op_text(op)
 
     def at(self, ticks: int) -> str:
-        """A time or duration for a message."""
+        """Format a time or duration for a message."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
 
 
 def listed(ranges: Sequence[LayerRange]) -> str:
-    """Layers for a message: `layers 0 to 3, layer 6`."""
+    """Format layers for a message: `layers 0 to 3, layer 6`."""
     return ", ".join(layers_text(layers) for layers in joined_ranges(ranges)) or "no layer"
 
 
@@ -161,7 +160,7 @@ def listed(ranges: Sequence[LayerRange]) -> str:
 
 
 def live_workers(case: Case) -> Iterator[Violation]:
-    """Every worker of the grid is either failed or has exactly one seat."""
+    """Check that every worker of the grid either has failed or has exactly one seat."""
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
     for worker in sorted(set(seats) - set(grid.workers())):
@@ -176,7 +175,7 @@ def live_workers(case: Case) -> Iterator[Violation]:
 
 
 def roles(case: Case) -> Iterator[Violation]:
-    """Roles are distinct and in the grid."""
+    """Check that all roles are distinct and in the grid."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
@@ -190,7 +189,7 @@ def roles(case: Case) -> Iterator[Violation]:
 
 
 def holders(case: Case) -> Iterator[Violation]:
-    """Every layer is held by a live worker."""
+    """Check that a live worker holds each layer."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
     held = joined_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
@@ -204,7 +203,7 @@ def holders(case: Case) -> Iterator[Violation]:
 
 
 def _layers(case: Case, layers: LayerRange) -> str:
-    """Layers for a message, with the stages that they make up."""
+    """Format layers for a message, with the stages that lie within them."""
     grid = case.schedule.grid
     stages = [str(stage) for stage, (first, end) in enumerate(grid.layers_by_stage[:grid.depth])
               if layers[0] <= first and end <= layers[1]]
@@ -216,7 +215,7 @@ def _layers(case: Case, layers: LayerRange) -> str:
 
 
 def each_once(case: Case) -> Iterator[Violation]:
-    """Each micro-batch passes every layer once, by slices that tile them; F, I and W (or F and B) of each run once."""
+    """Check that the slices of each micro-batch cover all layers once, each with one F, I and W (or F and B)."""
     if case.whole_stages:
         return
     yield from _foreign_ops(case)
@@ -235,7 +234,7 @@ def each_once(case: Case) -> Iterator[Violation]:
 
 
 def _foreign_ops(case: Case) -> Iterator[Violation]:
-    """Ops that no micro-batch needs."""
+    """Report ops that no micro-batch needs."""
     schedule, kinds, seen = case.schedule, case.kinds, dict[OpKey, Op]()
     for op in case.compute():
         kind, slice, pipeline, microbatch = key = op_key(op)
@@ -254,7 +253,7 @@ def _foreign_ops(case: Case) -> Iterator[Violation]:
 
 
 def _not_tiled(case: Case, route: Route) -> str:
-    """Where the slices of a route leave a layer out or pass one twice, in words; empty where they tile all layers."""
+    """Describe where the slices of a route skip a layer or pass one twice; empty if they cover all layers once."""
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -270,7 +269,7 @@ def _not_tiled(case: Case, route: Route) -> str:
 
 
 def closing(case: Case) -> Iterator[Violation]:
-    """The As of a live worker tile exactly the layers that it holds; it runs one O, its last op."""
+    """Check that the As of each live worker cover exactly its held layers, and that its last op is its only O."""
     for worker, ops in case.programs.items():
         yield from _reductions_of(case, worker)
         steps = [op for op in ops if op.kind is OpKind.O]
@@ -282,7 +281,7 @@ def closing(case: Case) -> Iterator[Violation]:
 
 
 def only_forwards(case: Case) -> Iterator[Violation]:
-    """Forwards alone: nobody runs an A or an O."""
+    """Check that no worker runs an A or an O, in a schedule of forwards only."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
@@ -290,14 +289,14 @@ def only_forwards(case: Case) -> Iterator[Violation]:
 
 
 def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
-    """The As of one worker."""
+    """Report As of one worker that do not match the layers that it holds."""
     held, ranges = case.schedule.holds(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if held == tuple(layers for layers, _ in ranges):
         return
-    for (before, one), (after, other) in pairwise(ranges):
+    for (before, left), (after, right) in pairwise(ranges):
         if after[0] < before[1]:
-            yield Violation("closing", f"worker {worker} runs {_reduction(case, one)} and {_reduction(case, other)}; "
-                            f"expected one A of {layers_text((after[0], min(after[1], before[1])))}", other, worker)
+            yield Violation("closing", f"worker {worker} runs {_reduction(case, left)} and {_reduction(case, right)}; "
+                            f"expected one A of {layers_text((after[0], min(after[1], before[1])))}", right, worker)
     for layers, op in ranges:
         if not case.covers(held, layers):
             yield Violation("closing", f"worker {worker} runs {_reduction(case, op)}, but holds {listed(held)}", op,
@@ -309,26 +308,27 @@ def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
 
 
 def _reduction(case: Case, op: Op) -> str:
+    """Format an A for a message."""
     assert op.slice is not None
     return f"A({case.schedule.slice_text(op.slice)})"
 
 
 def _without(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
-    """The layers of `ranges` that are in none of the others. Both ascending; `ranges` do not touch."""
-    left, gone = [], joined_ranges(others)
+    """Return the layers of `ranges` that are in none of `others`. Both are ascending, and `ranges` do not touch."""
+    kept, removed = [], joined_ranges(others)
     for first, end in ranges:
-        for low, high in gone:
+        for low, high in removed:
             if low < end and first < high:
                 if first < low:
-                    left.append((first, low))
+                    kept.append((first, low))
                 first = max(first, high)
         if first < end:
-            left.append((first, end))
-    return left
+            kept.append((first, end))
+    return kept
 
 
 def reduced_together(case: Case) -> Iterator[Violation]:
-    """Whoever holds any layer of an A's range runs an A with exactly that range: all As of a layer are of one range."""
+    """Check that all As of a layer have the same range, so that all holders of a layer reduce it together."""
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
@@ -345,7 +345,7 @@ def reduced_together(case: Case) -> Iterator[Violation]:
 
 
 def hosts(case: Case) -> Iterator[Violation]:
-    """All ops of a micro-batch at a slice run on one worker, which holds its layers."""
+    """Check that one worker, which holds the layers, runs all ops of a micro-batch at a slice."""
     schedule, ops = case.schedule, case.ops
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
@@ -366,8 +366,11 @@ def hosts(case: Case) -> Iterator[Violation]:
 
 
 def one_at_a_time(case: Case) -> Iterator[Violation]:
-    """A worker runs one op at a time, in the order of its program, from tick 0 on. Where reductions overlap, it reduces
-    one range at a time, beside other ops, which run one at a time; O waits for both, and a program is by start."""
+    """Check that each worker runs its ops one at a time, in program order, from tick 0 on.
+
+    If reductions overlap with compute, a worker runs one reduction and one other op at a time. O then waits for both,
+    and the ops of a program are ordered by start.
+    """
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
             yield Violation("one-at-a-time", f"{case.text(ops[0])} starts at {case.at(ops[0].start_ticks)}, before the "
@@ -386,7 +389,7 @@ def one_at_a_time(case: Case) -> Iterator[Violation]:
 
 
 def _in_turn(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Pairs of ops of a worker, the second of which may not start before the first has ended."""
+    """Iterate over pairs of a worker's ops of which the second may not start before the end of the first."""
     if not overlaps:
         yield from pairwise(ops)
         return
@@ -395,7 +398,7 @@ def _in_turn(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
 
 
 def forward_order(case: Case) -> Iterator[Violation]:
-    """F of a slice starts after that of the slice before on the route ends, plus a transfer between workers."""
+    """Check that F at a slice starts after the end of F at the slice before on the route, plus any transfer."""
     ops = case.ops
     for pipeline, microbatch in case.microbatches():
         before = None
@@ -407,7 +410,7 @@ def forward_order(case: Case) -> Iterator[Violation]:
 
 
 def backward_order(case: Case) -> Iterator[Violation]:
-    """I or B starts after that of the next slice of the route, plus a transfer between workers; the last after F."""
+    """Check that I (or B) starts after that of the next slice on the route, plus any transfer; on the last, after F."""
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
         route = case.route(pipeline, microbatch)
@@ -420,7 +423,7 @@ def backward_order(case: Case) -> Iterator[Violation]:
 
 
 def weight_order(case: Case) -> Iterator[Violation]:
-    """W starts after the I of the same micro-batch and slice."""
+    """Check that W starts after I of the same micro-batch and slice."""
     ops = case.ops
     for (kind, slice, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
@@ -430,6 +433,7 @@ def weight_order(case: Case) -> Iterator[Violation]:
 
 
 def _too_early(case: Case, rule: str, before: Op, op: Op) -> Violation:
+    """Build the violation for an op that starts before the result of the op it waits for has arrived."""
     hop = case.hop(before, op)
     arrival = f", and its result takes {case.at(hop)} to arrive" if hop else ""
     return Violation(rule, f"{case.text(op)} starts at {case.at(op.start_ticks)}, but {case.text(before)} ends at "
@@ -437,7 +441,7 @@ def _too_early(case: Case, rule: str, before: Op, op: Op) -> Violation:
 
 
 def memory(case: Case) -> Iterator[Violation]:
-    """No worker ever holds more than it has room for, beside the weights of its layers."""
+    """Check that no worker ever holds more than the room that the weights of its layers leave."""
     sizes = case.schedule.memory
     if sizes is None:
         return
@@ -458,7 +462,7 @@ def memory(case: Case) -> Iterator[Violation]:
 
 
 def all_reduce(case: Case) -> Iterator[Violation]:
-    """All As of a range of layers start together, when the last backward of any of them has ended, anywhere."""
+    """Check that all As of a range of layers start together, after the last backward of these layers anywhere."""
     schedule, final = case.schedule, case.kinds[-1]
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
@@ -470,7 +474,7 @@ def all_reduce(case: Case) -> Iterator[Violation]:
             if layers not in last or op.end_ticks > last[layers].end_ticks:
                 last[layers] = op
     first: dict[LayerRange, Op] = {}
-    for layers, op in (one for reduced in case.reductions.values() for one in reduced):
+    for layers, op in (reduction for reduced in case.reductions.values() for reduction in reduced):
         together = first.setdefault(layers, op)
         if op.start_ticks != together.start_ticks:
             yield Violation("all-reduce", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
@@ -482,7 +486,10 @@ def all_reduce(case: Case) -> Iterator[Violation]:
 
 
 def optimizer(case: Case) -> Iterator[Violation]:
-    """Synchronous: no O starts before the last backward of the whole job. Staggered: `closing` says it all."""
+    """Check that no O of a synchronous optimizer starts before the last backward of the whole job.
+
+    A staggered optimizer needs nothing beyond what `closing` checks.
+    """
     if case.schedule.optimizer != "synchronous" or not case.ops:
         return
     last = max(case.ops.values(), key=lambda op: op.end_ticks)
@@ -493,23 +500,23 @@ def optimizer(case: Case) -> Iterator[Violation]:
 
 
 def period(case: Case) -> Iterator[Violation]:
-    """The period is the longest busy window of a worker; with a synchronous optimizer, the makespan.
+    """Check that the period is the longest busy window of a worker or, with a synchronous optimizer, the makespan.
 
-    Were it shorter, a worker's next iteration would start before this one has ended.
+    If it were shorter, the next iteration of that worker would start before this one has ended.
     """
     windows = {worker: (ops[0].start_ticks, ops[-1].end_ticks) for worker, ops in case.programs.items() if ops}
     if case.schedule.optimizer == "synchronous":
-        begin = min(begin for begin, _ in windows.values())
-        windows = {worker: (begin, end) for worker, (_, end) in windows.items()}
+        start = min(start for start, _ in windows.values())
+        windows = {worker: (start, end) for worker, (_, end) in windows.items()}
     worker = max(windows, key=lambda worker: windows[worker][1] - windows[worker][0])
-    begin, end = windows[worker]
-    if case.schedule.period_ticks != end - begin:
+    start, end = windows[worker]
+    if case.schedule.period_ticks != end - start:
         yield Violation("period", f"the period is given as {case.at(case.schedule.period_ticks)}, but worker {worker} "
-                        f"is busy from {case.at(begin)} to {case.at(end)}: {case.at(end - begin)}", worker=worker)
+                        f"is busy from {case.at(start)} to {case.at(end)}: {case.at(end - start)}", worker=worker)
 
 
 def bound(case: Case) -> Iterator[Violation]:
-    """The lower bound is at most the period, and the status is 'optimal' exactly when they are equal."""
+    """Check that the lower bound is at most the period, and that the status is 'optimal' exactly if they are equal."""
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
         yield Violation("bound", f"the lower bound, {case.at(lower)}, exceeds the period, {case.at(period)}")
@@ -519,11 +526,12 @@ def bound(case: Case) -> Iterator[Violation]:
 
 
 def deadlock(case: Case) -> Iterator[Violation]:
-    """Ops, transfers and all-reduces never wait for each other in a circle, however long each really takes.
+    """Check that ops, transfers and all-reduces never wait for each other in a circle, however long each really takes.
 
-    By the rules before, whatever waits starts no earlier than what it waits for, and later if that takes any time. So
-    only ops without duration can form a circle, and As, which may take time on some of their workers only; and without
-    a circle `schedules.graph.transfers` orders the transfers so that they form none either.
+    The rules of earlier tiers imply that an op starts no earlier than what it waits for, and strictly later if that
+    takes any time. A circle can therefore only consist of ops without duration, and of As, which may take time on only
+    some of their workers. If there is no circle of ops, `schedules.graph.transfers` finds an order of transfers that
+    adds none.
     """
     instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
     if not any(instant.values()):
@@ -541,7 +549,7 @@ def deadlock(case: Case) -> Iterator[Violation]:
 
 
 MAX_VIOLATIONS = 100
-"""Reported per rule: a schedule with more is broken enough."""
+"""Most violations reported per rule."""
 
 Rule = Callable[[Case], Iterator[Violation]]
 TIERS: tuple[tuple[Rule, ...], ...] = (
@@ -557,18 +565,18 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
     (hosts, one_at_a_time, forward_order, period, bound),
     (deadlock,),
 )
-"""Those of forwards alone (`schedules.forwards`)."""
+"""Tiers of rules for schedules of forwards only (`schedules.forwards`)."""
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
-    """Every violation of the first tier of rules that is broken; empty for a valid schedule.
+    """Return the violations of the first tier of rules that is broken. Empty for a valid schedule.
 
-    `forwards`: it is to have forwards alone, as validation runs them. At most MAX_VIOLATIONS a rule. The schedule must
-    have the form that `schedules.codec` asks of a file: each index in it points at something.
+    With `forwards`, the schedule must have forwards only, as validation runs them. At most MAX_VIOLATIONS are returned
+    per rule. The schedule must have the form that `schedules.codec` requires of a file: all its indices are valid.
     """
     case = Case(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:
-        found = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
-        if found:
-            return found
+        violations = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
+        if violations:
+            return violations
     return []

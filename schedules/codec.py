@@ -1,6 +1,7 @@
-"""Schedules as JSON: versioned and canonical (one schedule, one text). Malformed files are refused in one line.
+"""Read and write schedules as JSON: versioned and canonical (one schedule, one text).
 
-Reading checks the form only: types, lengths, ranges and indices. `schedules.check` checks the scheduling rules.
+Malformed files are refused with an error of one line. Reading checks only the form: types, lengths, ranges and indices.
+`schedules.check` checks the scheduling rules.
 """
 
 from collections import Counter
@@ -28,22 +29,22 @@ from slipstream.schedules.schedule import (
 FORMAT = "slipstream.schedule"
 VERSION = 2
 OLDER = (1,)
-"""Versions that are read, too. Version 1 has neither slices nor holdings."""
+"""Older versions that can be read. Version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Ops of all workers together. A program is stored once, so a small file could stand for far more."""
+"""Most ops of all workers together. A program is stored once, so a small file could represent far more."""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Layers of all slices together, and of all ranges that seats hold."""
+"""Most layers of all slices together, and most ranges that all seats hold."""
 
 
 class ScheduleError(DocumentError):
-    """The schedule file cannot be read. The message is one line."""
+    """Error: a schedule file cannot be read, or a schedule is too large for a file. The message is one line."""
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A schedule as a file holds it."""
+    """Schedule as stored in a file."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -55,9 +56,9 @@ _KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Do
 
 
 def encode(schedule: Schedule) -> bytes:
-    """Canonical JSON, keys in a fixed order, one line, newline at the end.
+    """Encode a schedule as canonical JSON: keys in a fixed order, one line, a newline at the end.
 
-    Raises ScheduleError for a schedule that is too large to be read again.
+    Raises ScheduleError if the schedule is too large to be read again.
     """
     try:
         require_few_ops(schedule)
@@ -72,7 +73,7 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Read a schedule; `source` names it in errors. Raises ScheduleError, whose message is one line."""
+    """Decode a schedule. `source` names it in errors. Raises ScheduleError with a message of one line."""
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -85,17 +86,17 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
 
 
 def read(path: Path) -> Schedule:
-    """Read a schedule file. Raises ScheduleError for anything that cannot be read."""
+    """Read a schedule file. Raises ScheduleError if it cannot be read."""
     return decode(_KIND.read_bytes(path), str(path))
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write a schedule file, whole or not at all. Raises OSError, and ScheduleError for one that is too large."""
+    """Write a schedule file atomically. Raises OSError, or ScheduleError if the schedule is too large."""
     write_atomically(path, encode(schedule))
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a schedule file; `schedules/schedule.schema.json` holds a copy."""
+    """Return the JSON Schema of a schedule file. `schedules/schedule.schema.json` is a copy."""
     schema = msgspec.json.schema(Document)
     document = schema["$defs"]["Document"]
     document["properties"]["format"] = {"const": FORMAT}
@@ -105,10 +106,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raises ValueError for what version 1 does not know, so that a file of it means what it meant."""
-    seats = any(seat.holds is not None for seat in schedule.seats)
+    """Raise ValueError if a schedule uses what version 1 does not have, so that old files keep their meaning."""
+    has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
-    for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
+    for key, used in (("slices", schedule.slices), ("seats: layers held", has_holdings), ("memory.weights", weights),
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
                       ("times.of_layers", schedule.times.of_layers),
@@ -119,9 +120,9 @@ def _require_version_1(schedule: Schedule) -> None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check every length and index, as `decode` does; numbers by themselves are checked where a file is read.
+    """Check all lengths and indices of a schedule, as `decode` does. Ranges of single numbers are checked by msgspec.
 
-    Raises ValueError that names the key and the value.
+    Raises ValueError, which names the key and the value.
     """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:
@@ -145,13 +146,13 @@ def validate(schedule: Schedule) -> None:
     slices, pipelines = len(schedule.layers_by_slice), schedule.grid.pipelines
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
-            wrong = _wrong_with(op, slices, pipelines)
-            if wrong is not None:
-                raise ValueError(f"programs[{index}][{position}]{wrong}")
+            problem = _wrong_with(op, slices, pipelines)
+            if problem is not None:
+                raise ValueError(f"programs[{index}][{position}]{problem}")
 
 
 def require_few_ops(schedule: Schedule) -> None:
-    """Raises ValueError for a schedule of more ops than are read."""
+    """Raise ValueError if a schedule has more ops than a file may have."""
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
         raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
@@ -169,7 +170,8 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Chains have equal length and pass every column; copies hold the same layers, on different workers."""
+    """Raise ValueError unless chains have equal length and pass every column, and copies of a stage lie on different
+    workers and hold the same layers."""
     _in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
@@ -188,7 +190,7 @@ def _validate_chains(grid: Grid) -> None:
 
 
 def _validate_slices(schedule: Schedule) -> None:
-    """Slices are distinct ranges of the model's layers; where a schedule names layers, so do the stages, or none."""
+    """Raise ValueError unless slices are distinct ranges of layers, and all stages or none name their layers."""
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
     if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
@@ -204,7 +206,7 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Layers held are ascending ranges that do not touch; what depends on them is given for each layer."""
+    """Raise ValueError unless held layers are ascending ranges that do not touch, with the values they need."""
     layers, seats = schedule.grid.layer_count, [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
         raise ValueError(f"seats: more than {MAX_SLICE_LAYERS} ranges of layers held")
@@ -222,6 +224,7 @@ def _validate_holdings(schedule: Schedule) -> None:
 
 
 def _ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
+    """Raise ValueError unless each range is a non-empty range of the model's layers."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
             raise ValueError(f"{name}: [{first}, {end}] is not a range [first, end) of the {layers} layers")
@@ -259,7 +262,10 @@ def _per(schedule: Schedule) -> str:
 
 
 def _wrong_with(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """What is wrong with an op, as it follows its name; there are so many that no name is made of one that is right."""
+    """Describe what is wrong with an op, as it follows the op's name; None if nothing is.
+
+    The caller adds the name only to a message, because building it for each of the many correct ops would be slow.
+    """
     if (op.slice is None) != (op.kind is OpKind.O):
         return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
     if op.slice is not None and op.slice >= slices:

@@ -1,4 +1,4 @@
-"""Reads JSON files that may be truncated, malicious or not ours: refused in one line, in bounded memory."""
+"""Read JSON files that may be truncated, malicious or of another kind: in bounded memory, with one-line errors."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class DocumentError(ValueError):
-    """The file cannot be read. The message is one line."""
+    """Error: the file cannot be read. The message is one line."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Read first, so that the message about a file of another kind or version says so."""
+    """Keys that are read first, so that an error about a file of another kind or version can say so."""
 
     format: Annotated[str, msgspec.Meta(max_length=100)] | None = None
     version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
@@ -29,9 +29,9 @@ _VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """A kind of JSON file: one object with keys `format` and `version`. Made at import, as all decoders are:
+    """Kind of JSON file: one object with the keys `format` and `version`. Create instances at import only.
 
-    msgspec crashes where two threads read a type for the first time at once.
+    msgspec crashes if two threads build the decoder of a type for the first time at once.
     """
 
     name: str
@@ -39,20 +39,20 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys whose values are most of the file; there are no JSON objects in them."""
+    """Keys whose values are most of the file. These values contain no JSON objects."""
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Raised where a file is no JSON, or not of this kind's form; None: `error` is."""
+    """Error raised if a file is not JSON, or not of this kind's form. None: `error` is raised."""
     older: tuple[int, ...] = ()
-    """Versions that are read beside `version`."""
+    """Older versions that can be read besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_decoder", msgspec.json.Decoder(self.content))
 
     def decode(self, data: bytes, source: str) -> T:
-        """Read a document; `source` names it in errors. Raises `error` or `damaged`, with one line."""
+        """Decode a document. `source` names it in errors. Raises `error` or `damaged` with a message of one line."""
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._remark}")
         try:
@@ -73,15 +73,16 @@ class DocumentKind(Generic[T]):
         return document
 
     def read_bytes(self, path: Path) -> bytes:
-        """The bytes of a file of at most `max_bytes`. Raises `error`."""
+        """Return the bytes of a file of at most `max_bytes`. Raises `error` if it is larger or cannot be read."""
         return read_at_most(path, self.max_bytes, self.error, self._remark)
 
     @property
     def _remark(self) -> str:
+        """Text that a message about a too large file ends with."""
         return f", the most that a {self.name} file may have"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Refuse keys that are given twice. The bulk is cut out first, so that the rest is small."""
+        """Raise ValueError if a key is given twice. Bulk values are cut out first, so that the rest is small."""
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)
@@ -89,8 +90,9 @@ class DocumentKind(Generic[T]):
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Build a dict from pairs. Raises ValueError if a key is given twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
-    return found
+    return values

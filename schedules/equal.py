@@ -1,4 +1,4 @@
-"""Pipelines, and groups of them, that behave the same at every instant: checked once, shown once."""
+"""Find pipelines, and groups of pipelines, that behave identically: they are checked once and shown once."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,49 +8,50 @@ from slipstream.schedules.memory import room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, renamed
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""(speed, room for activations, layers held where they are not those of the column) of the worker of a role."""
+"""Properties of a role's worker: (speed, room for activations, held layers if not those of the column)."""
 RoleProgram = tuple[int, int, Player]
-"""(column, program, player) of a role."""
+"""Role of a pipeline and what it runs: (column, program, player)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
 def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Every pipeline once, in sets that behave the same, each ascending.
+    """Return all pipelines, in sets that behave identically, each ascending.
 
-    Equal are pipelines that `equal_sets` finds equal, and that share no micro-batch with others. Pipelines that do
-    share some are each a set of their own.
+    Pipelines are in one set if `equal_sets` finds them equal and they share no micro-batch with others. A pipeline that
+    shares micro-batches is a set of its own.
     """
-    found: list[tuple[int, ...]] = []
+    sets: list[tuple[int, ...]] = []
     for equal in equal_sets(schedule):
-        found += [tuple(pipeline for pipeline, in equal)] if len(equal[0]) == 1 else \
+        sets += [tuple(pipeline for pipeline, in equal)] if len(equal[0]) == 1 else \
             [(pipeline,) for group in equal for pipeline in group]
-    return sorted(found)
+    return sorted(sets)
 
 
 def equal_sets(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Groups of pipelines that share micro-batches, in sets that behave the same.
+    """Return groups of pipelines that share micro-batches, in sets of groups that behave identically.
 
-    Two groups are found equal when their pipelines, each in ascending order, have as many micro-batches and run the
-    same programs at the same speed and in the same room, re-routed micro-batches being named by their pipeline's number
-    within the group. Groups that are equal in another order only are told apart, which costs time but does no harm.
+    Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and run the same
+    programs at the same speed and with the same room. Re-routed micro-batches are compared by the position of their
+    pipeline within the group. Groups that are equal only in another order of pipelines are missed, which only costs
+    time.
     """
     roles = _roles(schedule)
     known: dict[Program, int] = {}
-    found: dict[tuple[Behaviour, ...], list[tuple[int, ...]]] = defaultdict(list)
+    sets: dict[tuple[Behaviour, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups(schedule):
         number_of = {pipeline: index for index, pipeline in enumerate(group)}
         key = []
         for pipeline in group:
-            named = []
+            role_programs = []
             for column, program, player in sorted(roles[pipeline], key=lambda role: role[0]):
-                named.append((column, _numbered(schedule.programs[program], program, number_of, known), player))
-            key.append((schedule.grid.microbatches[pipeline], tuple(named)))
-        found[tuple(key)].append(group)
-    return list(found.values())
+                role_programs.append((column, _numbered(schedule.programs[program], program, number_of, known), player))
+            key.append((schedule.grid.microbatches[pipeline], tuple(role_programs)))
+        sets[tuple(key)].append(group)
+    return list(sets.values())
 
 
 def _roles(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """The roles of each pipeline."""
+    """Return the roles of each pipeline, with their programs and players."""
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
@@ -60,7 +61,7 @@ def _roles(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _numbered(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """The number of a program; that of the first one alike where it runs micro-batches of other pipelines."""
+    """Return a program's number or, if it runs other pipelines' micro-batches, that of the first equal one."""
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
     return known.setdefault(renamed(program, number_of), number)

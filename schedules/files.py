@@ -1,4 +1,4 @@
-"""Reads files in bounded memory, and writes them atomically: neither a reader nor a crash sees half a file."""
+"""Read files in bounded memory and write them atomically, so that neither a reader nor a crash sees half a file."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
-    """All bytes of a file of at most `limit` bytes. Pipes and devices are read like files, up to the limit.
+    """Return all bytes of a file of at most `limit` bytes. Pipes and devices are read like files, up to the limit.
 
-    Raises `error` with one line that names the file. `remark` is added to the line for a file that is too large.
+    Raises `error` with a one-line message that names the file. `remark` is added if the file is too large.
     """
     try:
         with path.open("rb") as file:
@@ -26,11 +26,12 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file beside `path`, fsync, rename. Raises OSError, and then leaves what was there.
+    """Write a file atomically: write a temporary file next to `path`, fsync it, rename it.
 
-    A link is followed, and a pipe or a device is written to: neither is replaced by a file.
+    A link is followed, and a pipe or device is written to directly; neither is replaced by a file. Raises OSError, in
+    which case the old file remains.
     """
-    if path.exists() and not path.is_file():  # of which the real name may be no path: "pipe:[1234]" of /dev/stdout
+    if path.exists() and not path.is_file():  # resolve() would give no path: "pipe:[1234]" for /dev/stdout
         path.write_bytes(data)
         return
     path = path.resolve()
@@ -50,7 +51,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder beside `folder` to write to; it takes its place when all is written, else nothing has happened.
+    """Yield a folder next to `folder` to write to. It replaces `folder` at the end, unless the body raises.
 
     Raises OSError.
     """
@@ -66,6 +67,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
+    """Return the umask of this process."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,8 +1,9 @@
-"""Forwards alone: what validation runs, by a schedule for training.
+"""Derive a schedule of forwards only, which validation runs, from a schedule for training.
 
-Each forward stays on its worker, so whoever can train by the schedule can evaluate by it: whichever workers are down,
-and wherever layers are. Without backwards no forward waits for memory or for a gradient. A list schedule starts, of the
-forwards whose input is there, the one with the most layers to go; where the order of the training is quicker, that.
+Each forward stays on its worker, so workers that can train with a schedule can also evaluate with it, whichever workers
+are down and wherever layers are. Without backwards, no forward waits for memory or for a gradient. A list schedule
+starts, of the forwards whose input has arrived, the one with the most layers to go. If the training order is faster, it
+is used.
 """
 
 from collections import defaultdict
@@ -17,9 +18,9 @@ from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedu
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, planned by themselves; `schedules.check.check(..., forwards=True)` has their rules.
+    """Return a schedule of a schedule's forwards. `schedules.check.check(..., forwards=True)` has its rules.
 
-    Its lower bound is that of the work: no worker of those that live can have less than its share.
+    Its lower bound follows from the work: the busiest live worker has at least an even share of it.
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
@@ -36,16 +37,16 @@ def forwards_of(schedule: Schedule) -> Schedule:
 
 
 def _length(ops: Iterable[Op]) -> tuple[int, int]:
-    """Ticks until all are done, and the period of many such in a row."""
+    """Return the ticks until all ops are done, and the period of many such iterations in a row."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), period_ticks(ops)
 
 
 def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
-    """A list schedule, in the order of its starts: of equals the first micro-batch goes first."""
+    """Return a list schedule, in the order of starts. Of equally urgent ops, the first micro-batch goes first."""
     after = _next_of_route(schedule, planned)
     begins = set(range(len(planned))) - set(after.values())
-    events = [(0, number) for number in begins]  # the input of an op is there; of ~number: the op has ended
+    events = [(0, number) for number in begins]  # number: its input has arrived; ~number: the op has ended
     heapify(events)
     ready: dict[Worker, list[tuple[object, int]]] = defaultdict(list)
     busy_until: dict[Worker, int] = defaultdict(int)
@@ -75,14 +76,14 @@ def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
 
 
 def _next_of_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
-    """The numbers of the ops that wait for others, by those of the ops that they wait for."""
+    """Return a map from the number of each op to that of the op that waits for it."""
     number = {op_key(op): index for index, op in enumerate(planned)}
     return {number[before]: index for index, op in enumerate(planned)
             for before in producers(op_key(op), schedule.path(op.pipeline or 0, op.microbatch or 0))}
 
 
 def _stored(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Equal programs once."""
+    """Return seats and programs for the new times. Equal programs are stored once."""
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:
@@ -94,7 +95,7 @@ def _stored(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Se
 
 
 def _work_bound(schedule: Schedule, forwards: list[Op]) -> int:
-    """All forwards, each on the quickest worker, spread evenly over those that live."""
+    """Return the ticks of all forwards at the fastest worker's speed, spread evenly over live workers, rounded up."""
     quickest = min(schedule.times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats)
     work = sum(schedule.times.forward[op.slice or 0] * quickest for op in forwards)
     return -(-work // (1000 * len(schedule.seats)))

@@ -1,8 +1,8 @@
-"""What waits for what: the graph of ops and transfers, and the order in which workers exchange tensors.
+"""Build the graph of ops and transfers, and the order in which workers exchange tensors.
 
-Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a collective: it starts when the
-last of its workers gets there). Edges are data dependencies, the order of ops on a worker, and the order of transfers
-between two workers. No cycle means no deadlock, whatever the real durations are.
+Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a collective: it starts when its
+last worker arrives). Edges are data dependencies, the order of ops on a worker, and the order of transfers between two
+workers. A graph without cycles has no deadlock, whatever the real durations are.
 """
 
 from collections import defaultdict
@@ -20,10 +20,10 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind,
 
 
 class Transfer(NamedTuple):
-    """One tensor on its way: the activation or gradient of micro-batch `pipeline.microbatch`.
+    """Tensor sent between workers: the activation or gradient of micro-batch `pipeline.microbatch`.
 
-    `slice` is the one that consumes it: an activation comes from the slice before on the route, a gradient from the one
-    after.
+    The field `slice` is the one that consumes the tensor: an activation comes from the slice before it on the route, a
+    gradient from the slice after it.
     """
 
     kind: Tensor
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """The gradient all-reduce of some layers over all live workers that hold them."""
+    """Gradient all-reduce of some layers over all live workers that hold them."""
 
     layers: LayerRange
 
@@ -51,14 +51,14 @@ Node = Op | Transfer | Collective
 
 
 def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
-    """Every tensor that crosses between two workers, in an order that all workers can follow without deadlock.
+    """Return the tensors that are sent between workers, in an order that all workers can follow without deadlock.
 
-    The order is that of the producing ops in a topological order of the op graph, so that putting each transfer right
-    after its producer extends it to all nodes: every edge, also those between successive transfers of one pair of
-    workers, points forward. Raises ValueError when the ops alone already wait for each other in a circle.
+    Transfers are ordered like their producing ops in a topological order of the op graph. If each transfer is inserted
+    right after its producer, this order extends to all nodes: all edges point forward, also those between successive
+    transfers of a pair of workers. Raises ValueError if the ops alone already wait for each other in a circle.
     """
     by_key = _by_key(programs)
-    found = []
+    ordered = []
     for node in topological_order(schedule, programs):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
@@ -66,20 +66,25 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
         for key, rule in consumers(made, schedule.path(pipeline, microbatch)):
             consumer = by_key.get(key)
             if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
-                found.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
-    return found
+                ordered.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
+    return ordered
 
 
 def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
                    path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
-    """A worker's ops with its part of the transfers, in their common order: each receive before the op that needs it,
-    each send after the op that made it. `path`: the slices of a micro-batch, by its pipeline and index.
-    """
-    mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
-    numbers = {(transfer.source == worker, *transfer[:4]): index for index, transfer in enumerate(mine)}
+    """Iterate over a worker's ops together with its transfers, which stay in their common order.
 
-    def end(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """The end of the last of these tensors that crosses; 0 for none. An op's key names who takes each."""
+    Each receive comes before the op that needs it, and each send after the op that makes the tensor. `path` returns the
+    slices of a micro-batch, given its pipeline and number.
+    """
+    own_transfers = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
+    numbers = {(transfer.source == worker, *transfer[:4]): index for index, transfer in enumerate(own_transfers)}
+
+    def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
+        """Return the end position of the last of these tensors in `own_transfers`; 0 if none is sent between workers.
+
+        The key of each tensor is that of the op that takes it.
+        """
         return 1 + max((numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor), default=-1)
 
     issued = 0
@@ -89,20 +94,20 @@ def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Work
             continue
         key = op_key(op)
         slices = path(key[2], key[3])
-        needs = end(False, ((key, rule.tensor) for _, rule in waits(key, slices)))
-        makes = end(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, slices)))
-        yield from mine[issued:needs]
+        needs = end_of_last(False, ((key, rule.tensor) for _, rule in waits(key, slices)))
+        makes = end_of_last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, slices)))
+        yield from own_transfers[issued:needs]
         yield op
         issued = max(issued, needs)
-        yield from mine[issued:makes]
+        yield from own_transfers[issued:makes]
         issued = max(issued, makes)
 
 
 def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
-    """Each worker's order, then the data dependencies: pairs of ops or collectives, the second waiting for the first.
+    """Iterate over the edges (before, after) of ops and collectives: each worker's order, then data dependencies.
 
-    `programs` holds the ops of the workers to look at: all of them, or those of pipelines that share no micro-batch
-    with the rest.
+    The argument `programs` has the ops of the workers to look at: all workers, or those of pipelines that share no
+    micro-batch with the rest.
     """
     for ops in programs.values():
         if schedule.overlaps:
@@ -117,8 +122,11 @@ def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterato
 
 
 def _beside_compute(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
-    """The order of a worker whose reductions go on beside compute: one after the other, each after the last backward of
-    any of its layers here; other ops one after the other; O after all of them."""
+    """Iterate over the edges of a worker whose reductions overlap with compute.
+
+    Reductions run one after the other, each after the last backward on this worker of any of its layers. Other ops run
+    one after the other, and O runs after all of them.
+    """
     yield from pairwise(op for op in ops if op.kind is not OpKind.A)
     yield from pairwise(_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
     for index, op in enumerate(ops):
@@ -128,7 +136,10 @@ def _beside_compute(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Nod
 
 
 def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
-    """Of an A in a worker's program, where reductions overlap: the last W (or B) before it of any of its layers."""
+    """Return the last W (or B) before an A in a worker's program that has any of its layers, if reductions overlap.
+
+    Returns None if there is none, or if the op at `index` is no A.
+    """
     reduced = ops[index]
     if reduced.kind is not OpKind.A or reduced.slice is None:
         return None
@@ -142,15 +153,18 @@ def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None
 
 
 def reducing_early(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
-    """A worker's program where reductions overlap, with each A as early as these arcs allow: directly behind what it
-    awaits here, or the A before it. So it waits for other workers beside what this one computes, not behind it."""
+    """Return a worker's program with each A moved as early as its edges allow, if reductions overlap.
+
+    Each A then comes directly after the op that it awaits on this worker, or after the A before it. It thus waits for
+    other workers while this one computes, not afterwards.
+    """
     last, places = -1, []
     for index, op in enumerate(ops):
         if op.kind is OpKind.A:
             awaited = awaited_here(schedule, ops, index)
             last = max(last, index if awaited is None else ops.index(awaited))
         places.append((last, 1) if op.kind is OpKind.A else (index, 0))
-    return [op for _, op in sorted(zip(places, ops, strict=True), key=lambda one: one[0])]
+    return [op for _, op in sorted(zip(places, ops, strict=True), key=lambda placed: placed[0])]
 
 
 def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
@@ -162,8 +176,7 @@ def _node(op: Op, schedule: Schedule) -> Node:
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
-    """Ops and collectives, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle.
-    """
+    """Order ops and collectives, each after what it waits for, else by planned time. Raises ValueError for a circle."""
     nodes = list(dict.fromkeys(_node(op, schedule) for ops in programs.values() for op in ops))
     number = {node: index for index, node in enumerate(nodes)}
     followers: list[list[int]] = [[] for _ in nodes]
@@ -173,21 +186,21 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
         awaited[number[after]] += 1
     ready = [(_planned(node), index) for index, node in enumerate(nodes) if not awaited[index]]
     heapify(ready)
-    found = []
+    ordered = []
     while ready:
         _, index = heappop(ready)
-        found.append(nodes[index])
+        ordered.append(nodes[index])
         for follower in followers[index]:
             awaited[follower] -= 1
             if not awaited[follower]:
                 heappush(ready, (_planned(nodes[follower]), follower))
-    if len(found) < len(nodes):
+    if len(ordered) < len(nodes):
         require_acyclic(schedule, programs)
-    return found
+    return ordered
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raises ValueError naming a circle of `arcs`. Cheaper than `topological_order`."""
+    """Raise ValueError, which describes the circle, if `arcs` has one. Cheaper than `topological_order`."""
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in arcs(schedule, programs):
         sorter.add(after, before)
@@ -198,7 +211,7 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 
 def _deadlock(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
-    """`circle`: each node waits for the one before it, the first for the last, which is the same."""
+    """Build the error for a circle: each node waits for the one before it; the first node is also the last."""
     texts = [schedule.op_text(node) if isinstance(node, Op) else str(node) for node in circle]
     return ValueError("deadlock: " + " waits for ".join(reversed(texts)))
 
@@ -208,7 +221,7 @@ def _planned(node: Node) -> tuple[int, str]:
 
 
 def as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
-    """Compute ops, each as early as its worker and those that it waits for let it begin; these come before it."""
+    """Place compute ops as early as possible. The ops that an op waits for must come before it."""
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}
     for op in ops:
@@ -221,33 +234,36 @@ def as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
 
 
 def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """[number] the least of all that a number is joined with by pairs: union-find with path halving."""
+    """Return, for each number below `count`, the smallest number of its connected component.
+
+    The edges are `pairs`. Uses union-find with path halving.
+    """
     above = list(range(count))
 
-    def top(number: int) -> int:
+    def find_root(number: int) -> int:
         while above[number] != number:
             above[number] = number = above[above[number]]
         return number
 
-    for one, other in pairs:
-        first, second = top(one), top(other)
+    for left, right in pairs:
+        first, second = find_root(left), find_root(right)
         above[max(first, second)] = min(first, second)
-    return [top(number) for number in range(count)]
+    return [find_root(number) for number in range(count)]
 
 
 def groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Pipelines that share micro-batches, as sorted groups: between groups only all-reduces are waited for."""
+    """Return sorted groups of pipelines that share micro-batches. Between groups, workers wait only for all-reduces."""
     foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
     first = joined(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
                                              for pipeline in foreign[seat.program]))
-    found: dict[int, list[int]] = defaultdict(list)
-    for pipeline, one in enumerate(first):
-        found[one].append(pipeline)
-    return sorted(map(tuple, found.values()))
+    members: dict[int, list[int]] = defaultdict(list)
+    for pipeline, root in enumerate(first):
+        members[root].append(pipeline)
+    return sorted(map(tuple, members.values()))
 
 
 def programs_of(schedule: Schedule, pipelines: Iterable[int] | None = None) -> dict[Worker, list[Op]]:
-    """The placed ops of each live worker whose role lies in these pipelines (default: all)."""
+    """Return the placed ops of each live worker whose role is in these pipelines (default: all)."""
     wanted = None if pipelines is None else set(pipelines)
     return {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats
             if wanted is None or seat.role.pipeline in wanted}

@@ -1,4 +1,4 @@
-"""Measured traces: when each op of some iterations really ran. Written by the runtime, read by `slipstream show`."""
+"""Read and write measured traces: when each op of some iterations ran. The runtime writes, `slipstream show` reads."""
 
 import math
 from collections import defaultdict
@@ -15,17 +15,17 @@ VERSION = 1
 MAX_FILE_BYTES = 64 * 2**20
 MAX_SECONDS = 1e9
 TICK_SECONDS = 1e-9
-"""The length of a tick where measured ops are treated like planned ones."""
+"""Length of a tick when measured ops are treated like planned ones."""
 
 
 class MeasuredTraceError(DocumentError):
-    """The trace file cannot be read. The message is one line."""
+    """Error: the trace file cannot be read. The message is one line."""
 
 
 class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """An op as it ran: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
+    """Op as measured: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
 
-    `slice` is None for O; `pipeline` and `microbatch` are None for A and O.
+    The field `slice` is None for O; `pipeline` and `microbatch` are None for A and O.
     """
 
     worker: Worker
@@ -38,14 +38,14 @@ class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`[iteration, ops]`: the ops of all workers. Times are on one clock, from the start of the iteration."""
+    """Ops of all workers in one iteration: `[iteration, ops]`. Times are on one clock, from the iteration's start."""
 
     iteration: int
     ops: tuple[MeasuredOp, ...]
 
 
 class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a run measured, iteration by iteration."""
+    """Measured iterations of a run."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -58,7 +58,7 @@ _KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=Measu
 
 
 def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
-    """Read a trace; `source` names it in errors. Raises MeasuredTraceError, whose message is one line."""
+    """Decode a trace. `source` names it in errors. Raises MeasuredTraceError with a message of one line."""
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
@@ -69,22 +69,22 @@ def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
 
 
 def encode_measured_trace(trace: MeasuredTrace) -> bytes:
-    """Canonical JSON, one line, newline at the end."""
+    """Encode a trace as canonical JSON: one line, a newline at the end."""
     return msgspec.json.encode(trace) + b"\n"
 
 
 def read_measured_trace(path: Path) -> MeasuredTrace:
-    """Read a trace file. Raises MeasuredTraceError."""
+    """Read a trace file. Raises MeasuredTraceError if it cannot be read."""
     return decode_measured_trace(_KIND.read_bytes(path), str(path))
 
 
 def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
-    """Write a trace file, whole or not at all. Raises OSError."""
+    """Write a trace file atomically. Raises OSError."""
     write_atomically(path, encode_measured_trace(trace))
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
-    """The ops of each worker in order of start, as if planned in ticks of TICK_SECONDS."""
+    """Return the ops of each worker in the order of their starts, as if planned in ticks of TICK_SECONDS."""
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
         ops[op.worker].append(Op(op.kind, op.slice, op.pipeline, op.microbatch, op.worker,

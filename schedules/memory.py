@@ -1,4 +1,7 @@
-"""How much memory each worker holds, and when: activations from F start to I (or B) end, then the stash to W end."""
+"""Compute the memory that each worker holds over time.
+
+An activation is held from the start of F to the end of I (or B), and the stash of W from the end of I to the end of W.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,10 +12,10 @@ from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Wo
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
-    """What one worker holds over time: (tick, multiples of `memory.unit` held from then on), ascending ticks.
+    """Return the memory of one worker as (tick, multiples of `memory.unit` held from then on), ticks ascending.
 
-    Intervals are half-open, so at one instant releases come before acquisitions: what is held after all changes of an
-    instant is also the most that is held in it.
+    Intervals are half-open, so releases at a tick come before acquisitions. The memory held after all changes of a tick
+    is therefore also the maximum at that tick.
     """
     change: dict[int, int] = defaultdict(int)
     for op in ops:
@@ -32,9 +35,10 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
 
 
 def room(schedule: Schedule, seat: Seat) -> int | None:
-    """Room for activations on a live worker, in multiples of `schedule.memory.unit`; None where there is no limit.
+    """Return the room for activations of a live worker, in multiples of `schedule.memory.unit`; None means no limit.
 
-    `capacity` is what is left beside the layers of a column: a worker that holds others has that much more or less.
+    The field `capacity` is the room that remains next to the layers of a worker's own column. A worker that holds other
+    layers has more or less room by the difference of their weights.
     """
     memory = schedule.memory
     if memory is None:
@@ -46,9 +50,9 @@ def room(schedule: Schedule, seat: Seat) -> int | None:
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
-    """The most that each live worker ever holds, in multiples of `schedule.memory.unit`.
+    """Return the most that each live worker ever holds, in multiples of `schedule.memory.unit`.
 
-    Empty where the schedule sets no memory. Re-routed micro-batches count on their host.
+    Empty if the schedule has no memory limits. A re-routed micro-batch counts for the worker that runs it.
     """
     memory = schedule.memory
     if memory is None:

@@ -1,11 +1,11 @@
-"""Parts of a schedule: what each worker must know of it, and no more.
+"""Divide a schedule into what each worker must know.
 
-A worker needs its own program, the tensors that it sends and receives, and with whom it sums gradients. Tensors are
-numbered here, among pipelines that share micro-batches: the same number at both ends. What is equal for several workers
-is one content, named by its digest: all workers of a column that are far from any failure have the same. Nobody follows
-planned times, so that these are left out, and who runs the same ops in the same order as before has the same content.
-Contents name pipelines by their places among those that share micro-batches, so that a schedule whose pipelines get
-other numbers has the contents that it had.
+A worker needs its own program, the tensors that it sends and receives, and the workers that it sums gradients with.
+Tensors are numbered here, among pipelines that share micro-batches, so that both ends use the same number. What is
+equal for several workers is a single *content*, named by its digest: all workers of a column that are far from any
+failure have the same content. Planned times are left out, because no worker follows them; a worker that runs the same
+ops in the same order as before keeps its content. Contents name pipelines by their positions among those that share
+micro-batches, so a schedule whose pipelines get other numbers keeps its contents.
 """
 
 import hashlib
@@ -21,35 +21,36 @@ from slipstream.schedules.precedence import OpKey, Tensor, consumers
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, renamed
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
-"""The ranges of layers by which a worker reduces gradients, each with all workers that do."""
+"""Ranges of layers over which a worker reduces gradients, each with all workers that take part."""
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""The same; a column stands for all live workers of it, so that a failure changes nothing."""
+"""Form of `Sums` that is stored. A column represents all of its live workers, so that a failure changes nothing."""
 Route = tuple[int, int, tuple[int, ...]]
-"""Pipeline and number of a micro-batch, and the slices that it passes."""
+"""Route of a micro-batch: (pipeline, number, slices)."""
 DIGEST_CHARACTERS = 32
 
 
 class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that one worker sends to another.
+    """Tensor that one worker sends to another.
 
-    In an order of these numbers nobody waits for ever: what is produced first has the lower one, see
-    `schedules.graph.transfers`.
+    If all workers exchange tensors in the order of these numbers, none waits forever: what is produced first has the
+    lower number (see `schedules.graph.transfers`).
     """
 
     number: int
     tensor: Tensor
     slice: int
-    """The one that takes it."""
+    """Slice that takes the tensor."""
     pipeline: int
     microbatch: int
     source: Worker
     target: Worker
     made: int
-    """The place in its source's program of the op that makes it, and in its target's of the one that takes it."""
+    """Position in the source's program of the op that makes the tensor; `taken` is that of the op in the target's
+    program that takes it."""
     taken: int
 
     def named(self, pipelines: Sequence[int]) -> "Crossing":
-        """The same with other numbers of pipelines."""
+        """Return this tensor with other pipeline numbers."""
         (before, from_column), (after, to_column) = self.source, self.target
         return Crossing(self.number, self.tensor, self.slice, pipelines[self.pipeline], self.microbatch,
                         Worker(pipelines[before], from_column), Worker(pipelines[after], to_column), self.made,
@@ -57,31 +58,31 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Part(Schedule, frozen=True, kw_only=True):
-    """A schedule as one worker knows it: with its own seat and program alone, all ops of which start at tick 0."""
+    """Schedule as one worker knows it: it has only this worker's seat and program, and all ops start at tick 0."""
 
     crossings: tuple[Crossing, ...] = ()
-    """What it sends and receives, by number."""
+    """Tensors that the worker sends and receives, by number."""
     sums: Sums = ()
     ties: tuple[tuple[int, tuple[Worker, ...]], ...] = ()
-    """The groups of layers that share parameters of which it holds any, by their number, with all workers that do."""
+    """Groups of layers that share parameters and of which this worker holds any: (number of the group, all holders)."""
     own_routes: tuple[Route, ...] = ()
-    """Of micro-batches that it runs, where these are not the grid's."""
+    """Routes of the micro-batches that this worker runs. Empty if they are those of the grid."""
 
     @property
     def members(self) -> tuple[Worker, ...]:
-        """All workers that take part, sorted."""
+        """Workers that take part, sorted."""
         down = set(self.failed)
         return tuple(worker for worker in self.grid.workers() if worker not in down)
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """The slices of a micro-batch that this worker runs, in order."""
+        """Return the slices of the route of a micro-batch that this worker runs, in order."""
         if not self.own_routes:
             return self.grid.path(microbatch)
         return next((slices for one, number, slices in self.own_routes if (one, number) == (pipeline, microbatch)), ())
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's program and its tensors: a content. Its pipelines are places in `Share.pipelines`."""
+    """Content: a worker's program and its tensors. Its pipelines are positions in `Share.pipelines`."""
 
     program: Program
     crossings: tuple[Crossing, ...]
@@ -89,56 +90,56 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Share(NamedTuple):
-    """One worker's share of a schedule."""
+    """Share of one worker in a schedule."""
 
     seat: Seat
-    """With its program as number 0."""
+    """Seat of the worker, with its program as number 0."""
     pipelines: tuple[int, ...]
-    """Those that its work names."""
+    """Pipelines that the worker's `Work` refers to by position."""
     frame: str
-    """Digests of contents: of what all workers know, of its `Work`, of its sums."""
+    """Digest of the content that all workers know; `work` and `sums` are those of the worker's `Work` and sums."""
     work: str
     sums: str
 
     @property
     def contents(self) -> tuple[str, str, str]:
-        """All digests."""
+        """Digests of all contents of this share."""
         return self.frame, self.work, self.sums
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """A schedule, divided among its workers."""
+    """Schedule, divided among its workers."""
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, Share]
     contents: dict[str, bytes]
-    """By digest."""
+    """Contents by digest."""
 
 
 Alike = tuple[Parts, Mapping[int, int]]
-"""The parts of a schedule that is the same but for the numbers of its pipelines, and the numbers that these have here.
-Each worker plays its own role."""
+"""Parts of a schedule that differs only in pipeline numbers (all workers in their own roles), and the numbers here."""
 
 
 def divide(schedule: Schedule, alike: Alike | None = None, *, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
-    """A schedule's parts. `ties` are the workers that hold any layer of each group that shares parameters.
+    """Divide a schedule among its workers. `ties` has all holders of each group of layers that share parameters.
 
-    The works of `alike` are taken: they are nearly all of what is computed here. Only the order of tensors that are
-    made at one instant by plan may then be another one, which all can follow as well.
+    If `alike` is given, its `Work` contents are reused, which saves nearly all of the computation. The order of tensors
+    that are planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 
-    def keep(content: object) -> str:
+    def store(content: object) -> str:
+        """Add a content to `contents`, and return its digest."""
         data = msgspec.json.encode(content)
         digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         contents[digest] = data
         return digest
 
-    # Neither failures nor the plan's own figures are in it: it stays the same from one order to the next.
-    frame = keep(msgspec.structs.replace(schedule, seats=(), programs=(), failed=(), period_ticks=0,
-                                         lower_bound_ticks=0, status="feasible", method="", bound_scope=msgspec.UNSET))
+    # The frame has neither failures nor the plan's figures, so that it stays the same from one order to the next.
+    frame = store(msgspec.structs.replace(schedule, seats=(), programs=(), failed=(), period_ticks=0,
+                                          lower_bound_ticks=0, status="feasible", method="", bound_scope=msgspec.UNSET))
     if alike is None:
-        works = dict(_works(schedule, keep))
+        works = dict(_works(schedule, store))
     else:
         parts, numbers = alike
         works = {Worker(numbers[worker.pipeline], worker.column): (
@@ -153,34 +154,34 @@ def divide(schedule: Schedule, alike: Alike | None = None, *, ties: Sequence[Seq
     sums: dict[tuple[int, tuple[int, ...]], str] = {}
     shares = {}
     for seat in schedule.seats:
-        mine = ties_of.get(seat.worker, ())
-        if (seat.program, mine) not in sums:
-            sums[seat.program, mine] = keep((sums_of_program[seat.program], [tied[number] for number in mine]))
+        own_ties = ties_of.get(seat.worker, ())
+        if (seat.program, own_ties) not in sums:
+            sums[seat.program, own_ties] = store((sums_of_program[seat.program], [tied[number] for number in own_ties]))
         pipelines, work = works[seat.worker]
         shares[seat.worker] = Share(Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work,
-                                    sums[seat.program, mine])
-    down = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
-    return Parts(down, shares, contents)
+                                    sums[seat.program, own_ties])
+    failed = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
+    return Parts(failed, shares, contents)
 
 
 def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, bytes]) -> Part:
-    """A worker's part, put together again. Raises KeyError where a content is not there."""
+    """Assemble a worker's part of a schedule. Raises KeyError if a content is missing."""
     head = _FRAME.decode(contents[share.frame])
     work = _WORK.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
     fields = {name: getattr(head, name) for name in Schedule.__struct_fields__}
     numbers = share.pipelines
     down = set(failed)
-    reduced = tuple((layers, tuple(one for pipeline in range(head.grid.pipelines)
-                                   if (one := Worker(pipeline, sharers)) not in down)
+    reduced = tuple((layers, tuple(worker for pipeline in range(head.grid.pipelines)
+                                   if (worker := Worker(pipeline, sharers)) not in down)
                      if isinstance(sharers, int) else sharers) for layers, sharers in sums)
     return Part(**fields | {"failed": failed, "seats": (share.seat,), "programs": (renamed(work.program, numbers),)},
-                crossings=tuple(one.named(numbers) for one in work.crossings), sums=reduced, ties=ties,
+                crossings=tuple(worker.named(numbers) for worker in work.crossings), sums=reduced, ties=ties,
                 own_routes=tuple((numbers[pipeline], number, slices) for pipeline, number, slices in work.routes))
 
 
 def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
-    """What a live worker sends and receives, by number; of a part, its own worker."""
+    """Return the tensors that a live worker sends and receives, by number. For a `Part`, it must be its own worker."""
     if isinstance(schedule, Part):
         assert worker == schedule.seats[0].worker
         return schedule.crossings
@@ -190,27 +191,31 @@ def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
 
 
 def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
-    """What each worker whose role is in these pipelines sends and receives, by number. These pipelines share no
-    micro-batch with the rest."""
-    found = _by_worker(_crossings(schedule, pipelines))
-    return {seat.worker: found[seat.worker] for seat in schedule.seats if seat.role.pipeline in pipelines}
+    """Return the tensors that each worker whose role is in these pipelines sends and receives, by number.
+
+    These pipelines must not share micro-batches with the rest.
+    """
+    by_worker = _by_worker(_crossings(schedule, pipelines))
+    return {seat.worker: by_worker[seat.worker] for seat in schedule.seats if seat.role.pipeline in pipelines}
 
 
 def _by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
-    found: dict[Worker, list[Crossing]] = defaultdict(list)
-    for one in crossings:
-        found[one.source].append(one)
-        found[one.target].append(one)
-    return found
+    """Group tensors by worker, each under its source and its target."""
+    grouped: dict[Worker, list[Crossing]] = defaultdict(list)
+    for crossing in crossings:
+        grouped[crossing.source].append(crossing)
+        grouped[crossing.target].append(crossing)
+    return grouped
 
 
 def _crossings(schedule: Schedule, pipelines: Sequence[int], named: Mapping[int, int] | None = None) -> list[Crossing]:
-    """All tensors that workers whose roles are in these pipelines exchange, by number; with other numbers of pipelines
-    where these are `named`.
+    """Return all tensors that workers whose roles are in these pipelines exchange, in the order of their numbers.
 
-    These pipelines share no micro-batch with the rest, and the schedule passes its checks. So its times put ops in an
-    order that all can follow; where ops that take no time leave that open, the graph does. In a pipeline by itself each
-    op counts as early as it can be: its numbers stay the same where a failure elsewhere only makes it wait.
+    If `named` is given, it maps pipelines to the numbers that the result uses. These pipelines must not share
+    micro-batches with the rest, and the schedule must pass its checks: its times then give an order that all workers
+    can follow. If ops without duration leave that order open, the graph decides. In a pipeline that shares no
+    micro-batches, each op counts as starting as early as possible; its numbers then stay the same if a failure
+    elsewhere only delays it.
     """
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
@@ -220,40 +225,42 @@ def _crossings(schedule: Schedule, pipelines: Sequence[int], named: Mapping[int,
         early = as_early(schedule, (op for op in order if isinstance(op, Op) and op.kind in COMPUTE_KINDS))
         places = {key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()}
     names = named or range(schedule.grid.pipelines)
-    found = _numbered(schedule, places, sorted(places, key=places.__getitem__), names)
-    if not _can_be_followed(found):
-        found = _numbered(schedule, places, _by_graph(schedule, pipelines, places), names)
-    return found
+    crossings = _numbered(schedule, places, sorted(places, key=places.__getitem__), names)
+    if not _can_be_followed(crossings):
+        crossings = _numbered(schedule, places, _by_graph(schedule, pipelines, places), names)
+    return crossings
 
 
 def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Of each worker, the pipelines that its work names, and the work's digest."""
+    """Iterate over the workers, each with the pipelines that its `Work` refers to and the digest of that `Work`."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
     whole = bool(schedule.usual_path)
     known: dict[object, list[str]] = {}
     for group in groups(schedule):
-        mine = [seat for pipeline in group for seat in seats[pipeline]]
-        pipelines = tuple(sorted({*group, *(seat.worker.pipeline for seat in mine)}))
+        group_seats = [seat for pipeline in group for seat in seats[pipeline]]
+        pipelines = tuple(sorted({*group, *(seat.worker.pipeline for seat in group_seats)}))
         place = {pipeline: index for index, pipeline in enumerate(pipelines)}
-        alike = tuple((place[seat.worker.pipeline], seat.worker.column, place[seat.role.pipeline], seat.role.column,
-                       seat.program) for seat in mine)
-        if alike not in known:
+        layout = tuple((place[seat.worker.pipeline], seat.worker.column, place[seat.role.pipeline], seat.role.column,
+                        seat.program) for seat in group_seats)
+        if layout not in known:
             crossings = _by_worker(_crossings(schedule, group, place))
-            known[alike] = [keep(Work(
+            known[layout] = [keep(Work(
                 tuple(_untimed(op, place) for op in schedule.programs[seat.program]),
                 tuple(crossings[Worker(place[seat.worker.pipeline], seat.worker.column)]),
-                () if whole else tuple(_routes(schedule, seat, place)))) for seat in mine]
-        for seat, digest in zip(mine, known[alike], strict=True):
+                () if whole else tuple(_routes(schedule, seat, place)))) for seat in group_seats]
+        for seat, digest in zip(group_seats, known[layout], strict=True):
             yield seat.worker, (pipelines, digest)
 
 
 def _untimed(op: ProgramOp, place: Mapping[int, int]) -> ProgramOp:
+    """Return an op without its time, with its pipeline as a position."""
     return ProgramOp(op.kind, op.slice, op.microbatch, 0, None if op.pipeline is None else place[op.pipeline])
 
 
 def _routes(schedule: Schedule, seat: Seat, place: Mapping[int, int]) -> Iterator[Route]:
+    """Iterate over the routes of the micro-batches that a seat's worker runs, with pipelines as positions."""
     own = seat.role.pipeline
     for pipeline, number in sorted({(own if op.pipeline is None else op.pipeline, op.microbatch)
                                     for op in schedule.programs[seat.program] if op.microbatch is not None}):
@@ -261,7 +268,7 @@ def _routes(schedule: Schedule, seat: Seat, place: Mapping[int, int]) -> Iterato
 
 
 def _sums(schedule: Schedule) -> list[SumsByColumn]:
-    """By program."""
+    """Return the sums of each program: ranges of layers with the workers that reduce them."""
     ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
               for program in schedule.programs]
     workers: dict[LayerRange, list[Worker]] = defaultdict(list)
@@ -269,22 +276,24 @@ def _sums(schedule: Schedule) -> list[SumsByColumn]:
         for layers in ranges[seat.program]:
             workers[layers].append(seat.worker)
     live = Counter(seat.worker.column for seat in schedule.seats)
-    told: dict[LayerRange, tuple[Worker, ...] | int] = {}
-    for layers, found in workers.items():
-        columns = {worker.column for worker in found}
-        told[layers] = found[0].column if len(columns) == 1 and len(found) == live[found[0].column] \
-            else tuple(sorted(found))
-    return [tuple((layers, told[layers]) for layers in mine if layers in told) for mine in ranges]
+    reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
+    for layers, holders in workers.items():
+        columns = {worker.column for worker in holders}
+        reducers[layers] = holders[0].column if len(columns) == 1 and len(holders) == live[holders[0].column] \
+            else tuple(sorted(holders))
+    return [tuple((layers, reducers[layers]) for layers in own_ranges if layers in reducers) for own_ranges in ranges]
 
 
 class _Made(NamedTuple):
-    """When an op that gives something to others, or takes it, begins by plan, and where. Of equals, the one that is
-    earlier on its way is less."""
+    """Planned start and place of an op that makes or takes a tensor.
+
+    Of ops with the same start, the one that is earlier on the route of its micro-batch compares as less.
+    """
 
     start_ticks: int
     way: int
     place: int
-    """In the program of its worker."""
+    """Position of the op in its worker's program."""
     worker: Worker
 
 
@@ -293,13 +302,14 @@ Places = Mapping[OpKey, _Made]
 
 
 def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
+    """Return the planned starts and places of all ops that make or take a tensor."""
     found: dict[OpKey, _Made] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
-        own, worker = seat.role.pipeline, seat.worker
+        own_pipeline, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
-                pipeline = own if op.pipeline is None else op.pipeline
+                pipeline = own_pipeline if op.pipeline is None else op.pipeline
                 _, slice, _, microbatch = key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
                 path = schedule.path(pipeline, microbatch)
                 way = ways.get((op.kind, slice, path))
@@ -311,22 +321,23 @@ def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """The same by `schedules.graph`."""
+    """Return the ops in `places` that send a tensor, in the order of `schedules.graph.transfers`."""
     found: dict[OpKey, None] = {}
-    for one in transfers(schedule, programs_of(schedule, pipelines)):
-        path = schedule.path(one.pipeline, one.microbatch)
-        at = path.index(one.slice)
-        kinds, slice = ([OpKind.F], path[at - 1]) if one.kind == "activation" else (
+    for tensor in transfers(schedule, programs_of(schedule, pipelines)):
+        path = schedule.path(tensor.pipeline, tensor.microbatch)
+        at = path.index(tensor.slice)
+        kinds, slice = ([OpKind.F], path[at - 1]) if tensor.kind == "activation" else (
             [OpKind.I, OpKind.B], path[at + 1])
-        found |= {key: None for kind in kinds if (key := (kind, slice, one.pipeline, one.microbatch)) in places}
+        found |= {key: None for kind in kinds if (key := (kind, slice, tensor.pipeline, tensor.microbatch)) in places}
     return list(found)
 
 
 def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey],
               names: Mapping[int, int] | Sequence[int]) -> list[Crossing]:
+    """Number the tensors that cross between two workers, in the given order of their producing ops."""
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
-    called: dict[Worker, Worker] = {}
+    workers: dict[Worker, Worker] = {}
     for key in order:
         _, _, made, source = places[key]
         kind, slice, pipeline, microbatch = key
@@ -335,24 +346,27 @@ def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey],
         if taking is None:
             taking = takers[kind, slice, path] = [(taker[0], taker[1], rule.tensor)
                                                   for taker, rule in consumers(key, path) if rule.tensor is not None]
-        for what, where, tensor in taking:
-            takes = places.get((what, where, pipeline, microbatch))
-            if takes is not None and takes.worker != source:
-                for worker in (source, takes.worker):
-                    if worker not in called:
-                        called[worker] = Worker(names[worker.pipeline], worker.column)
-                found.append(Crossing(len(found), tensor, where, names[pipeline], microbatch, called[source],
-                                      called[takes.worker], made, takes.place))
+        for taking_kind, at_slice, tensor in taking:
+            taken = places.get((taking_kind, at_slice, pipeline, microbatch))
+            if taken is not None and taken.worker != source:
+                for worker in (source, taken.worker):
+                    if worker not in workers:
+                        workers[worker] = Worker(names[worker.pipeline], worker.column)
+                found.append(Crossing(len(found), tensor, at_slice, names[pipeline], microbatch, workers[source],
+                                      workers[taken.worker], made, taken.place))
     return found
 
 
 def _can_be_followed(crossings: Sequence[Crossing]) -> bool:
-    """Whether each worker has taken what its program takes before, and given what it gives before, at each number."""
-    given: dict[Worker, int] = {}
-    for one in crossings:
-        if given.get(one.source, -1) > one.made or given.get(one.target, -1) >= one.taken:
+    """Return whether the order of tensors agrees with the program order of every worker.
+
+    At each tensor, its source and its target must not yet be past the op that makes or takes it.
+    """
+    reached: dict[Worker, int] = {}
+    for crossing in crossings:
+        if reached.get(crossing.source, -1) > crossing.made or reached.get(crossing.target, -1) >= crossing.taken:
             return False
-        given[one.source] = one.made
+        reached[crossing.source] = crossing.made
     return True
 
 

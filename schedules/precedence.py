@@ -1,7 +1,7 @@
-"""Precedence rules: which op of a micro-batch must end before another one may start.
+"""State the precedence rules: which op of a micro-batch must end before another one may start.
 
 `RULES` is the only place that states them. The graph of a schedule, the arrays of the planner, the CP-SAT model and the
-timeline page expand it. The checker has rules of its own, because it judges what is made from these.
+timeline page are derived from it. The checker has its own rules, because it judges what is derived from these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,25 +12,25 @@ from slipstream.schedules.schedule import Op, OpKind
 
 Tensor = Literal["activation", "gradient"]
 OpKey = tuple[OpKind, int, int, int]
-"""(kind, slice, pipeline, microbatch)."""
+"""Identity of a compute op: (kind, slice, pipeline, microbatch)."""
 
 
 class Rule(NamedTuple):
-    """An op of `kind` waits for the op `awaited` of the same micro-batch, `step` slices further along its route.
+    """Rule: an op of `kind` waits for the op `awaited` of the same micro-batch, `step` slices further on its route.
 
-    Where the route has no such slice, there is nothing to wait for.
+    If the route has no such slice, the op waits for nothing.
     """
 
     kind: OpKind
     position: Literal["first", "last", "any"]
-    """The slices of a route at which the rule holds."""
+    """Slices of a route to which the rule applies."""
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
-    """What the op takes from the one it waits for: between two workers it needs `times.transfer` to arrive."""
+    """Tensor that the op takes from the awaited op. Between two workers it needs `times.transfer` to arrive."""
 
     def positions(self, depth: int) -> range:
-        """Where in a route of so many slices an op waits by this rule."""
+        """Return the positions in a route of `depth` slices at which this rule makes an op wait."""
         first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[self.position]
         return range(max(first, -self.step), min(last, depth - 1 - self.step) + 1)
 
@@ -46,15 +46,15 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """The identity of a compute op, on any worker."""
+    """Return the identity of a compute op, which does not depend on the worker that runs it."""
     assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
 
 def waits(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """The ops that must end before this one may start, each with the rule that says so.
+    """Iterate over the ops that must end before this op may start, each with the rule that requires it.
 
-    `path`: the slices of the micro-batch's route, in order. A slice that is not among them waits for nothing.
+    The argument `path` is the slices of the micro-batch's route, in order. An op at another slice waits for nothing.
     """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
@@ -65,12 +65,12 @@ def waits(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
 
 
 def producers(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """The ops that must end before this one may start; `path` as for `waits`."""
+    """Iterate over the ops that must end before this op may start. `path` is as in `waits`."""
     return (producer for producer, _ in waits(key, path))
 
 
 def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """The ops that may not start before this one has ended, each with the rule that says so; `path` as for `waits`."""
+    """Iterate over the ops that wait for this op, each with the rule that requires it. `path` is as in `waits`."""
     kind, slice, pipeline, microbatch = key
     if slice not in path:
         return
@@ -81,9 +81,11 @@ def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
+    """Return the rules by which other ops wait for an op of this kind at this position of a route."""
     return tuple(rule for rule in RULES if rule.awaited == kind and position - rule.step in rule.positions(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
+    """Return the rules by which an op of this kind waits at this position of a route."""
     return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions(length))

@@ -1,11 +1,12 @@
-"""What a schedule is: plain, frozen data, shared by planner, checker, runtime and command line.
+"""Define schedules as plain, frozen data that planner, checker, runtime and command line share.
 
-The model is a row of layers. A *slice* is a range of layers that one worker runs for one micro-batch; a stage is the
-usual one. What a micro-batch passes is its *route*: slices that tile all layers, each on a worker that holds them.
+A model is a sequence of layers. A *slice* is a range of layers that one worker runs for one micro-batch; usually it is
+a stage. The *route* of a micro-batch is the slices that it passes: together they cover all layers in order, and each is
+run by a worker that holds its layers.
 
-Times are integer ticks (`tick_seconds` says how long one is), intervals half-open [start, end). Memory is counted in
-integer multiples of `Memory.unit`. A program is stored once and shared by every worker that runs it, so its ops name
-the pipeline of a micro-batch only where it differs from the pipeline of the role that runs it.
+Times are integer ticks of `tick_seconds` each; intervals are half-open, [start, end). Memory is counted in integer
+multiples of `Memory.unit`. A program is stored once and shared by every worker that runs it. Its ops therefore name the
+pipeline of a micro-batch only if it differs from the pipeline of the role that runs them.
 """
 
 from collections import defaultdict
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class NoScheduleError(RuntimeError):
-    """No schedule can be had for what is asked. The message is one line, or empty where failures end the run."""
+    """Error: no schedule exists for the request. The message is one line; it is empty if the failures end the run."""
 
 
 # --- Ranges of numbers, which reading a file checks -------------------------------------------------------------------
@@ -37,19 +38,19 @@ MAX_MICROBATCHES = 2**16
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A time, or an amount of memory: whole numbers that a double still has."""
+"""Time, or amount of memory: an integer that a double represents exactly."""
 TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
 Ratio = tuple[Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**53)]]
-"""A numerator and a denominator."""
+"""Numerator and denominator."""
 
 
 # --- The shape of a job: workers, virtual stages and their layers -----------------------------------------------------
 
 
 class Worker(NamedTuple):
-    """A worker, or the role of one: the process that holds column `column` of pipeline `pipeline`.
+    """Worker, or role of a worker: the process that holds column `column` of pipeline `pipeline`.
 
-    Without virtual stages the column is the stage. Written `pipeline.column`, e.g. `1.2`.
+    Without virtual stages, the column is the stage. The text form is `pipeline.column`, e.g. `1.2`.
     """
 
     pipeline: Natural
@@ -60,7 +61,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `pipeline.column`. Raises ValueError that names the text."""
+        """Parse `pipeline.column`. Raises ValueError, which quotes the text, if it has another form."""
         pipeline, dot, column = text.partition(".")
         if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
             raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
@@ -68,13 +69,13 @@ class Worker(NamedTuple):
 
 
 Speeds = tuple[tuple[Worker, float], ...]
-"""All workers that do not take the usual time, sorted, each with its factor of it."""
+"""Workers that do not run at the usual speed, sorted, each with the factor by which its ops take longer."""
 HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
-"""The layers of the schedules that each live worker holds, sorted."""
+"""Layers of the schedule's model that each live worker holds, sorted by worker."""
 
 
 class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
+    """Virtual stage: the worker column that holds it and, if known, its half-open range of model layers."""
 
     column: Natural
     layers: LayerRange | None = None
@@ -82,28 +83,28 @@ class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True,
            dict=True):
-    """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them.
+    """Shape of a job. `stages` are the virtual stages in the order in which a micro-batch visits them.
 
-    With several chains (bidirectional pipelines: Chimera, Li & Hoefler 2021) they are as many runs of equal length, one
-    after the other, and a micro-batch visits one run only. Stages at the same place of different chains are *copies*:
-    they hold the same layers, and their gradients are reduced together.
+    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` is then that many runs of equal
+    length, one after the other, and a micro-batch visits only one run. Stages at the same place of different chains are
+    *copies*: they hold the same layers, and their gradients are reduced together.
     """
 
     pipelines: Count
     columns: Count
     microbatches: tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)], ...]
-    """Micro-batches per iteration, one number a pipeline."""
+    """Number of micro-batches per iteration, one value per pipeline."""
     stages: tuple[VirtualStage, ...]
     chains: Count = 1
-    """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
+    """Number of chains. Micro-batch m of a pipeline runs along chain m modulo `chains`."""
 
     @property
     def depth(self) -> int:
-        """Virtual stages that a micro-batch visits."""
+        """Number of virtual stages that a micro-batch visits."""
         return len(self.stages) // self.chains
 
     def path(self, microbatch: int) -> range:
-        """The virtual stages that a micro-batch visits, in order."""
+        """Return the virtual stages that a micro-batch visits, in order."""
         return self._paths[microbatch % self.chains]
 
     @cached_property
@@ -111,21 +112,21 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
 
     def is_last(self, stage: int) -> bool:
-        """Whether a chain ends with this stage."""
+        """Return whether this stage is the last one of its chain."""
         return (stage + 1) % self.depth == 0
 
     def original(self, stage: int) -> int:
-        """The same for all copies of a stage: the one in the first chain."""
+        """Return the copy of this stage in the first chain, which is the same for all copies of a stage."""
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
-        """Every worker of the grid, failed ones included, sorted."""
+        """Iterate over all workers of the grid, failed ones included, in ascending order."""
         for pipeline in range(self.pipelines):
             for column in range(self.columns):
                 yield Worker(pipeline, column)
 
     def stages_of(self, column: int) -> tuple[int, ...]:
-        """The virtual stages a worker of this column holds, ascending."""
+        """Return the virtual stages that a worker of this column holds, ascending."""
         return self._stages_by_column[column]
 
     @cached_property
@@ -137,15 +138,15 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """[column] the layers of its stages, as ascending ranges that do not touch."""
+        """Layers of the stages of each column, as ascending ranges that do not touch, indexed by column."""
         return tuple(joined_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
-        """The layers of each virtual stage.
+        """Layers of each virtual stage.
 
-        They are the model's where the stages of each chain name them, from 0 on and at least one each. Else every
-        stage counts as one layer.
+        If all stages name their layers, and those of each chain follow one another from 0 on with at least one layer
+        per stage, these are the layers of the model. Otherwise every stage counts as one layer.
         """
         given = tuple(stage.layers for stage in self.stages)
         named = tuple(layers for layers in given if layers is not None)
@@ -156,20 +157,21 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def layer_count(self) -> int:
-        """Layers of the model: a route tiles 0 to `layer_count`."""
+        """Number of layers of the model. A route covers layers 0 to `layer_count` - 1."""
         return self.layers_by_stage[self.depth - 1][1]
 
     def layers_of(self, stage: int) -> LayerRange:
-        """The layers of a virtual stage."""
+        """Return the layers of a virtual stage."""
         return self.layers_by_stage[stage]
 
     @property
     def total_microbatches(self) -> int:
-        """Micro-batches of all pipelines in one iteration."""
+        """Number of micro-batches of all pipelines in one iteration."""
         return sum(self.microbatches)
 
 
 def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
+    """Return whether the ranges are non-empty and follow one another without gaps, beginning at 0."""
     return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
         before[1] == after[0] for before, after in pairwise(ranges))
 
@@ -178,11 +180,15 @@ def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
 
 
 Origin = Literal["own", "rerouted", "shed"]
-"""Whose micro-batch a worker runs: one of its own pipeline, or of another whose own worker is down, or alive."""
+"""Relation of a worker to a micro-batch that it runs.
+
+`own`: the micro-batch is of the worker's own pipeline. `rerouted`: it is of another pipeline whose own worker is down.
+`shed`: it is of another pipeline whose own worker is alive.
+"""
 
 
 class OpKind(StrEnum):
-    """Kinds of op, with the letters torch.distributed.pipelining uses."""
+    """Kinds of op, with the letters of torch.distributed.pipelining."""
 
     F = "F"  # forward
     I = "I"  # backward for the input
@@ -196,10 +202,10 @@ COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
 
 
 class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """An op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if not the role's.
+    """Op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if it is not the role's.
 
-    `slice` is a number of `Schedule.layers_of`, None for O; `microbatch` is None for A and O. `pipeline` None means the
-    pipeline of the role that runs it.
+    The fields `slice` and `microbatch` are None if they do not apply: `slice`, an index for `Schedule.layers_of`, for
+    O; `microbatch` for A and O. If `pipeline` is None, it is the pipeline of the role that runs the op.
     """
 
     kind: OpKind
@@ -213,19 +219,19 @@ Program = tuple[ProgramOp, ...]
 
 
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """A live worker: `[worker, role, program, holds]`. Role equals worker unless normalisation moved it."""
+    """Live worker: `[worker, role, program, holds]`. The role is the worker itself unless normalisation moved it."""
 
     worker: Worker
     role: Worker
     program: Natural
     holds: tuple[LayerRange, ...] | None = None
-    """The layers it holds: ascending ranges that do not touch. None: those of its role's stages."""
+    """Layers that the worker holds, as ascending ranges that do not touch. None: the layers of its role's stages."""
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval.
+    """Op of a physical worker, with its absolute pipeline and both ends of its time interval.
 
-    `Schedule.op_text` says which layers its slice has.
+    `Schedule.op_text` names the layers of its slice.
     """
 
     kind: OpKind
@@ -248,17 +254,17 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
+    """Worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
 
     worker: Worker
     per_mille: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 
 
 class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What each layer costs at least, one value a layer: what bounds for all layouts count.
+    """Least cost of each layer, one value per layer. Bounds over all layouts are computed from these.
 
-    Layers may need finer units than whole stages: `per_tick` of them are a tick of the schedule, and `per_unit` a unit
-    of its memory, as fractions (numerator, denominator).
+    Layers may need finer units than whole stages. There are `per_tick` of their time units in a tick of the schedule,
+    and `per_unit` of their memory units in a unit of its memory. Both are fractions (numerator, denominator).
     """
 
     per_tick: Ratio = (1, 1)
@@ -269,13 +275,13 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     optimizer: tuple[Ticks, ...]
     all_reduce: tuple[Ticks, ...]
     activation: tuple[Ticks, ...]
-    """0 where memory is unlimited; so are the next."""
+    """Activation memory of each layer. All memory fields are 0 if memory is unlimited."""
     weight_stash: tuple[Ticks, ...]
     weights: tuple[Ticks, ...]
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
+    """Durations in ticks: one per slice, stages first; `optimizer` one per column; `transfer` one for any hop."""
 
     forward: tuple[Ticks, ...]
     backward_input: tuple[Ticks, ...]
@@ -285,17 +291,19 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     transfer: Ticks
     slow: tuple[Slow, ...] = ()
     optimizer_of_layer: tuple[Ticks, ...] = ()
-    """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
+    """Optimizer ticks of each layer: the O of a seat with `holds` takes the sum over the layers that it holds."""
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
-    """A file has this key only where the bound is one for layouts, too."""
+    """Costs of single layers. A file has this key only if its bound also covers other layouts."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
-    """Whether A occupies the links of its workers, one A at a time, and leaves their compute to other ops; else it
-    occupies both. A file has this key only where it does."""
+    """True if A occupies the links of its workers, one A at a time, while their compute runs other ops.
+
+    Otherwise A occupies links and compute. A file has this key only if it is true.
+    """
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
-        """How long an op takes on a physical worker: the one place where durations are looked up.
+        """Return the duration of an op on a physical worker. All durations of single ops are looked up here.
 
-        `where` is the slice; for O, the column whose role the worker plays (see also `optimizer_ticks`).
+        The argument `where` is the slice or, for O, the column of the worker's role (see also `optimizer_ticks`).
         """
         if kind is OpKind.O:
             return self.optimizer[where]
@@ -307,7 +315,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
-        """How long the O of a live worker takes: by its column, or by the layers that it holds."""
+        """Return the duration of a live worker's O: by its column, or by its layers if its seat lists them."""
         if seat.holds is None:
             return self.optimizer[seat.role.column]
         return total(self._optimizer_before, seat.holds)
@@ -318,49 +326,50 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @cached_property
     def per_mille_of(self) -> Mapping[Worker, int]:
-        """The slow workers, each with its share of the usual time."""
+        """Slow workers, each with its time per op in thousandths of the usual time."""
         return {slow.worker: slow.per_mille for slow in self.slow}
 
 
 def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
+    """Return the usual ticks of F, I or W of each slice."""
     if kind is OpKind.F:
         return times.forward
     return times.backward_input if kind is OpKind.I else times.backward_weight
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A worker that has another capacity than its column."""
+    """Worker whose capacity differs from that of its column."""
 
     worker: Worker
     capacity: Ticks
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Room on a worker, in multiples of `unit`."""
+    """Memory of the workers, in multiples of `unit`."""
 
     unit: Annotated[float, msgspec.Meta(ge=1e-300, le=1e300)]
     capacity: tuple[Ticks, ...]
-    """One a column: what a worker has for activations beside the layers of its own stages."""
+    """Room for activations of a worker that holds the layers of its own stages, one value per column."""
     activation: tuple[Ticks, ...]
-    """One a slice, stages first: held from F start to I end, per micro-batch."""
+    """Memory held per micro-batch from the start of F to the end of I, one value per slice, stages first."""
     weight_stash: tuple[Ticks, ...]
-    """One a slice, stages first: held from I end to W end, per micro-batch."""
+    """Memory held per micro-batch from the end of I to the end of W, one value per slice, stages first."""
     weights: tuple[Ticks, ...] = ()
-    """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
+    """Memory of parameters, gradients and optimizer state, one value per layer. Used for seats with `holds`."""
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Workers that have another one; a file has this key only where there are any."""
+    """Workers whose capacity differs from that of their column. A file has this key only if there are any."""
 
     def beside(self, worker: Worker, column: int) -> int:
-        """The room of a worker beside the layers of a column, which may be the one of a role that it plays."""
+        """Return the room for activations of a worker that holds the layers of its own or its role's column."""
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
     def _capacity_of(self) -> Mapping[Worker, int]:
-        return {one.worker: one.capacity for one in self.capacity_of or ()}
+        return {room.worker: room.capacity for room in self.capacity_of or ()}
 
     @cached_property
     def weights_before(self) -> tuple[int, ...]:
-        """The weights of the first 0, 1, 2 ... layers."""
+        """Prefix sums of `weights`: the memory of the first 0, 1, 2, ... layers."""
         return totals(self.weights)
 
 
@@ -368,33 +377,35 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """From the narrowest question to the widest: what is proven of a wider one holds of a narrower one. The last one is
-    wider than the first only."""
+    """Set of schedules over which a lower bound is proven, from the narrowest to the widest.
+
+    A bound proven for a wider scope also holds for a narrower one. The last scope is wider than the first one only.
+    """
 
     OWN = "own micro-batches"
-    """Workers keep their layers. A live worker runs its stages of all micro-batches of its pipeline, and of no others
-    but those of failed workers."""
+    """Workers keep their layers. A live worker runs its stages for all micro-batches of its pipeline; of other
+    pipelines it runs only micro-batches of failed workers."""
     STAGES = "whole stages"
     """Workers keep their layers, and any holder of a stage may run it for any micro-batch."""
     PLACE = "layers in place"
-    """Workers keep their layers, and a micro-batch may be cut within a stage."""
+    """Workers keep their layers, and slices of a micro-batch may begin and end within a stage."""
     ROLES = "roles"
-    """So many failures, whichever roles are left vacant: live workers may take over others. Slow ones keep theirs."""
+    """Any roles may be vacant, as many as workers failed: live workers may take over roles; slow ones keep theirs."""
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
-    """Of whole pipelines, each of which runs its own micro-batches: its workers may hold any virtual stages, and
-    compute activations again."""
+    """All pipelines are whole and run their own micro-batches. Their workers may hold any virtual stages, and may
+    recompute activations."""
 
     def holds_for(self, narrower: "Scope") -> bool:
-        """Whether what is proven for this question is proven for another one."""
+        """Return whether a bound that is proven for this scope is also proven for `narrower`."""
         if Scope.PLACEMENT in (self, narrower):
             return narrower in (self, Scope.OWN)
         return _WIDTH[narrower] <= _WIDTH[self]
 
     @property
     def words(self) -> str:
-        """What follows `no schedule is shorter`."""
+        """Text that completes the sentence `no schedule is shorter`."""
         return _WORDS[self]
 
 
@@ -414,13 +425,13 @@ Status = Literal["optimal", "feasible"]
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """One iteration of every live worker. Repeats every `period_ticks`; its rules are those of `schedules.check`."""
+    """One iteration of all live workers, repeated every `period_ticks`. Its rules are those of `schedules.check`."""
 
     job: str
     tick_seconds: TickSeconds
     grid: Grid
     slices: tuple[LayerRange, ...] = ()
-    """Slices beyond the stages, all different."""
+    """Layers of the slices that are not stages, all different."""
     times: Times
     memory: Memory | None
     backward: BackwardMode
@@ -428,25 +439,25 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     failed: tuple[Worker, ...]
     """Physical workers that are down, sorted."""
     seats: tuple[Seat, ...]
-    """Every live worker, sorted."""
+    """Live workers, sorted, with their roles and programs."""
     programs: tuple[Program, ...]
     period_ticks: Ticks
     lower_bound_ticks: Ticks
-    """Proven: no schedule has a smaller period, of those that `scope` tells."""
+    """Proven lower bound: no schedule in `scope` has a smaller period."""
     status: Status
     method: str
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Which question the bound answers; files of before do not say."""
+    """Scope of the lower bound as the file gives it. Older files do not have it."""
 
     def __repr__(self) -> str:
-        """One line: hundreds of thousands of characters of ops tell nobody anything."""
+        """Return one line, because the hundreds of thousands of characters of all ops would be unreadable."""
         down = ", ".join(map(str, self.failed[:8])) + (", ..." if len(self.failed) > 8 else "")
         return (f"Schedule({self.job!r}: {self.grid.pipelines} pipelines x {self.grid.columns} stages, "
                 f"{f'{down} down, ' if down else ''}period {self.seconds(self.period_ticks):.6g} s, {self.status})")
 
     @cached_property
     def scope(self) -> Scope:
-        """Which question the bound answers; the narrowest that it can be where a file does not say."""
+        """Scope of the lower bound. If the file does not name it, the narrowest one that is possible."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         if any(seat.holds is not None for seat in self.seats):
@@ -456,7 +467,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return Scope.STAGES if self.failed or self.times.slow or len(set(self.grid.microbatches)) > 1 else Scope.OWN
 
     def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
-        """The same schedule with another proven bound."""
+        """Return this schedule with another proven lower bound."""
         assert ticks <= self.period_ticks, f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
         return msgspec.structs.replace(self, lower_bound_ticks=ticks, bound_scope=scope,
                                        status="optimal" if ticks == self.period_ticks else "feasible")
@@ -468,28 +479,30 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def overlaps(self) -> bool:
-        """Whether reductions go on beside compute."""
+        """True if reductions overlap with compute."""
         return self.times.overlap is True
 
     @property
     def members(self) -> tuple[Worker, ...]:
-        """All live workers, sorted."""
+        """Live workers, sorted."""
         return tuple(seat.worker for seat in self.seats)
 
     @cached_property
     def player_of(self) -> Mapping[Worker, Worker]:
-        """The physical worker that plays each role; a role that no worker plays is down."""
+        """Physical worker that plays each role. A role that no worker plays is missing."""
         return {seat.role: seat.worker for seat in self.seats}
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats whose worker plays a role other than its own: it must load that role's layers."""
+        """Seats whose worker plays a role other than its own, whose layers it must load."""
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
 
     @cached_property
     def alike(self) -> Mapping[Worker, int]:
-        """Live workers that run the same ops, for the same time and at the same times, have one number, by first use:
-        of thousands, most do."""
+        """Number of the equivalence class of each live worker, in order of first appearance.
+
+        Workers of one class run the same ops at the same times and speed. Most of thousands of workers share a class.
+        """
         numbers: dict[tuple[object, ...], int] = {}
         return {seat.worker: numbers.setdefault(
             (seat.program, self.times.per_mille_of.get(seat.worker), seat.role.column, seat.holds), len(numbers))
@@ -497,42 +510,42 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def different(self) -> list[Seat]:
-        """The first seat of each of these numbers."""
+        """First seat of each equivalence class of `alike`."""
         first: dict[int, Seat] = {}
         for seat in self.seats:
             first.setdefault(self.alike[seat.worker], seat)
         return list(first.values())
 
     def of_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """What follows from the ops of each live worker, found once for all that are alike."""
-        found = [value(seat.worker) for seat in self.different]
-        return {worker: found[number] for worker, number in self.alike.items()}
+        """Compute a value from the ops of each live worker. `value` is called once for all equivalent workers."""
+        values = [value(seat.worker) for seat in self.different]
+        return {worker: values[number] for worker, number in self.alike.items()}
 
     def ops(self, worker: Worker) -> list[Op]:
-        """The ops of one live worker in program order, in place."""
+        """Return the ops of a live worker, in program order."""
         seat = self.seat_of[worker]
         return list(place(self.programs[seat.program], seat, self.times))
 
     def all_ops(self) -> Iterator[Op]:
-        """The ops of all live workers, worker by worker."""
+        """Iterate over the ops of all live workers, worker by worker."""
         for seat in self.seats:
             yield from place(self.programs[seat.program], seat, self.times)
 
     def occupying(self, worker: Worker) -> list[Op]:
-        """The ops that occupy a worker's compute, one after the other: all, but A where reductions go on beside."""
+        """Return the ops that occupy a worker's compute, in order: all but A if reductions overlap, else all."""
         return [op for op in self.ops(worker) if not (self.overlaps and op.kind is OpKind.A)]
 
     def seconds(self, ticks: int) -> float:
-        """Ticks as seconds."""
+        """Convert ticks to seconds."""
         return ticks * self.tick_seconds
 
     @property
     def gap(self) -> float:
-        """How far the period can at most be from the best possible one: period / bound - 1."""
+        """Upper bound on how far the period is from the best possible one: period / lower bound - 1."""
         return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
 
     def origin(self, op: Op) -> Origin:
-        """Whose micro-batch a worker runs: one of its role's pipeline, or one re-routed or shed to it."""
+        """Return whether an op's micro-batch is of the worker's own role, re-routed to it, or shed to it."""
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
             return "own"
@@ -540,16 +553,17 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rerouted(self) -> int:
-        """Slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
+        """Number of slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
         return self._foreign[True]
 
     @property
     def shed(self) -> int:
-        """Slices of micro-batches that a worker of another pipeline runs although their own worker is alive."""
+        """Number of slices of micro-batches that a worker of another pipeline runs while their own worker is alive."""
         return self._foreign[False]
 
     @cached_property
     def _foreign(self) -> Mapping[bool, int]:
+        """Number of slices that workers of other pipelines run, by whether the own worker is down."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:
@@ -562,67 +576,67 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # --- Slices, holdings and routes ----------------------------------------------------------------------------------
 
     def layers_of(self, slice: int) -> LayerRange:
-        """The layers of a slice: a stage, or one of `slices`."""
+        """Return the layers of a slice, which is a stage or one of `slices`."""
         return self.layers_by_slice[slice]
 
     @cached_property
     def layers_by_slice(self) -> tuple[LayerRange, ...]:
-        """The layers of each slice, stages first."""
+        """Layers of each slice, stages first."""
         return self.grid.layers_by_stage + self.slices
 
     def slice_text(self, slice: int) -> str:
-        """`stage 3` or, for a slice that is no stage, `layers 4 to 6`."""
+        """Return `stage 3` or, for a slice that is not a stage, `layers 4 to 6`."""
         return f"stage {slice}" if slice < len(self.grid.stages) else layers_text(self.layers_of(slice))
 
     def op_text(self, op: Op) -> str:
-        """An op in words, with the stage or the layers of its slice."""
+        """Describe an op in words, with the stage or the layers of its slice."""
         if op.slice is None:
             return str(op)
         microbatch = "" if op.microbatch is None else f"micro-batch {op.pipeline}.{op.microbatch}, "
         return f"{op.kind}({microbatch}{self.slice_text(op.slice)}) on {op.worker}"
 
     def holds(self, worker: Worker) -> tuple[LayerRange, ...]:
-        """The layers that a live worker holds, as ascending ranges that do not touch."""
+        """Return the layers that a live worker holds, as ascending ranges that do not touch."""
         return self.holds_of(self.seat_of[worker])
 
     def holds_of(self, seat: Seat) -> tuple[LayerRange, ...]:
-        """The layers that the worker of a seat holds, as ascending ranges that do not touch."""
+        """Return the layers that the worker of a seat holds, as ascending ranges that do not touch."""
         return self.holds_of_column(seat.role.column) if seat.holds is None else seat.holds
 
     def holds_of_column(self, column: int) -> tuple[LayerRange, ...]:
-        """The layers of a column's stages, as ascending ranges that do not touch."""
+        """Return the layers of a column's stages, as ascending ranges that do not touch."""
         return self.grid.held_by_column[column]
 
     def holds_others(self, seat: Seat) -> bool:
-        """Whether the worker of a seat holds other layers than those of its role's stages."""
+        """Return whether the worker of a seat holds other layers than those of its role's stages."""
         return seat.holds is not None and seat.holds != self.holds_of_column(seat.role.column)
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """The slices of a micro-batch's route, in order; empty for one that no worker runs."""
+        """Return the slices of a micro-batch's route, in order. Empty if no worker runs the micro-batch."""
         return self.usual_path or self.routes.get((pipeline, microbatch), ())
 
     @cached_property
     def usual_path(self) -> Sequence[int]:
-        """The route of all micro-batches, where all pass the stages of the one chain; else nothing."""
+        """Route of all micro-batches if all pass the stages of a single chain, else empty."""
         return self.grid.path(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """The slices that each micro-batch (pipeline, number) passes, in the order of their layers."""
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Slices that each micro-batch (pipeline, number) passes, in the order of their layers."""
+        visited: dict[tuple[int, int], list[int]] = defaultdict(list)
         for seat in self.seats:
             for op in self.programs[seat.program]:
                 if op.kind is OpKind.F:
                     assert op.microbatch is not None and op.slice is not None
-                    found[seat.role.pipeline if op.pipeline is None else op.pipeline, op.microbatch].append(op.slice)
+                    visited[seat.role.pipeline if op.pipeline is None else op.pipeline, op.microbatch].append(op.slice)
         known: dict[tuple[int, ...], tuple[int, ...]] = {}  # many micro-batches share a route
-        return {microbatch: known.setdefault(route, route) for microbatch, slices in found.items()
+        return {microbatch: known.setdefault(route, route) for microbatch, slices in visited.items()
                 for route in [tuple(sorted(slices, key=lambda slice: (self.layers_by_slice[slice], slice)))]}
 
     def own_is_down(self, pipeline: int, microbatch: int, slice: int) -> bool:
-        """Whether a worker of the micro-batch's own pipeline that would run these layers by its column is down.
+        """Return whether a worker is down that would run these layers in the micro-batch's own pipeline.
 
-        A worker of another pipeline that runs the slice runs it *re-routed* then, else *shed*.
+        If so, a worker of another pipeline that runs the slice runs it *re-routed*; otherwise *shed*.
         """
         chain = microbatch % self.grid.chains
         key = (pipeline, chain, slice)
@@ -640,20 +654,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
-    """Turn a stored program into the ops of one live worker."""
-    own, worker = seat.role.pipeline, seat.worker
-    cost: dict[tuple[OpKind, int | None], int] = {}
+    """Convert a stored program into the ops of one live worker."""
+    own_pipeline, worker = seat.role.pipeline, seat.worker
+    ticks_of: dict[tuple[OpKind, int | None], int] = {}
     for op in program:
         key = (op.kind, op.slice)
-        if key not in cost:
-            cost[key] = times.optimizer_ticks(seat) if op.slice is None else \
+        if key not in ticks_of:
+            ticks_of[key] = times.optimizer_ticks(seat) if op.slice is None else \
                 times.duration_ticks(op.kind, op.slice, worker)
-        pipeline = None if op.microbatch is None else own if op.pipeline is None else op.pipeline
-        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + cost[key])
+        pipeline = None if op.microbatch is None else own_pipeline if op.pipeline is None else op.pipeline
+        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + ticks_of[key])
 
 
 def renamed(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
-    """A program with the pipelines of its re-routed micro-batches renumbered. The same object where none changes."""
+    """Return a program with other pipeline numbers of re-routed micro-batches; the same object if none changes."""
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
     return tuple(op if op.pipeline is None else
@@ -661,7 +675,7 @@ def renamed(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Pro
 
 
 def period_ticks(ops: Iterable[Op]) -> int:
-    """Steady-state period: the longest busy window (first start to last end) of any worker. 0 without ops."""
+    """Return the steady-state period: the longest window of a worker, from first start to last end. 0 without ops."""
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}
     for op in ops:

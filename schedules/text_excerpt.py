@@ -1,4 +1,4 @@
-"""An excerpt of a schedule as plain text: the ops around one op, shown with a violation."""
+"""Render an excerpt of a schedule as plain text: the ops around one op, shown with a violation."""
 
 from collections.abc import Iterable
 from statistics import median_low
@@ -8,13 +8,13 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 MAX_ROWS = 12
 MAX_COLUMNS = 96
 OP_CHARACTERS = 5
-"""Width of an op of median length."""
+"""Width of an op of median length, in characters."""
 
 
 def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
-    """The ops around `op`, which is marked; without an op, the end of the program of `worker`. Empty without both.
+    """Return the ops around `op`, which is marked; without it, the end of the program of `worker`. Empty without both.
 
-    At most MAX_ROWS workers: that of the op, those of its pipeline, and for A its peers. At most MAX_COLUMNS wide.
+    At most MAX_ROWS workers are shown: that of the op, those of its pipeline, for A its peers. Width: MAX_COLUMNS.
     """
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:
@@ -38,7 +38,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
 
 
 def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """The workers to show: the nearest to `worker`, in the order of the grid."""
+    """Return the workers to show: those nearest to `worker`, in the order of the grid."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
@@ -49,9 +49,9 @@ def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
 
 
 def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
-    """One worker's ops, each with a width in proportion to its length: `F3--`, re-routed `F1.3`.
+    """Draw one worker's ops, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
 
-    The marked op is drawn last, over others.
+    The marked op is drawn last, over the others.
     """
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
@@ -63,17 +63,19 @@ def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int
 
 
 def _visible(op: Op, first: int, ticks: int) -> range:
-    """The columns of an op: at least one, and none outside the excerpt."""
+    """Return the columns of an op within the excerpt. An op has at least one column."""
     begin = _column(op.start_ticks, first, ticks)
     end = max(begin + 1, _column(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
 def _column(tick: int, first: int, ticks: int) -> int:
+    """Return the column of a tick."""
     return (tick - first) * OP_CHARACTERS // ticks
 
 
 def _label(op: Op, own: int) -> str:
+    """Return the text that an op is drawn with."""
     if op.microbatch is None:
         return str(op.kind)
     return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"

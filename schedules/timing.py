@@ -1,8 +1,8 @@
-"""A schedule replayed under other durations than the planned ones: noise, stragglers, many replays at once.
+"""Replay a schedule with other durations than the planned ones: with noise, stragglers, or many replays at once.
 
-Workers keep the planned order of their ops; each op starts as soon as its worker is free and what it waits for has
-come. Iterations follow each other on a worker without a barrier, as in the runtime. All replays advance together,
-op by op along one topological order, with numpy over the replays.
+Workers keep the planned order of their ops. Each op starts as soon as its worker is free and the tensors that it waits
+for have arrived. Iterations follow one another on each worker without a barrier, as in the runtime. All replays advance
+together, op by op in a topological order, vectorized with numpy over the replays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,44 +19,48 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind,
 Floats = npt.NDArray[np.float64]
 
 BATCH = 1000
-"""Replays that advance together: enough for numpy, few enough for the cache."""
+"""Number of replays that advance together: enough for numpy, few enough for the cache."""
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """How durations differ from the plan."""
+    """Deviation of durations from the plan."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of each compute op's factor; the mean factor is 1."""
+    """Standard deviation of the logarithm of the factor of each compute op. The mean factor is 1."""
     slow: Mapping[Worker, float] = {}
-    """Factors of stragglers, on all their compute ops."""
+    """Factors of stragglers, applied to all their compute ops."""
 
 
 class Step(NamedTuple):
-    """One op, or an all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
+    """One op, or one all-reduce as a whole, with the numbers of its workers and of the steps that it waits for."""
 
     op: Op
-    """Of an all-reduce, the longest of its As."""
+    """Op of this step; of an all-reduce, its longest A."""
     workers: tuple[int, ...]
-    """Where reductions overlap, the link of a worker counts as one more, which A occupies, and O besides its own."""
+    """Numbers of the workers that the step occupies.
+
+    If reductions overlap with compute, the link of each worker has a number of its own. A occupies links; O occupies
+    the worker and its link.
+    """
     sources: tuple[tuple[int, int], ...]
-    """Steps of other workers, and the ticks that their tensors need."""
+    """Steps of other workers that this step waits for, each with the ticks that its tensor needs to arrive."""
 
     @property
     def ticks(self) -> int:
-        """As planned."""
+        """Planned duration."""
         return self.op.end_ticks - self.op.start_ticks
 
     @property
     def computes(self) -> bool:
-        """Whether it takes another time with other data, or on another worker: not A and O."""
+        """True if the duration depends on the data and on the worker, which is so for all ops but A and O."""
         return self.op.kind in COMPUTE_KINDS
 
 
 def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0) -> Floats:
-    """Mean seconds from one iteration to the next, one value a replay.
+    """Return the mean seconds from one iteration to the next, one value per replay.
 
-    Of `iterations` in a row the first is the run-up. Without noise that is at most the planned period. Raises
-    ValueError for values that make no sense, unknown workers, and schedules whose ops wait for each other in a circle.
+    The first of `iterations` in a row is a warm-up. Without noise, the result is at most the planned period. Raises
+    ValueError for values out of range, unknown workers, and schedules whose ops wait for each other in a circle.
     """
     _require(schedule, noise, replays, iterations)
     steps, workers = steps_of(schedule)
@@ -77,9 +81,9 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Seconds from one iteration to the next when workers take `speeds` times as long as usual.
+    """Return the seconds from one iteration to the next if each worker takes `speeds` times as long as usual.
 
-    The order of each worker's ops stays; ops wait for each other as in the runtime.
+    The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
     """
     known = schedule.times.per_mille_of
     slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
@@ -90,7 +94,7 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
 
 def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: float, free: Floats, spread: float,
              random: np.random.Generator) -> None:
-    """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""
+    """Run one iteration. Updates `free`, when workers are free in seconds, of shape (workers, replays)."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
@@ -107,10 +111,10 @@ def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: floa
 
 
 def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
-    """All steps of an iteration, each after what it waits for, and the number of workers; where reductions overlap, the
-    links of these have the numbers beyond.
+    """Return all steps of an iteration, each after what it waits for, and the number of workers.
 
-    Raises ValueError where ops wait for each other in a circle.
+    If reductions overlap with compute, that number includes a link for each worker, numbered after the workers. Raises
+    ValueError if ops wait for each other in a circle.
     """
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
@@ -121,11 +125,11 @@ def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
     for node in topological_order(schedule, programs):
         if isinstance(node, Collective):
             reductions = members[node.layers]
-            awaited = [one for one in (awaited_here(schedule, programs[op.worker], programs[op.worker].index(op))
-                                       for op in reductions) if one is not None] if links else []
+            awaited = [before for before in (awaited_here(schedule, programs[op.worker], programs[op.worker].index(op))
+                                             for op in reductions) if before is not None] if links else []
             steps.append(Step(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
                               tuple(links + number[op.worker] for op in reductions),
-                              tuple((done[op_key(one)][0], 0) for one in awaited)))
+                              tuple((done[op_key(before)][0], 0) for before in awaited)))
             continue
         assert isinstance(node, Op)
         sources: tuple[tuple[int, int], ...] = ()
@@ -138,7 +142,7 @@ def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
 
 
 def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
-    """The As of each all-reduce, one a worker."""
+    """Return the As of each all-reduce, one per worker."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
         for op in ops:
@@ -149,6 +153,7 @@ def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dic
 
 def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
         Iterator[tuple[int, int]]:
+    """Iterate over the steps of other workers that an op waits for, each with the ticks of the transfer."""
     _, _, pipeline, microbatch = key
     for producer, rule in waits(key, schedule.path(pipeline, microbatch)):
         if producer in done and done[producer][1] != own:
@@ -156,6 +161,7 @@ def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, t
 
 
 def _require(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
+    """Raise ValueError unless the arguments of `replay` are in range and name live workers."""
     if replays < 1 or iterations < 2:
         raise ValueError(f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2")
     if not 0 <= noise.spread <= 2:

@@ -1,8 +1,8 @@
-"""Orders of ops as torch.distributed.pipelining reads them: CSV, a row a rank, a cell an action.
+"""Write orders of ops as CSV for torch.distributed.pipelining: one row per rank, one cell per action.
 
-An action is the stage's number, what is done, and the micro-batch's number: `2F0`, `2I0`, `2W0`, `2B0`; with
-communication also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of one
-pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13.
+An action is the number of the stage, what is done, and the number of the micro-batch: `2F0`, `2I0`, `2W0`, `2B0`. With
+communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of
+one pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13.
 """
 
 import csv
@@ -18,26 +18,27 @@ MEND = "export a plan with all workers alive, each with its own layers and micro
 
 
 class TorchCsvError(ValueError):
-    """An order that this format cannot express. The message is one line."""
+    """Error: this format cannot express the order. The message is one line."""
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
-    """The order of one pipeline's ops as CSV.
+    """Return the order of one pipeline's ops as CSV.
 
-    With `communication` also its sends and receives, in an order that no worker waits in a circle with, and the
-    reductions of gradients; without, torch adds them. Raises TorchCsvError where torch's runtime cannot run it.
+    With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
+    gradient reductions; without it, torch adds them. Raises TorchCsvError if torch's runtime cannot run the order.
     """
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
-    crossing = transfers(schedule, programs) if communication else None
+    ordered_transfers = transfers(schedule, programs) if communication else None
     workers = (schedule.player_of[Worker(pipeline, column)] for column in range(schedule.grid.columns))
-    rows = (list(_row(programs[worker], crossing, worker, schedule.grid)) for worker in workers)
+    rows = (list(_row(programs[worker], ordered_transfers, worker, schedule.grid)) for worker in workers)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def _require_expressible(schedule: Schedule, pipeline: int) -> None:
+    """Raise TorchCsvError if torch's runtime cannot run this pipeline of the schedule."""
     grid = schedule.grid
     if not 0 <= pipeline < grid.pipelines:
         raise TorchCsvError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
@@ -50,34 +51,34 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
                                 f"micro-batches; torch's runtime keeps each stage on one rank: {MEND}")
     for seat in schedule.seats:
         if seat.role.pipeline == pipeline and schedule.holds_others(seat):
-            held = short(schedule.holds_of(seat)) or "none"
-            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held}), not those of its "
+            held_text = short(schedule.holds_of(seat)) or "none"
+            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
                                 f"stage; torch's runtime keeps each stage on one rank: {MEND}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
-    """An op of the pipeline is of a whole stage, on a worker of the pipeline, which runs no others."""
+    """Raise TorchCsvError unless the pipeline's workers run its ops and no others, each on a whole stage."""
     if op.microbatch is None or op.slice is None:
         return
-    of = seat.role.pipeline if op.pipeline is None else op.pipeline
-    if of != pipeline and seat.role.pipeline == pipeline:
-        raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {of}.{op.microbatch}, of another pipeline; "
+    owner = seat.role.pipeline if op.pipeline is None else op.pipeline
+    if owner != pipeline and seat.role.pipeline == pipeline:
+        raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
                             f"torch's runtime knows one pipeline: {MEND}")
-    if of == pipeline != seat.role.pipeline:
-        raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {of}.{op.microbatch} is shed to worker "
+    if owner == pipeline != seat.role.pipeline:
+        raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
                             f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {MEND}")
-    if of == pipeline and op.slice >= len(schedule.grid.stages):
-        raise TorchCsvError(f"micro-batch {of}.{op.microbatch} is not cut at the stages: "
+    if owner == pipeline and op.slice >= len(schedule.grid.stages):
+        raise TorchCsvError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
                             f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
                             f"along the same stages: {MEND}")
 
 
 def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Each receive before the op that needs it, each send after the op that made it, all in the common order.
+    """Iterate over a worker's actions: each receive before the op that needs it, each send after the op that made it.
 
-    `crossing` None: neither these nor reductions.
+    If `crossing` is None, there are neither transfers nor reductions.
     """
     for step in with_transfers(ops, crossing or (), worker, lambda _, microbatch: grid.path(microbatch)):
         if isinstance(step, Transfer):
@@ -90,7 +91,7 @@ def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker,
 
 
 def _transfer(transfer: Transfer, worker: Worker) -> str:
-    """A send is named by the stage that sends, a receive by the one that receives."""
+    """Format a transfer. A send is named by the stage that sends, a receive by the stage that receives."""
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"
     if transfer.target == worker:

@@ -1,7 +1,7 @@
-"""The flags by which torchtitan runs an order that `schedules.torchcsv` has written.
+"""Build the flags with which torchtitan runs an order that `schedules.torchcsv` has written.
 
-torchtitan gives the file of `pipeline_parallel_schedule_csv` to torch's `_PipelineScheduleRuntime`. The schedule that
-it is told besides decides only how many stages a rank has, and whether they are dealt in turn or as a V
+torchtitan passes the file of `pipeline_parallel_schedule_csv` to torch's `_PipelineScheduleRuntime`. The schedule class
+that is named as well decides only how many stages a rank has, and whether they are assigned round-robin or as a V
 (`torchtitan/distributed/pipeline_parallel.py`).
 """
 
@@ -13,14 +13,14 @@ from slipstream.schedules.torchcsv import MEND, TorchCsvError
 
 
 class Version(NamedTuple):
-    """What differs between versions of torchtitan."""
+    """Differences between versions of torchtitan."""
 
     head: str
-    """Name of the models' heads."""
+    """Name of the head module of torchtitan's models."""
     what: str
-    """How the command line says what to train."""
+    """Arguments that select the model and its configuration on the command line."""
     flags: tuple[str, ...] = ()
-    """What is to be given besides."""
+    """Further flags that are needed."""
 
 
 VERSIONS = {
@@ -28,18 +28,18 @@ VERSIONS = {
                      ("--training.disable_cuda_graphs",)),  # they are on by default, and refused with pipelines
     "0.2.2": Version("output", "--job.config_file CONFIG"),
 }
-"""Those that flags can be written for, the newest first."""
+"""Versions that flags can be written for, newest first."""
 NEWEST = next(iter(VERSIONS))
 
 
 def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ranks: int = 1,
                      decoder_layers: int | None = None, version: str = NEWEST) -> list[str]:
-    """Flags for `torchtitan.train` of a version in `VERSIONS`, each with its values; micro-batches have one sample.
+    """Return the flags for `torchtitan.train`, each with its values. Micro-batches have one sample.
 
-    `ranks`: processes of a worker, over which torchtitan cuts its layers (tensor parallelism). With `decoder_layers`,
-    those of the model, the flags also give each stage its layers, by the names that modules have in torchtitan's
-    decoder models; else torchtitan splits the model by itself. Raises TorchCsvError where torchtitan cannot run the
-    schedule.
+    The worker is split over `ranks` processes by tensor parallelism. If `decoder_layers`, the number of the model's
+    decoder layers, is given, the flags also assign layers to each stage, by the module names of torchtitan's decoder
+    models; otherwise torchtitan splits the model itself. `version` is one of `VERSIONS`. Raises TorchCsvError if
+    torchtitan cannot run the schedule.
     """
     grid = schedule.grid
     if schedule.failed:
@@ -64,7 +64,7 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ra
 
 
 def _kind(grid: Grid) -> str:
-    """The schedule that has the stages where the grid has them."""
+    """Return the name of the schedule class that places stages on ranks as the grid does."""
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
     if grid.columns == 1:
@@ -80,7 +80,7 @@ def _kind(grid: Grid) -> str:
 
 
 def _modules(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
-    """For each stage the names of its modules, joined by commas."""
+    """Iterate over the stages, each with the names of its modules, joined by commas."""
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
         raise TorchCsvError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "

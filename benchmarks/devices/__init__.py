@@ -1,4 +1,4 @@
-"""What the devices of a machine do: `python -m benchmarks.devices`.
+"""Measure what the devices of a machine do: `python -m benchmarks.devices`.
 
     __main__      the steps, each a process with a time limit; the page
     step          the process of a step

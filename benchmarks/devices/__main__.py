@@ -1,13 +1,14 @@
-"""What this machine's devices do, as one page: in minutes, on one card, without a network.
+"""Measure what this machine's devices do, and write it as one page: in minutes, on one card, without a network.
 
     python -m benchmarks.devices --out DIR [--minutes 8] [--device auto|cpu|cuda] [--only STEP[,STEP]]
                                  [--transport nccl|gloo] [--not-blocking]
 
-From a clone, with `PYTHONPATH=src`, nothing is installed. Workers of one card use NCCL, each as a machine of its own.
-Steps are run by their value. Each is a process of its own with a time limit: what it finds is in DIR/devices.json at
-once, a row a line; when its time is over, the stacks of all of its processes go to DIR/devices.log, they are killed,
-and the next step begins. What has worked is used from then on. At the end the page is printed, and written to
-DIR/devices.md. `--device cpu` rehearses all of it over gloo. Exit status 1 where a step has failed.
+From a clone, with `PYTHONPATH=src`, nothing needs to be installed. Workers of one card use NCCL, each as a separate
+machine. The most valuable steps run first. Each is a process of its own with a time limit. What it finds is written to
+DIR/devices.json at once, one row per line. When its time is over, the stacks of all of its processes go to
+DIR/devices.log, they are killed, and the next step begins. What has worked is used from then on. At the end the page is
+printed, and written to DIR/devices.md. `--device cpu` rehearses all of it over gloo. Exit status 1 when a step has
+failed.
 
     what is there      cards, driver, libraries; meanwhile the planner is compiled
     two processes      NCCL, blocking and not: connecting, transfers, an abort, a peer that is killed; memory
@@ -37,7 +38,7 @@ from benchmarks.devices.report import Report, Row, read_rows
 SWITCH = "SLIPSTREAM_NCCL_BLOCKING"
 COMPILED = ("slipstream.planner.compiled", "slipstream.schedules.dealing.compiled")
 LEAST_SECONDS = 8.0
-"""A step for which less is left is not begun."""
+"""Minimum of the time left, in seconds, with which a step is begun."""
 REST = 1e6
 MODULE = "benchmarks.devices.step"
 ROOT = Path(__file__).parents[2]
@@ -45,12 +46,12 @@ LOOK_SECONDS = 0.1
 
 
 class Limits(NamedTuple):
-    """Seconds of a step: on a card, and on two busy CPU cores."""
+    """Time limits of a step, in seconds: on a card, and on two busy CPU cores."""
 
     on_card: float
     on_cpu: float
     plans: bool = False
-    """Whether the planner must be compiled before."""
+    """True if the step plans, so that the planner must be compiled before."""
 
 
 STEPS = {"what is there": Limits(25, 60), "two processes": Limits(40, 60), "conformance": Limits(80, 120),
@@ -59,7 +60,7 @@ STEPS = {"what is there": Limits(25, 60), "two processes": Limits(40, 60), "conf
 
 
 class Choices:
-    """The variant that has worked best so far."""
+    """Variant that has worked best so far."""
 
     def __init__(self, device: str, transport: str | None, *, blocking: bool) -> None:
         self._given = transport
@@ -69,16 +70,16 @@ class Choices:
 
     @property
     def transport(self) -> str:
-        """What carries tensors."""
+        """Transport of tensors."""
         return self._given or ("nccl" if self._on_card and self._nccl else "gloo")
 
     @property
     def environment(self) -> dict[str, str]:
-        """What processes are to be told."""
+        """Environment variables of processes."""
         return {} if self.blocking else {SWITCH: "0"}
 
     def learn(self, rows: Sequence[Row]) -> None:
-        """By the rows of a step."""
+        """Update the choices by the rows of a step."""
         variants = {row.facts["variant"]: row.facts["works"] for row in rows
                     if {"variant", "works"} <= row.facts.keys()}
         if (blocking := variants.get("nccl, blocking")) is False and variants.get("nccl, not blocking"):
@@ -91,7 +92,7 @@ class Choices:
 
 
 class Waiting:
-    """The process of a step that has been started ahead, so that its imports take no time of the card."""
+    """Process of a step that was started ahead, so that its imports take no time of the card."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name, self._log = name, log
@@ -100,7 +101,7 @@ class Waiting:
                                             stdin=subprocess.PIPE, stderr=file, start_new_session=True)
 
     def run(self, turn: dict[str, Any], report: Report) -> bool:
-        """Let it do its work; whether it has done it in its time."""
+        """Let the process do its work, and return whether it was done in time."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(turn) + "\n")
@@ -123,14 +124,14 @@ class Waiting:
         return status == 0
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """End the process and all that it has started."""
         end_tree(self.process.pid)
         self.process.wait()
 
 
 def run_steps(names: Sequence[str], folder: Path, device: str, choices: Choices, until: float,
               compiling: Sequence["subprocess.Popen[bytes]"]) -> bool:
-    """Run them one after the other, as far as there is time; whether all have done their work."""
+    """Run the steps one after the other, as far as there is time. Returns whether all have done their work."""
     log, well = folder / "devices.log", True
     waiting = Waiting(names[0], log)
     try:

@@ -1,4 +1,4 @@
-"""What each process holds on a card, as its driver says: with what torch does not know of."""
+"""Read the memory of each process on a card from its driver, which includes memory that torch does not know of."""
 
 import subprocess
 import threading
@@ -12,20 +12,20 @@ LOOK_SECONDS = 0.5
 
 
 class CardMemory(threading.Thread):
-    """Looks again and again, within a `with`, at the processes of a fork server."""
+    """Context that polls the memory of the processes of a fork server."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         super().__init__(daemon=True)
         self._fork_server = fork_server
         self._over = threading.Event()
         self.most: dict[str, int] = {}
-        """Bytes, by the name of the process."""
+        """Peak bytes by name of the process."""
         self.used = 0
-        """Bytes of all processes on all cards, at most."""
+        """Peak bytes of all processes on all cards."""
         self.total = 0
 
     def run(self) -> None:
-        """Until the end of the `with`."""
+        """Poll until the context ends."""
         while not self._over.wait(LOOK_SECONDS):
             names = {pid: name for name, pid in tuple(self._fork_server.pids.items())}
             for pid, size in held_by_process().items():
@@ -46,7 +46,7 @@ class CardMemory(threading.Thread):
 
 
 def held_by_process() -> dict[int, int]:
-    """Bytes of each process on all cards, by pid."""
+    """Return the bytes of each process on all cards, by pid."""
     found: dict[int, int] = {}
     for pid, size in query("compute-apps=pid,used_memory"):
         found[int(pid)] = found.get(int(pid), 0) + int(size) * 2**20
@@ -54,13 +54,13 @@ def held_by_process() -> dict[int, int]:
 
 
 def cards() -> tuple[int, int]:
-    """Bytes that are used, and all, of all cards."""
+    """Return used and total bytes of all cards."""
     lines = [(int(used), int(total)) for used, total in query("gpu=memory.used,memory.total")]
     return sum(used for used, _ in lines) * 2**20, sum(total for _, total in lines) * 2**20
 
 
 def query(what: str) -> list[list[str]]:
-    """What nvidia-smi answers, line by line; nothing where there is no such program."""
+    """Return the answer of nvidia-smi, line by line, or nothing if there is no such program."""
     try:
         done = subprocess.run(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], capture_output=True,
                               text=True, timeout=20)

@@ -1,6 +1,6 @@
-"""Crew: processes that a step starts together, each of which tells what it finds over a key-value store.
+"""Run processes that a step starts together, each of which reports its results over a key-value store.
 
-A step is in no process that touches a device, so that it can end and replace those that hang.
+A step runs in a process that does not touch a device, so that it can end and replace processes that hang.
 """
 
 import faulthandler
@@ -26,11 +26,11 @@ _NUMBERS = itertools.count()
 
 
 class CrewError(RuntimeError):
-    """A process has failed, or does not end. The message is one line."""
+    """Exception for a process that has failed, or does not end. The message is one line."""
 
 
 class Member:
-    """One process of a crew."""
+    """Process of a crew."""
 
     def __init__(self, place: int, size: int, store: TCPStore, task: dict[str, Any]) -> None:
         self.place, self.size, self.store, self.task = place, size, store, task
@@ -38,7 +38,7 @@ class Member:
         self._met = 0
 
     def tell(self, **news: Any) -> None:
-        """Tell the step something."""
+        """Report something to the step."""
         self.store.set(f"news {self.place} {self._told}", json.dumps(news))
         self._told += 1
 
@@ -51,23 +51,23 @@ class Member:
 
 
 class News(NamedTuple):
-    """What a member has told."""
+    """Report of a member."""
 
     place: int
     said: dict[str, Any]
 
 
 class Crew:
-    """Used as a context manager, at whose end no process is left.
+    """Context manager of a crew, at whose end no process is left.
 
     Parameters
     ----------
     target
         `module:function`, called with a `Member`.
     tasks
-        One for each process: whatever JSON can hold.
+        One for each process: any JSON value.
     log
-        What the processes print is appended to it.
+        File to which the output of the processes is appended.
     """
 
     def __init__(self, fork_server: ForkServer, target: str, tasks: Sequence[dict[str, Any]], log: Path) -> None:
@@ -84,8 +84,10 @@ class Crew:
                                           imports=(module,)))
 
     def news(self, seconds: float) -> Iterator[News]:
-        """What members tell, until all have ended. Raises CrewError when one fails, or once there was no news for so
-        many seconds; the stacks of all are in the log then."""
+        """Yield the reports of members, until all have ended.
+
+        Raises CrewError if one fails, or if there was no report for `seconds`; the stacks of all are in the log then.
+        """
         deadline = time.monotonic() + seconds
         while True:
             self._look()
@@ -108,7 +110,7 @@ class Crew:
             time.sleep(LOOK_SECONDS)
 
     def pids(self) -> list[int]:
-        """The processes that live, by place."""
+        """Return the live processes, by place."""
         self._look()
         return [self._fork_server.pids[name] for name in self._names if name in self._fork_server.pids]
 
@@ -127,7 +129,7 @@ class Crew:
 
 
 def run_member(data: bytes) -> int:
-    """In the process: call the target."""
+    """Call the target in the process of a member."""
     content = json.loads(data)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""What is there: cards, driver, libraries."""
+"""Describe the machine: cards, driver, libraries."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ MPS = "nvidia-cuda-mps-control"
 
 
 def describe_machine(report: Report, device: str) -> None:
-    """The step."""
+    """Run the step."""
     report.row("machine", f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}")
     report.row("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     report.row("py-spy", "there" if find_py_spy() else "absent: processes that hang write their own stacks")

@@ -1,4 +1,4 @@
-"""The rows of all steps as one page, in the form of docs/devices.md."""
+"""Format the rows of all steps as one page, in the form of docs/devices.md."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -7,7 +7,7 @@ from benchmarks.devices.report import Row
 
 
 def page(rows: Iterable[Row], command: str) -> str:
-    """Markdown; of rows that were told several times, the last ones."""
+    """Return the page in Markdown. Of rows that were reported several times, it has the last ones."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         found.setdefault(row.step, {})[row.what] = row.value
@@ -18,7 +18,7 @@ def page(rows: Iterable[Row], command: str) -> str:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns."""
+    """Return a table of two columns."""
     return ["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
 
 

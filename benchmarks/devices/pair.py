@@ -1,6 +1,7 @@
-"""What two processes over one transport do: to connect, to send, to be aborted, and when one is killed.
+"""Measure what two processes over one transport do: connect, send, abort, and survive a kill of the other.
 
-Rank 0 tells all figures. Over NCCL the communicators are those of the runtime, and once torch.distributed's own.
+Rank 0 reports all figures. Over NCCL the communicators are those of the runtime, and in one variant torch.distributed's
+own.
 """
 
 import os
@@ -27,18 +28,18 @@ SWITCH = "SLIPSTREAM_NCCL_BLOCKING"
 ENVIRONMENT: dict[str, dict[str, str]] = {BLOCKING: {SWITCH: "1"}, NOT_BLOCKING: {SWITCH: "0"}, PLAIN: {}, GLOO: {}}
 TIMEOUT = timedelta(seconds=60)
 SILENT_SECONDS = 15.0
-"""A process of which nothing is heard for so long hangs."""
+"""Time, in seconds, without a report after which a process counts as hanging."""
 SIZES = {"1 B": 1, "1 MiB": 2**20, "16 MiB": 2**24}
 REPEATS = 10
 HELD_UP_SECONDS = 0.3
 WATCH_SECONDS = 4.0
 LOOK_SECONDS = 0.0005
 MORE = 2
-"""Communicators beside the first one, by which memory and threads are told."""
+"""Number of communicators in addition to the first one, from which memory and threads are computed."""
 
 
 class Link:
-    """A process group of two: what the runtime makes, or torch.distributed's."""
+    """Process group of two: the runtime's, or torch.distributed's."""
 
     def __init__(self, member: Member, device: torch.device, variant: str, name: str, *, directed: bool = False
                  ) -> None:
@@ -55,52 +56,52 @@ class Link:
             self.group = self._nccl.group
 
     def connect(self) -> None:
-        """Start to make a communicator, where the group does not do so by itself."""
+        """Start to make a communicator, unless the group does so by itself."""
         if self._nccl is not None:
             self._nccl.connect()
 
     def error(self) -> str | None:
-        """What the group knows to be wrong."""
+        """Return the error that the group has detected, or None."""
         return None if self._nccl is None else self._nccl.error()
 
     def send(self, tensor: Tensor) -> None:
-        """To the other, to its end."""
+        """Send to the other process, and wait for the end."""
         self.finish(self.group.send([tensor], 1 - self._rank, 0))
 
     def receive(self, tensor: Tensor) -> None:
-        """From the other, to its end."""
+        """Receive from the other process, and wait for the end."""
         self.finish(self.group.recv([tensor], 1 - self._rank, 0))
 
     def sum(self, tensor: Tensor) -> None:
-        """With the other."""
+        """Sum with the other process."""
         self.finish(self.group.allreduce([tensor]))
 
     def finish(self, work: Work) -> None:
-        """Wait until the device has done it."""
+        """Wait until the device has done the work."""
         work.wait()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def swap(self, tensor: Tensor) -> None:
-        """There and back."""
+        """Send a tensor to the other process and back."""
         for step in (self.send, self.receive) if self._rank == 0 else (self.receive, self.send):
             step(tensor)
 
 
 class Ear:
-    """Tells the figures of rank 0."""
+    """Reporter of the figures of rank 0."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
 
     def row(self, what: str, value: str, **facts: Any) -> None:
-        """As `Report.row`."""
+        """Report a row as `Report.row` does."""
         if self._member.place == 0:
             self._member.tell(what=what, value=value, facts=facts)
 
 
 def measure(member: Member) -> None:
-    """In each of both processes."""
+    """Run the measurements, in each of both processes."""
     variant, device, ear = member.task["variant"], torch.device(member.task["device"]), Ear(member)
     if device.type == "cuda":
         device = torch.device("cuda", member.place % torch.cuda.device_count())
@@ -140,7 +141,7 @@ def measure(member: Member) -> None:
 
 
 def more(member: Member, device: torch.device, variant: str, number: int) -> Link:
-    """Another communicator, that is connected."""
+    """Return another communicator that is connected."""
     link = Link(member, device, variant, f"more {number}/", directed=True)
     link.connect()
     link.swap(torch.zeros(1, dtype=torch.uint8, device=device))
@@ -148,7 +149,7 @@ def more(member: Member, device: torch.device, variant: str, number: int) -> Lin
 
 
 def median_of(call: Callable[[], None]) -> float:
-    """Seconds, after a first time."""
+    """Return the median seconds of a call, after a first one."""
     taken = []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
@@ -158,20 +159,20 @@ def median_of(call: Callable[[], None]) -> float:
 
 
 def held(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of the card that all processes hold; threads and open descriptors of this one."""
+    """Return the bytes of the card that all processes hold, and threads and open descriptors of this process."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     threads, descriptors = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
     return total - free, threads, descriptors
 
 
 def usage(before: tuple[int, int, int], after: tuple[int, int, int], count: int) -> str:
-    """What a communicator takes in one process."""
+    """Describe the resources of a communicator in one process."""
     size, threads, descriptors = ((now - then) / count for then, now in zip(before, after, strict=True))
     return f"{mebibytes(size / 2)} of the card, {threads:.1f} threads, {descriptors:.1f} descriptors in each process"
 
 
 def begin_receive(link: Link, device: torch.device) -> tuple[Work, Callable[[], bool]]:
-    """A receive to which nothing is sent; and what says whether the device is done with it."""
+    """Start a receive to which nothing is sent. Returns it, and a function that tells whether the device is done."""
     work = link.group.recv([torch.zeros(2**20, device=device)], 1 - link._rank, 1)
     if device.type != "cuda":
         return work, work.is_completed
@@ -185,7 +186,7 @@ def begin_receive(link: Link, device: torch.device) -> tuple[Work, Callable[[], 
 
 def watch(work: Work, query: Callable[[], bool], link: Link, began: float, until: Callable[[], bool],
           seconds: float) -> list[str]:
-    """What is_completed, get_error and the device say, each time that one of them says something else."""
+    """Return the answers of is_completed, get_error and the device, one line for each change of any of them."""
     said, last = list[str](), None
     while True:
         done, state = until(), (asked(work.is_completed), asked(link.error), asked(query))
@@ -199,7 +200,7 @@ def watch(work: Work, query: Callable[[], bool], link: Link, began: float, until
 
 
 def asked(call: Callable[[], object]) -> str:
-    """An answer, in one line, and how long it took where that is long."""
+    """Return an answer in one line, with the time it took if that is long."""
     began = time.perf_counter()
     try:
         answer = str(call())
@@ -210,7 +211,7 @@ def asked(call: Callable[[], object]) -> str:
 
 
 def aborted(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
-    """Rank 0 aborts a receive to which nothing is sent."""
+    """Abort a receive on rank 0 to which nothing is sent."""
     if member.place:
         return
     if device.type != "cuda":
@@ -224,7 +225,7 @@ def aborted(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
 
 
 def abort_of(work: Work, query: Callable[[], bool], link: Link) -> str:
-    """Abort in another thread, and watch."""
+    """Abort in another thread, and describe what happens."""
     took = list[float]()
 
     def abort() -> None:
@@ -241,7 +242,7 @@ def abort_of(work: Work, query: Callable[[], bool], link: Link) -> str:
 
 
 def killed(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
-    """Rank 0 waits for something from rank 1, which is killed."""
+    """Wait on rank 0 for data from rank 1, which is killed."""
     if member.place:
         signal.pause()
     work, query = begin_receive(link, device)
@@ -257,7 +258,7 @@ def killed(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
 
 
 def run_pairs(report: Report, device: str, log: Path, fork_server: ForkServer, variants: Sequence[str]) -> None:
-    """The step."""
+    """Run the step."""
     for variant in variants:
         task = {"variant": variant, "device": device, "environment": ENVIRONMENT[variant]}
         with Crew(fork_server, f"{__name__}:measure", [task] * 2, log) as crew:

@@ -1,4 +1,4 @@
-"""The same layers here and in torch.distributed.pipelining: on the same devices, in the same order, and in its own."""
+"""Run the same layers here and in torch.distributed.pipelining, on the same devices, in the same order."""
 
 import time
 from multiprocessing import get_context
@@ -14,13 +14,13 @@ STAGES, MICROBATCHES = 2, 8
 
 
 class Layers(NamedTuple):
-    """What is compared, and how long."""
+    """Layers to compare, and length of the comparison."""
 
     name: str
     width: int
     iterations: int
     warm_up: int
-    """Iterations of these."""
+    """Number of iterations that do not count."""
     model: dict[str, Any]
     training: dict[str, Any]
 
@@ -31,7 +31,7 @@ WIDE = Layers("layers of width 4,096, bfloat16 autocast", 4096, 12, 4,
 
 
 def compare_pipelining(report: Report, device: str, transport: str, fork_server: ForkServer) -> None:
-    """The step."""
+    """Run the step."""
     get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.per_op"])
     for order in ("split", "1F1B"):
         for layers in (TINY, WIDE) if device == "cuda" else (TINY,):
@@ -42,7 +42,7 @@ def compare_pipelining(report: Report, device: str, transport: str, fork_server:
 
 
 def compare(report: Report, name: str, setting: Comparison, fork_server: ForkServer) -> None:
-    """One order of ops, in all that can run it."""
+    """Compare one order of ops in all runtimes that can run it."""
     ours = per_op.ours(setting, fork_server)
     report.row(f"{name}, {setting.name}: here", text(setting, ours))
     rivals: list[Rival] = [*setting.rivals, *["zero-bubble" for _ in [0] if setting.name == "split"]]
@@ -60,5 +60,5 @@ def compare(report: Report, name: str, setting: Comparison, fork_server: ForkSer
 
 
 def text(setting: Comparison, cost: Cost) -> str:
-    """Of an iteration, and of an op of the busiest worker."""
+    """Format the time of an iteration, and of an op of the busiest worker."""
     return f"{milliseconds(cost.wall)} an iteration, {cost.wall / setting.ops * 1e6:,.0f} us an op"

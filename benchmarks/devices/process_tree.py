@@ -1,4 +1,4 @@
-"""Processes of a step: the stacks of their threads where they hang, and their end."""
+"""Dump the stacks of a step's processes if they hang, and end them."""
 
 import contextlib
 import os
@@ -13,19 +13,19 @@ from pathlib import Path
 from benchmarks.chaos_checks import below, lives
 
 DUMP_SECONDS = 5.0
-"""For py-spy to look at a process."""
+"""Time limit, in seconds, for py-spy to inspect a process."""
 WRITTEN_SECONDS = 0.5
-"""In which a process writes its own stacks."""
+"""Time limit, in seconds, for a process to write its own stacks."""
 
 
 def find_py_spy() -> str | None:
-    """py-spy's program: on the PATH, or where a package was installed by `pip install --target`."""
+    """Return the path of py-spy: on the PATH, or where `pip install --target` has installed a package."""
     beside = [Path(sys.executable).parent, *(Path(folder) / "bin" for folder in sys.path if folder)]
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.pathsep.join(map(str, beside)))
 
 
 def dump_stacks(pids: Sequence[int], log: Path) -> None:
-    """Append the stacks of all threads of these processes to a file: by py-spy, with C frames where it can tell them.
+    """Append the stacks of all threads of these processes to a file, by py-spy, with C frames if possible.
 
     Without py-spy each process writes them to its own standard error, if it has registered SIGUSR2 for that.
     """
@@ -46,7 +46,7 @@ def dump_stacks(pids: Sequence[int], log: Path) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process with all below it, those in sessions of their own, too."""
+    """Kill a process with all its descendants, including those in sessions of their own."""
     for one in (*reversed(below(pid)), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
@@ -59,7 +59,7 @@ def _command(pid: int) -> str:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Check whether a process has a handler for a signal: else the signal would end it."""
+    """Return whether a process has a handler for a signal, which would otherwise end it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

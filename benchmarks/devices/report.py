@@ -1,4 +1,4 @@
-"""Rows of the page: each is printed and appended to a file at once, so that nothing that was measured is lost."""
+"""Print the rows of the page and append them to a file at once, so that no measurement is lost."""
 
 import json
 import time
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROWS = "devices.json"
-"""In the output folder: one JSON object a line."""
+"""Name of the file in the output folder, with one JSON object per line."""
 
 
 class Row(NamedTuple):
-    """One figure or one failure."""
+    """Figure or failure."""
 
     step: str
     what: str
     value: str
     facts: dict[str, Any]
-    """What later steps or other programs go by."""
+    """Values for later steps and other programs."""
 
 
 class Report:
-    """Takes the rows of one step."""
+    """Writer of the rows of one step."""
 
     def __init__(self, folder: Path, step: str) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Report:
 
 
 def read_rows(folder: Path) -> Iterator[Row]:
-    """All rows so far."""
+    """Return all rows so far."""
     path = folder / ROWS
     for line in path.read_text().splitlines() if path.exists() else ():
         yield Row(**json.loads(line))

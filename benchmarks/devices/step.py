@@ -1,4 +1,4 @@
-"""The process of one step: it imports all that it needs, waits until it is its turn, and writes its rows.
+"""Run one step in its process: import all that it needs, wait for its turn, and write its rows.
 
     python -m benchmarks.devices.step NAME
 
@@ -29,16 +29,16 @@ from slipstream.runtime.processes.fork_server import ForkServer
 
 
 class Turn(NamedTuple):
-    """What a step is told when it begins."""
+    """Message that starts a step."""
 
     folder: str
-    """For the page."""
+    """Output folder of the page."""
     log: str
     device: str
     transport: str
-    """The best one that has worked so far."""
+    """Best transport that has worked so far."""
     seconds: float
-    """How long the step may take."""
+    """Time limit of the step."""
     environment: dict[str, str]
 
 
@@ -98,7 +98,7 @@ def chaos(turn: Turn, report: Report, fork_server: ForkServer) -> None:
 
 
 END_SECONDS = 12.0
-"""Kept for the end of a run, and the rows of what it has measured."""
+"""Time, in seconds, that is reserved for the end of a run and the rows of its measurements."""
 STEPS: dict[str, Callable[[Turn, Report, ForkServer], None]] = {
     "what is there": machine, "two processes": two_processes, "conformance": conformance,
     "a death survived": deaths, "large layers": large_layers, "memory": memory, "pipelining": pipelining,
@@ -106,7 +106,7 @@ STEPS: dict[str, Callable[[Turn, Report, ForkServer], None]] = {
 
 
 def first_line(error: BaseException) -> str:
-    """For a row."""
+    """Return the first line of an error, for a row."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -1,4 +1,4 @@
-"""`benchmarks.chaos` on the devices of this machine, until the time is over."""
+"""Run `benchmarks.chaos` on the devices of this machine until the time is over."""
 
 import itertools
 import time
@@ -12,16 +12,16 @@ from benchmarks.devices.training import training
 from slipstream.runtime.processes.fork_server import ForkServer
 
 KINDS = ["plain", "settling", "sharded-settling", "roles-clipped", "slow-settling"]
-"""Those whose workers are a process each."""
+"""Kinds of scenarios whose workers are one process each."""
 FIRST_SEED = 300
 RUN_SECONDS = 20.0
-"""None is begun when less is left."""
+"""Minimum of the time left, in seconds, with which a run is begun."""
 WRONG_RUNS = 5
-"""The step ends after so many."""
+"""Number of failed runs after which the step ends."""
 
 
 def storm(report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float) -> None:
-    """The step."""
+    """Run the step."""
     torch.set_num_threads(1)
     options = make_parser().parse_args(["--grid", "2x2", "--iterations", "40", *(f"--kind={kind}" for kind in KINDS)])
     total, leaks, until, wrong = Tally(), Leaks(), time.monotonic() + seconds, list[str]()

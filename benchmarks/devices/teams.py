@@ -1,9 +1,10 @@
-"""The checks of `benchmarks.conformance` for workers in processes of their own, as NCCL demands on one card.
+"""Run the checks of `benchmarks.conformance` for workers in separate processes, as NCCL demands on one card.
 
 A check is a function of a team, and calls the members one by one. Here all processes run the same check at the same
-time. What concerns one member is carried out in its process, and the others are told its outcome, so that all of them
-take the same way: a call in the check's main thread begins once all processes are there, and what `begin` starts runs
-in a thread of its owner, as in a team of threads. Tensors that such a call has changed are copied to all processes.
+time. Whatever concerns one member is carried out in its process, and its outcome is sent to the others, so that all of
+them take the same path. A call in the check's main thread begins once all processes are there, and what `begin` starts
+runs in a thread of its owner, as in a team of threads. Tensors that such a call has changed are copied to all
+processes.
 """
 
 import pickle
@@ -31,17 +32,17 @@ from slipstream.runtime.replay.session import Session
 from slipstream.runtime.torch_private import TCPStore
 
 DOUBLE = "double of NCCL"
-"""The one that tests use, on CPUs."""
+"""Name of the double of NCCL that tests use, on CPUs."""
 MODULES = {DOUBLE: ("tests.runtime.over_double",)}
-"""What processes import for a transport."""
+"""Modules that processes import for a transport."""
 CHECK_SECONDS = 45.0
-"""A check that takes longer hangs: most take a second, on a busy machine a few."""
+"""Time limit of a check, in seconds. Most checks take a second, or a few on a busy machine."""
 LOOK_SECONDS = 0.0005
 _PLAIN = (bool, int, float, str, bytes, type(None), BaseException)
 
 
 class Agreement:
-    """The outcomes of one check, by which all processes take the same way through it."""
+    """Outcomes of one check, by which all processes take the same path through it."""
 
     def __init__(self, store: TCPStore, name: str, place: int, size: int) -> None:
         self.place = place
@@ -49,15 +50,16 @@ class Agreement:
         self._number = 0
         self._objects: dict[tuple[int, int], Elsewhere] = {}
         self._numbers: dict[int, int] = {}
-        """Of objects of this process, by their `id`."""
+        """Numbers of the objects of this process, by their `id`."""
         self._kept: list[object] = []
         self.given: dict[int, list[Tensor]] = defaultdict(list)
         """Tensors that calls of each member may change."""
         self.inside = threading.local()
-        """Has `owner` in threads that `begin` has started: there, objects of the owner are called directly."""
+        """Thread-local data, with `owner` in threads that `begin` has started, which call objects of the owner
+        directly."""
 
     def outcome(self, owner: int, call: Callable[[], Any]) -> Any:
-        """What a call gives or raises in its owner's process, once all processes are here."""
+        """Return what a call returns or raises in its owner's process, once all processes are here."""
         self._number += 1
         key = f"{self._name} {self._number}"
         self._store.add(f"{key} here", 1)
@@ -77,11 +79,12 @@ class Agreement:
         return self.local(value)
 
     def fail(self) -> None:
-        """This process has left the check: the others need not wait for it."""
+        """Report that this process has left the check, so that the others need not wait for it."""
         self._store.add(f"{self._name} failed", 1)
 
     def portable(self, value: Any) -> Any:
-        """What stands for a value in other processes: objects are numbered, and tensors are on the CPU."""
+        """Return what represents a value in other processes: objects are numbered, and tensors are copied to the
+        CPU."""
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, Tensor):
@@ -98,7 +101,7 @@ class Agreement:
         return _Reference(self.place, self._numbers[id(value)])
 
     def local(self, value: Any) -> Any:
-        """What a check sees of such a value."""
+        """Return what a check sees of a portable value."""
         if isinstance(value, _Reference):
             key = value.owner, value.number
             if key not in self._objects:
@@ -110,7 +113,7 @@ class Agreement:
         return [self.local(one) for one in value] if isinstance(value, list) else value
 
     def share(self, owner: int, value: object) -> Any:
-        """An object that is only made in its owner's process."""
+        """Return an object that exists only in its owner's process."""
         return self.outcome(owner, lambda: value)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -124,14 +127,14 @@ class Agreement:
 
 
 class _Reference(NamedTuple):
-    """An object of another process."""
+    """Reference to an object of another process."""
 
     owner: int
     number: int
 
 
 class Elsewhere:
-    """An object of one member's process: its methods are carried out there, and all are told what they give."""
+    """Proxy of an object of one member's process, in which its methods run. All processes get the results."""
 
     def __init__(self, agreement: Agreement, reference: _Reference, there: object) -> None:
         self._agreement, self.reference, self.there = agreement, reference, there
@@ -149,22 +152,22 @@ class Elsewhere:
 
 
 class Begun:
-    """What `ProcessTeam.begin` has started: as a Future, as far as checks need that."""
+    """Call that `ProcessTeam.begin` has started, with the methods of a Future that checks need."""
 
     def __init__(self, agreement: Agreement, owner: int, future: "Future[Any]") -> None:
         self._agreement, self._owner, self._future = agreement, owner, future
 
     def done(self) -> bool:
-        """Check whether it has ended."""
+        """Return whether the call has ended."""
         return bool(self._agreement.outcome(self._owner, self._future.done))
 
     def exception(self, timeout: float) -> BaseException | None:
-        """Wait for its end, and give what it has raised."""
+        """Wait for the end of the call, and return what it has raised."""
         return cast(BaseException | None, self._agreement.outcome(
             self._owner, lambda: self._future.exception(timeout)))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for its end, and give what it has given."""
+        """Wait for the end of the call, and return its result."""
         given = self._agreement.given[self._owner]
         result, tensors = self._agreement.outcome(self._owner, lambda: (self._future.result(timeout), given))
         for mine, theirs in zip(given, tensors, strict=True):
@@ -174,7 +177,7 @@ class Begun:
 
 
 class ProcessTeam(Team):
-    """Workers that communicate over one transport, of which this process is one."""
+    """Workers that communicate over one transport, one of which is this process."""
 
     def __init__(self, transport: str, agreement: Agreement, address: Rendezvous) -> None:
         self.store = connect_store(address)
@@ -188,7 +191,7 @@ class ProcessTeam(Team):
         self._sessions: list[Session] = []
 
     def session(self, member: Member, order: int = 1) -> Session:
-        """One that is not connected."""
+        """Return a session that is not connected."""
         owner, made = self._ranks[member.worker], None
         if owner == self._agreement.place:
             made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
@@ -197,7 +200,7 @@ class ProcessTeam(Team):
         return cast(Session, self._agreement.share(owner, made))
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Call in a thread of the member's process."""
+        """Start a call in a thread of the member's process."""
         owner = self._ranks[member.worker]
 
         def work() -> Any:
@@ -211,7 +214,7 @@ class ProcessTeam(Team):
 
 
 def _own(value: Any) -> Any:
-    """What a call in its owner's process is given: objects themselves, where they are there."""
+    """Return the arguments of a call in its owner's process, with proxies replaced by their objects."""
     if isinstance(value, Elsewhere):
         return value if value.there is None else value.there
     if isinstance(value, list | tuple) and not isinstance(value, Member):
@@ -227,7 +230,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def check_transport(process: Process) -> None:
-    """In each of the processes: run checks, and tell of each what is wrong, if anything is."""
+    """Run checks in this process, and report what is wrong with each of them."""
     transport, place = process.task["transport"], process.place
     for name in process.task["modules"]:
         import_module(name)
@@ -256,13 +259,13 @@ def check_transport(process: Process) -> None:
 
 
 class Checked(NamedTuple):
-    """How a transport has done."""
+    """Result of the checks of a transport."""
 
     passed: int
     failures: dict[str, str]
-    """What is wrong, by the names of checks."""
+    """Description of what is wrong, by name of the check."""
     left: int
-    """Checks for which there was no time."""
+    """Number of checks for which there was no time."""
 
     def __str__(self) -> str:
         text = f"{self.passed} of {len(CHECKS)}"
@@ -274,8 +277,10 @@ class Checked(NamedTuple):
 def check_in_processes(transport: str, fork_server: ForkServer, log: Path, seconds: float,
                        names: Sequence[str] = (), told: Callable[[str], None] = lambda _: None,
                        modules: Sequence[str] = ()) -> Checked:
-    """Run all checks, or those of some names, within a time. Processes that have failed a check are replaced. They
-    import `modules`."""
+    """Run all checks, or those with the given names, within a time limit.
+
+    Processes that have failed a check are replaced. They import `modules`.
+    """
     left, failures, passed = list(names or CHECKS), dict[str, str](), 0
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Whole runs on the devices of this machine: that numbers survive a death, and what large layers take."""
+"""Run whole trainings on the devices of this machine: survival of a death, and times and memory of large layers."""
 
 import math
 import os
@@ -42,16 +42,16 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worke
 PIPELINES = STAGES = 2
 LOST = Worker(1, 1)
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
-"""Of losses against those of one process; in float32 sums in another order differ by more after each step."""
+"""Maximum deviation of losses from those of one process. In float32, the order of sums matters more after each step."""
 SHORT_ITERATIONS, SHORT_LOST, SHORT_BACK = 16, 4, 7
 MANY = 1_000_000
-"""Iterations: the run is ended before."""
+"""Number of iterations of a run that is ended earlier."""
 LOOK_SECONDS = 0.1
 E = TypeVar("E", bound=Event)
 
 
 class Size(NamedTuple):
-    """Of the model that is trained, and of the measurement."""
+    """Size of the model that is trained, and of the measurement."""
 
     blocks: int
     width: int
@@ -61,32 +61,32 @@ class Size(NamedTuple):
     microbatches: int
     vocabulary: int
     iterations: int
-    """Before the failure."""
+    """Number of iterations before the failure."""
     after: int
-    """Once it has settled."""
+    """Number of iterations after the run has settled."""
     rounds: int
-    """Of the profile."""
+    """Number of rounds of the profile."""
 
     def model(self) -> dict[str, int]:
-        """The `[model]` table."""
+        """Return the `[model]` table."""
         return {"blocks": self.blocks, "width": self.width, "heads": self.heads, "context": self.context,
                 "vocabulary": self.vocabulary}
 
 
 SMALL = Size(2, 64, 2, 32, 2, 4, 256, 3, 3, 1)
 LARGE = Size(2, 4096, 32, 2048, 1, 4, 4096, 8, 5, 1)
-"""Blocks as wide as those of Llama 3 8B. The gradients of one take half a second over the loopback of one card."""
+"""Size with blocks as wide as those of Llama 3 8B, whose gradients take half a second over the loopback of one card."""
 
 
 def training(device: str, transport: str, **more: object) -> dict[str, Any]:
-    """The `[training]` table."""
+    """Return the `[training]` table."""
     shares = device == "cuda" and transport == "nccl" and torch.cuda.device_count() < PIPELINES * STAGES
     allowed = {"share_devices": True} if shares and "share_devices" in TrainingConfig.__struct_fields__ else {}
     return {"device": device, "backend": transport, **allowed, **more}
 
 
 def guess(size: Size, table: Mapping[str, Any]) -> Job:
-    """A job whose times are to be measured."""
+    """Return a job whose times are to be measured."""
     return parse_job(job_text({
         "name": "device", "pipelines": PIPELINES, "stages": STAGES, "microbatches": size.microbatches,
         "time": {"forward": 1, "backward_input": 1, "backward_weight": 1, "optimizer": 1},
@@ -94,23 +94,23 @@ def guess(size: Size, table: Mapping[str, Any]) -> Job:
 
 
 class Watch:
-    """Events of a run, and when its iterations were committed."""
+    """Events of a run, and times at which its iterations were committed."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.commits: list[float] = []
 
     def progress(self, *_: object) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed."""
         self.commits.append(time.monotonic())
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of a kind, in order."""
+        """Return the events of a kind, in order."""
         return [one for one in self.events if isinstance(one, kind)]
 
 
 def survive_a_death(report: Report, device: str, transport: str, dtype: str, fork_server: ForkServer) -> None:
-    """A worker of four dies and comes back; losses are compared with those of one process."""
+    """Train while one of four workers dies and comes back, and compare the losses with those of one process."""
     name = f"{dtype}, {transport}"
     job = guess(SMALL, training(device, transport, dtype=dtype, batch=SMALL.batch, iterations=SHORT_ITERATIONS))
     config = parse_run_config(job.model, job.training)
@@ -145,7 +145,7 @@ def survive_a_death(report: Report, device: str, transport: str, dtype: str, for
 
 
 def print_logs(folder: Path) -> None:
-    """The ends of the logs of a run that has failed."""
+    """Print the ends of the logs of a run that has failed."""
     for path in sorted((folder / "logs").glob("*.log")):
         print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:], sep="\n", flush=True)
 
@@ -175,7 +175,7 @@ def train_large_layers(report: Report, device: str, transport: str, fork_server:
 
 
 def profile_texts(measured: Profile) -> Iterator[str]:
-    """Seconds of each op kind, by stage."""
+    """Yield the seconds of each kind of op, by stage."""
     for kind, name in (("F", "forward"), ("I", "backward_input"), ("W", "backward_weight"), ("O", "optimizer"),
                        ("A", "all_reduce")):
         yield f"{kind} {', '.join(milliseconds(getattr(stage, name)) for stage in measured.stages)}"
@@ -183,13 +183,13 @@ def profile_texts(measured: Profile) -> Iterator[str]:
 
 
 def measure(config: RunConfig, ranges: Sequence[tuple[int, int]], size: Size, fork_server: ForkServer) -> Profile:
-    """What `slipstream profile` measures."""
+    """Return the profile that `slipstream profile` measures."""
     return profile(config, ranges, copies=PIPELINES, workers=PIPELINES * STAGES, rounds=size.rounds,
                    microbatches=PIPELINES * size.microbatches, fork_server=fork_server)
 
 
 def measured_job(wanted: Job, measured: Profile, by_layer: Profile) -> Job:
-    """The job file that `slipstream profile` writes."""
+    """Return the job that `slipstream profile` writes."""
     tables = job_tables(wanted, measured)
     ranges = split_layers(len(by_layer.stages), STAGES)
     tables["placement"] = {"layers": [end - begin for begin, end in ranges]}
@@ -199,8 +199,10 @@ def measured_job(wanted: Job, measured: Profile, by_layer: Profile) -> Job:
 
 def trained(job: Job, config: RunConfig, first: Schedule, size: Size, fork_server: ForkServer, until: float
             ) -> tuple[RunRecord, CardMemory, float | None]:
-    """A run that loses a worker and settles: its record, what its processes held on the card, and their CPU time of an
-    iteration."""
+    """Run a training that loses a worker and settles.
+
+    Returns its record, what its processes held on the card, and their CPU time per iteration.
+    """
     planner = FailurePlanner(job, first, settled_seconds=2.0)
     host, marks = HostTime(fork_server), (size.iterations // 2, size.iterations)
 
@@ -225,24 +227,24 @@ def trained(job: Job, config: RunConfig, first: Schedule, size: Size, fork_serve
 
 
 class HostTime:
-    """Seconds that the workers' processes compute on the host."""
+    """CPU seconds of the workers' processes on the host."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._marks: list[float] = []
 
     def mark(self) -> None:
-        """Look now."""
+        """Record the current CPU time."""
         self._marks.append(sum(map(cpu_seconds, self._fork_server.pids.values())))
 
     def seconds_an_iteration(self, iterations: int) -> float | None:
-        """Between two looks; None where there were not two."""
+        """Return the CPU seconds per iteration between two marks, or None if there were not two."""
         return (self._marks[1] - self._marks[0]) / iterations if len(self._marks) == 2 else None
 
 
 @contextmanager
 def stopped_when(out: Path, enough: Callable[[RunRecord], bool], until: float) -> Iterator[None]:
-    """End the run of this process once there is enough of it, or the time is over."""
+    """End the run of this process once `enough` is true of its record, or the time is over."""
     over = threading.Event()
 
     def look() -> None:
@@ -262,14 +264,14 @@ def stopped_when(out: Path, enough: Callable[[RunRecord], bool], until: float) -
 
 
 def has_settled(record: RunRecord, iterations: int) -> bool:
-    """So many iterations are measured with layers moved, or at once where moving them does not pay."""
+    """Return whether this many iterations were measured with layers moved, or at once if moving them does not pay."""
     chosen = next((one.event for one in reversed(record.events) if isinstance(one.event, SettlingChosen)), None)
     phase = "settled" if chosen is None or chosen.settles else "at once"
     return any(one.order.phase == phase and len(one.committed) > iterations for one in record.stretches)
 
 
 def run_rows(record: RunRecord, first: Schedule, size: Size, host: float | None) -> Iterator[tuple[str, str]]:
-    """What the run has measured."""
+    """Yield the rows of a run's measurements."""
     phases = {one.order.phase: one for one in sorted(record.stretches, key=lambda one: len(one.committed))}
     tokens = size.batch * size.context * size.microbatches * PIPELINES
     alone = op_seconds(first)
@@ -304,13 +306,13 @@ def run_rows(record: RunRecord, first: Schedule, size: Size, host: float | None)
 
 
 def op_seconds(schedule: Schedule) -> list[float]:
-    """What the ops of each worker take in an iteration, as planned."""
+    """Return the planned seconds of each worker's ops in an iteration."""
     return [schedule.seconds(sum(op.end_ticks - op.start_ticks for op in schedule.ops(seat.worker)
                                  if op.kind is not OpKind.A)) for seat in schedule.seats]
 
 
 def periods(what: str, stretch: Stretch, predicted: float | None) -> tuple[str, str]:
-    """Planned, predicted and measured seconds of an iteration."""
+    """Return a row of planned, predicted and measured seconds of an iteration."""
     measured, planned = stretch.iteration_seconds, stretch.order.planned_period
     if measured is None:
         return what, f"planned {milliseconds(planned)}, none committed"
@@ -320,22 +322,25 @@ def periods(what: str, stretch: Stretch, predicted: float | None) -> tuple[str, 
 
 
 def longest_gap(record: RunRecord, at_once: Stretch, settled: Stretch) -> str:
-    """While layers move, in iterations of the schedule that runs meanwhile."""
+    """Describe the longest time between commits while layers move, in iterations of the schedule that runs
+    meanwhile."""
     begun = next(one.at for one in record.events if isinstance(one.event, FetchBegun))
     gap = max(one.took for one in record.committed if begun <= one.at <= settled.committed[1].at)
     return f"{gap / (at_once.iteration_seconds or math.nan):.2f} iterations"
 
 
 def last(record: RunRecord, kind: type[E], live: int | None = None) -> E | None:
-    """The last event of a kind; of those with so many workers, if that is given."""
+    """Return the last event of a kind, with this number of live workers if that is given."""
     return next((one.event for one in reversed(record.events) if isinstance(one.event, kind)
                  and (live is None or getattr(one.event, "live", live) == live)), None)
 
 
 def memory_rows(plans: Sequence[Schedule], job: Job, measured: Profile, always: Sequence[int], card: CardMemory
                 ) -> Iterator[tuple[str, str]]:
-    """What each worker was to hold on its card at most by the schedules that were run, with what is outside of torch,
-    and what it has held, as the driver says."""
+    """Yield a row of memory for each worker: the planned peak on its card, and the peak that the driver has reported.
+
+    The planned peak is that of the schedules that were run, with the memory outside of torch.
+    """
     if not card.most:
         yield "memory of each worker on the card", "needs a card"
         return
@@ -355,8 +360,10 @@ def memory_rows(plans: Sequence[Schedule], job: Job, measured: Profile, always: 
 
 
 def compare_memory(report: Report, device: str, fork_server: ForkServer) -> None:
-    """Profiled bytes of each stage, by the step before if it was run, against those that torch has allocated for it, or
-    its process holds."""
+    """Compare the profiled bytes of each stage with those that torch has allocated, or that the process holds.
+
+    The profile is that of the previous step, if it was run.
+    """
     size = LARGE if device == "cuda" else SMALL
     wanted = guess(size, training(device, "gloo", dtype="bf16", master_weights=True, reduce_dtype="bf16",
                                   batch=size.batch))

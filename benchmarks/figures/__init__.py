@@ -1,1 +1,1 @@
-"""Published figures, computed again, one module each: `python -m benchmarks.figures NAME`."""
+"""Recompute published figures, one module each: `python -m benchmarks.figures NAME`."""

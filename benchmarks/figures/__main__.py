@@ -1,4 +1,4 @@
-"""Published figures again, as `slipstream reproduce` does failure-cost: a table, JSON and a picture.
+"""Recompute published figures, as `slipstream reproduce` does failure-cost: a table, JSON and a picture.
 
     python -m benchmarks.figures NAME [--out DIR] [--no-picture] [--json]
 """

@@ -1,4 +1,4 @@
-"""The ideas added one by one: re-routing, split backward, staggered optimizer; 24 GPUs."""
+"""Add the techniques one by one: re-routing, split backward, staggered optimizer; 24 GPUs."""
 
 from benchmarks.figures import published
 from benchmarks.figures.failures import assumptions
@@ -16,7 +16,7 @@ OURS = "this planner"
 
 
 def shares(microbatches: int) -> dict[str, list[float]]:
-    """Throughput relative to 1F1B without failures, by step and number of failures."""
+    """Return the throughput relative to 1F1B without failures, by step and number of failures."""
     throughputs = Throughputs(published.published_job("6.7B", microbatches))
     fault_free = throughputs.one_f_one_b(published.PIPELINES)
     downs = [spread_over_stages(count, published.STAGES) for count in FAILURES]
@@ -27,7 +27,7 @@ def shares(microbatches: int) -> dict[str, list[float]]:
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """Each step without the restriction that healthy workers run 1F1B, so that it shows what the step itself gains."""
+    """Compute each step without the restriction that healthy workers run 1F1B, to show the gain of the step."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):
         found.append(shares(microbatches))

@@ -1,4 +1,4 @@
-"""Throughput by number of failed workers: 24 GPUs, 6 pipelines x 4 stages."""
+"""Compute the throughput by number of failed workers: 24 GPUs, 6 pipelines x 4 stages."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (
 
 
 def steady_rates(microbatches: int) -> dict[str, list[float]]:
-    """Samples per second of the 6.7B model, by policy and number of failures."""
+    """Return the samples per second of the 6.7B model, by policy and number of failures."""
     throughputs = Throughputs(published.published_job("6.7B", microbatches), settle_seconds=published.SETTLE_SECONDS)
     scenario = Scenario(throughputs, costs_for(6.7e9, published.STAGES), 3600.0)
     return {kind.name: [kind(scenario).steady_rate(failures) for failures in range(MOST + 1)] for kind in KINDS}
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """All policies in steady state. The band is over the number of micro-batches."""
+    """Compute all policies in steady state. The band is over the number of micro-batches."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):
         found.append(steady_rates(microbatches))
@@ -62,7 +62,7 @@ def _findings(found: Sequence[dict[str, list[float]]], nominal: int) -> dict[str
 
 
 def assumptions() -> tuple[str, ...]:
-    """What is not published about the job."""
+    """Return the assumptions about what is not published about the job."""
     counts = ", ".join(map(str, published.MICROBATCHES))
     return (f"micro-batches a pipeline are not published: {counts} make the band, {published.NOMINAL} (4 S, as Oobleck "
             "plans) the line",

@@ -1,8 +1,8 @@
-"""Published points to compare with, and the job that they are of, as far as it is known.
+"""Provide published points to compare with, and their job, as far as it is known.
 
-Digitised from the vector graphics of the authors' SOSP 2024 talk and poster of ReCycle (arXiv 2405.14009): 24 A100
-GPUs, 6 pipelines x 4 stages, 80 Gb/s. Index of a list: workers that failed. Samples per second. Numbers of
-micro-batches, stage times and memory are not published.
+The points are digitised from the vector graphics of the authors' SOSP 2024 talk and poster of ReCycle (arXiv
+2405.14009): 24 A100 GPUs, 6 pipelines x 4 stages, 80 Gb/s. The index of a list is the number of failed workers, its
+values are samples per second. Numbers of micro-batches, stage times and memory are not published.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ PIPELINES, STAGES = 6, 4
 FAULT_SCALED = (11.34, 10.87, 10.39, 9.92, 9.45, 8.98, 8.51, 8.03, 7.56, 7.09)
 RECYCLE_6_7B = (11.34, 11.287, 10.888, 10.683, 10.47, 9.494, 9.308, 9.13, 8.899, 8.85)
 OOBLECK_6_7B_MAX = (11.34, 11.22, 10.52, 9.82, 9.47, 9.12, 8.77, 8.5, 8.15, 7.89)
-"""At its best, between reconfigurations."""
+"""Best throughput of Oobleck by number of failed workers, between reconfigurations."""
 BAMBOO_350M_MAX = (13.41, 12.78, 12.2, 11.84, 11.32, 10.79, 10.14, 9.45, 8.12, 7.26)
 AVERAGES = {
     "6.7B": {"recycle": 10.80, "oobleck": 9.01, "fault-scaled": 10.27},
     "350M": {"recycle": 19.49, "oobleck": 18.10, "bamboo": 11.86},
 }
-"""Over the availability trace."""
+"""Average throughput over the availability trace."""
 FAULT_FREE = {"6.7B": 11.34, "350M": 20.55}
 PARAMETERS = {"6.7B": 6.7e9, "350M": 350e6}
 
@@ -36,24 +36,26 @@ WORKERS_AND_SAMPLES = (
     (20, 4), (22, 3), (24, 4), (23, 6), (24, 3), (23, 6), (22, 3), (24, 3), (23, 6), (22, 4), (24, 3), (21, 6),
     (22, 3), (23, 3),
     (21, 3), (19, 3), (17, 4), (16, 2), (15, 3), (16, 1), (18, 6), (21, 20), (20, 2), (21, 2), (22, 7), (24, 4))
-"""The availability trace: live workers, and for how many samples."""
+"""Availability trace: live workers, and the number of sampling intervals for which this number lasts."""
 
 LAYERS = {"6.7B": 32, "350M": 24}
-"""Of the models of these sizes (GPT-3, Brown et al. 2020, table 2.1)."""
+"""Numbers of layers of the models of these sizes (GPT-3, Brown et al. 2020, table 2.1)."""
 MICROBATCHES = (8, 12, 16, 24, 32)
-"""Micro-batches a pipeline: not published; varied from twice to eight times the stages. See `NOMINAL`."""
+"""Numbers of micro-batches per pipeline, which are not published: from twice to eight times the stages. See
+`NOMINAL`."""
 NOMINAL = 16
-"""4 S, which Oobleck's planner takes for its templates: the one number that any source gives."""
+"""Nominal number of micro-batches, 4 S, as for the templates of Oobleck's planner: the only one in a source."""
 SETTLE_SECONDS = 0.25
-"""Of counted steps, for a plan with layers that move: as in most cases of the benchmark."""
+"""Seconds of counted steps for a plan with layers that move, as in most cases of the benchmark."""
 OPTIMIZER = 1.0
-"""Length of the optimizer step in forwards: not published."""
+"""Length of the optimizer step in forwards, which is not published."""
 
 
 def published_job(model: str, microbatches: int) -> Job:
-    """The job of the published points: F = I = W on all stages, as in the paper's worked example, transfers hidden.
+    """Return the job of the published points: F = I = W on all stages, as in the paper's worked example, transfers
+    hidden.
 
-    Times are such that plain 1F1B with all workers alive makes the published samples per second, one sample a
+    Times are such that plain 1F1B with all workers alive makes the published samples per second, with one sample per
     micro-batch.
     """
     op = _job(model, microbatches, 1.0)
@@ -70,7 +72,7 @@ def _job(model: str, microbatches: int, op_seconds: float) -> Job:
 
 
 def published_trace(seed: int = 0) -> AvailabilityTrace:
-    """The availability trace; which workers leave is not published, and drawn."""
+    """Return the availability trace. The workers that leave are not published, and drawn at random."""
     clock, counts = 0.0, []
     for workers, samples in WORKERS_AND_SAMPLES:
         counts.append((clock, workers))
@@ -80,7 +82,8 @@ def published_trace(seed: int = 0) -> AvailabilityTrace:
 
 
 def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, is_reference: bool = False) -> Series:
-    """A series from one list of values for each assumption: those of `nominal`, with the least and the largest."""
+    """Return a series from one list of values for each assumption: those of `nominal`, with the least and the
+    largest."""
     columns = list(zip(*by_assumption, strict=True))
     return Series(name=name, values=tuple(by_assumption[nominal]), low=tuple(map(min, columns)),
                   high=tuple(map(max, columns)), is_reference=is_reference)

@@ -1,6 +1,6 @@
-"""Throughput over ReCycle's by number of pipelines, with one, two and four failures.
+"""Compare throughput with ReCycle's by number of pipelines, with one, two and four failures.
 
-With few replicas, re-routing with layers in place is dear: D / (D - 1) of the work falls to a stage's live workers.
+With few replicas, re-routing with layers in place is expensive: a stage's live workers get D / (D - 1) of the work.
 Later systems, which move layers, measured 1.35 times ReCycle's throughput (ElasWave, arXiv 2510.00606, 96 NPUs) and up
 to 1.355 times (Chameleon, called Odyssey before, arXiv 2508.21613v4, 32 cards).
 """
@@ -23,7 +23,7 @@ KINDS = ("slipstream", "slipstream-fixed", "elaswave", "oobleck", "work-conservi
 
 
 def ratios(pipelines: int) -> dict[tuple[str, int], float]:
-    """Steady throughput over ReCycle's, by policy and number of failures."""
+    """Return the steady throughput relative to ReCycle's, by policy and number of failures."""
     throughputs = Throughputs(job(pipelines * STAGES, MICROBATCHES), settle_seconds=published.SETTLE_SECONDS)
     scenario = Scenario(throughputs, costs_for(), 3600.0)
     recycle = POLICIES["recycle"](scenario)
@@ -32,7 +32,7 @@ def ratios(pipelines: int) -> dict[tuple[str, int], float]:
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """A line for each number of failures, and the two published ratios."""
+    """Compute a line for each number of failures, and the two published ratios."""
     found = []
     for done, pipelines in enumerate(PIPELINES, 1):
         found.append(ratios(pipelines))

@@ -1,4 +1,4 @@
-"""Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
+"""Scale to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
 from benchmarks.figures import published
 from slipstream.cli.fleet.figure import Cell, Figure, Series
@@ -14,7 +14,7 @@ NOMINAL = 1
 
 
 def job(gpus: int, microbatches: int) -> Job:
-    """Pipelines of 8 equal stages, F = I = W, an optimizer step as long as a forward."""
+    """Return a job of pipelines of 8 equal stages, F = I = W, with an optimizer step as long as a forward."""
     one = (1.0,) * STAGES
     times = StageTimes(forward=one, backward_input=one, backward_weight=one, optimizer=one, all_reduce=(0.0,) * STAGES,
                        transfer=0.0)
@@ -24,9 +24,9 @@ def job(gpus: int, microbatches: int) -> Job:
 
 
 def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
-    """(this planner once settled, ReCycle, work-conserving) over 1F1B without failures, for each share of failures.
+    """Return (this planner settled, ReCycle, work-conserving) over fault-free 1F1B, for each share of failures.
 
-    With fewer failures this planner is not slower: live workers may idle.
+    With fewer failures this planner is not slower, because live workers may idle.
     """
     throughputs = Throughputs(job(gpus, microbatches), settle_seconds=published.SETTLE_SECONDS)
     fault_free = throughputs.one_f_one_b(gpus // STAGES)
@@ -43,7 +43,7 @@ def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """Three families of lines over the number of GPUs."""
+    """Compute three families of lines over the number of GPUs."""
     found: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for microbatches in MICROBATCHES:
         for gpus in GPUS:

@@ -1,4 +1,4 @@
-"""Average throughput over the published availability trace, 24 GPUs."""
+"""Compute the average throughput over the published availability trace, 24 GPUs."""
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
 
 SEEDS = 5
-"""Draws of which workers leave; averaged."""
+"""Number of averaged draws of which workers leave."""
 MODELS = ("6.7B", "350M")
 RATIOS = {"6.7B": "oobleck", "350M": "bamboo"}
 
 
 def averages(model: str, microbatches: int) -> dict[str, float]:
-    """Mean samples per second by policy."""
+    """Return the mean samples per second by policy."""
     throughputs = Throughputs(published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS)
     costs = costs_for(published.PARAMETERS[model], published.STAGES)
     traces = [published.published_trace(seed) for seed in range(SEEDS)]
@@ -27,7 +27,7 @@ def averages(model: str, microbatches: int) -> dict[str, float]:
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """All policies. The range is over the number of micro-batches."""
+    """Compute all policies. The range is over the number of micro-batches."""
     found: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
     total = len(MODELS) * len(published.MICROBATCHES)
     for index, model in enumerate(MODELS):

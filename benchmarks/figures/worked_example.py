@@ -1,4 +1,5 @@
-"""The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas added one by one."""
+"""Recompute the worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, techniques added one by
+one."""
 
 from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
@@ -9,14 +10,17 @@ from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)
 PUBLISHED = (30, 39, 32, 30)
-"""Slots: 27 + 3, 36 + 3, 29 + 3, 30."""
+"""Published slots: 27 + 3, 36 + 3, 29 + 3, 30."""
 NAMES = ("1F1B, all alive", "re-routing", "+ split backward", "+ staggered optimizer", "all alive, split and staggered")
 SECONDS = 5.0
 """Time limit for each schedule."""
 
 
 def example(limited: bool = False) -> Job:
-    """F = I = W = 1 slot, optimizer 3, transfer 0; `limited`: the memory of 1F1B, 4, 3, 2 and 1 activations."""
+    """Return the job: F = I = W = 1 slot, optimizer 3, transfer 0.
+
+    With `limited`, it has the memory of 1F1B: 4, 3, 2 and 1 activations.
+    """
     one = (1.0,) * 4
     times = StageTimes(forward=one, backward_input=one, backward_weight=one, optimizer=(3.0,) * 4,
                        all_reduce=(0.0,) * 4, transfer=0.0)
@@ -26,7 +30,7 @@ def example(limited: bool = False) -> Job:
 
 
 def reproduce(progress: CountCallback) -> Figure:
-    """Plan the four published schedules, and one that is not: all workers alive with the same ideas."""
+    """Plan the four published schedules, and an unpublished one: all workers alive with the same techniques."""
     cases: tuple[tuple[Job, tuple[Worker, ...], Method, BackwardMode, OptimizerMode], ...] = (
         (example(), (), "1f1b", "fused", "synchronous"),
         (example(limited=True), DEAD, "cp-sat", "fused", "synchronous"),

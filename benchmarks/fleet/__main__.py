@@ -1,4 +1,4 @@
-"""The command of the benchmark: see `--help`."""
+"""Define the command of the benchmark: see `--help`."""
 
 import json as jsonlib
 import os
@@ -44,8 +44,8 @@ def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None
               json: Json = False) -> None:
     """Simulate all policies, and systems of others, on a versioned set of jobs and failures, with fixed seeds.
 
-    Writes one page, its tables in Markdown, and one JSON file. What each policy is taken from, and how far it is from
-    its published figures, is part of them. Ctrl-C keeps the cases that were finished.
+    Writes one page, its tables in Markdown, and one JSON file. They include the source of each policy, and how far it
+    is from its published figures. Ctrl-C keeps the cases that were finished.
     """
     names = _known(case, CASES, "--case")
     chosen = _known(policy, POLICIES, "--policy") if policy else []
@@ -88,7 +88,7 @@ def _write(report: Report, folder: Path) -> None:
 
 
 def _earlier(path: Path) -> Report:
-    """What the file has of this version of the set; nothing where it is not there."""
+    """Return the report of this version of the set in the file, or an empty one if there is no file."""
     if not is_there(path):
         return Report()
     try:
@@ -116,7 +116,7 @@ def _entry(name: str) -> EntryTable | type[Policy]:
 
 
 def _require_names(entries: list[EntryTable | type[Policy]]) -> None:
-    """End the command where two systems have one name, or a table has a case that is not of the set."""
+    """Exit if two systems have one name, or a table has a case that is not in the set."""
     taken = set(POLICIES)
     for one in entries:
         if one.name in taken:

@@ -1,8 +1,8 @@
-"""The benchmark: a versioned set of cases, on each of which all policies are simulated with the same seeds.
+"""Define the benchmark: a versioned set of cases, on each of which all policies are simulated with the same seeds.
 
-A case is a job, what fails and slows down, and for how long. All policies get the same: the job's throughputs by
-schedule, the costs, and the mean time between failures. None is told the trace. Seeds are simulated side by side in
-processes, which begin with the plans that the first seed needed.
+A case consists of a job, its failures and slowdowns, and a length of time. All policies get the same: the job's
+throughputs by schedule, the costs, and the mean time between failures. No policy knows the trace. Seeds are simulated
+concurrently in processes, which begin with the plans that the first seed needed.
 """
 
 import math
@@ -30,35 +30,35 @@ from slipstream.planner.job.presets import preset
 from slipstream.planner.tables.process_pool import run_all
 
 VERSION = "1"
-"""Of the set. Figures of different versions are not comparable."""
+"""Version of the set. Figures of different versions are not comparable."""
 DOLLARS_PER_GPU_HOUR = 2.0
-"""Assumed, for the cost of tokens; all machines are paid for, idle and dead ones too."""
+"""Assumed price, for the cost of tokens. All machines are paid for, including idle and dead ones."""
 LARGE_STAGES, LARGE_MICROBATCHES = 16, 32
 FLOPS = 0.4 * 989e12
-"""Of a GPU: an H100 at 40 % of its peak in bfloat16 without sparsity; Llama 3 reports 38 to 43 % (table 4)."""
+"""FLOP/s of a GPU: an H100 at 40 % of its dense bfloat16 peak; Llama 3 reports 38 to 43 % (table 4)."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of the set."""
+    """Case of the set."""
 
     name: str
     title: str
     job: str
-    """A preset, `published`, or `uniform-N`: N pipelines of 16 equal stages, 32 micro-batches, 8 layers a stage,
-    F = I = W = 2 parameters x tokens / (stages x GPUs of a worker x FLOPS), memory unlimited."""
+    """Name of a preset, `published`, or `uniform-N`: N pipelines of 16 equal stages, 32 micro-batches, 8 layers per
+    stage, F = I = W = 2 parameters x tokens / (stages x GPUs of a worker x FLOPS), memory unlimited."""
     parameters: float
     tokens: int
-    """Of a sample."""
+    """Number of tokens in a sample."""
     days: float = 0.0
     gpus_per_worker: int = 1
     failures: str = ""
-    """A failure model; empty: the availability trace of ReCycle's paper."""
+    """Failure model. Empty for the availability trace of ReCycle's paper."""
     slow: str = ""
-    """A model of what slows down; empty: nothing."""
+    """Model of slowdowns. Empty for none."""
     settle_seconds: float = 0.25
-    """Processor time for a plan with layers that move: the budget of this planner."""
+    """CPU time for a plan with layers that move: the budget of this planner."""
     policies: tuple[str, ...] = ()
-    """Only these; empty: all."""
+    """Policies to simulate. Empty for all."""
 
 
 CASES: Mapping[str, Case] = {case.name: case for case in (
@@ -75,23 +75,23 @@ CASES: Mapping[str, Case] = {case.name: case for case in (
          job="uniform-1024", parameters=405e9, tokens=8_192, days=90, gpus_per_worker=8, failures="meta-rsc",
          slow="greyhound"),
 )}
-"""By name, in the order in which they are run."""
+"""Cases by name, in the order in which they are run."""
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """What is reported of one policy in one case and seed."""
+    """Measures of one policy in one case and seed."""
 
     samples_per_second: float
     goodput: float
-    """Over the best policy's throughput with all workers alive."""
+    """Throughput relative to that of the best policy with all workers alive."""
     kept: float
-    """Over the throughput of this policy with all of its workers alive."""
+    """Throughput relative to that of this policy with all of its workers alive."""
     ettr: float
     tokens: float
-    """In the whole time."""
+    """Tokens in the whole time."""
     dollars_per_million_tokens: float | None
     hours_lost: dict[str, float]
-    """By cause."""
+    """Lost hours by cause."""
     switches: int
     seconds_to_recover: float
 
@@ -104,12 +104,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def over(cls, values: Sequence[float]) -> "Spread":
-        """Of these values, one for each seed."""
+        """Return the spread of these values, one for each seed."""
         return cls(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
 class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy in one case: seeds in order."""
+    """Results of one policy in one case, with the seeds in order."""
 
     name: str
     title: str
@@ -118,12 +118,12 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[Measures, ...]
 
     def spread(self, of: Callable[[Measures], float | None]) -> Spread:
-        """Of a measure over seeds; NaN where one has none."""
+        """Return the spread of a measure over seeds, which is NaN if a seed has no value."""
         return Spread.over([math.nan if (value := of(one)) is None else value for one in self.seeds])
 
 
 class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What one parameter does to a policy's goodput, all others as they are."""
+    """Effect of one parameter on a policy's goodput, with all others unchanged."""
 
     parameter: str
     low: float
@@ -132,32 +132,32 @@ class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One case."""
+    """Results of one case."""
 
     case: Case
     workers: int
     gpus: int
     hours: float
     failures: float
-    """Instants at which a worker is lost, wholly or in part; mean over seeds."""
+    """Number of instants at which a worker is lost, wholly or in part, as a mean over seeds."""
     policies: tuple[PolicyResult, ...]
     sensitivity: tuple[Sensitivity, ...] = ()
-    """Of `slipstream`, seed 0, widest first."""
+    """Sensitivities of `slipstream` with seed 0, widest first."""
     notes: tuple[str, ...] = ()
 
     @property
     def seeds(self) -> int:
-        """How many traces were drawn."""
+        """Number of traces that were drawn."""
         return len(self.policies[0].seeds)
 
     def ranked(self) -> list[PolicyResult]:
-        """The systems with the most goodput first; reference lines are none of them."""
+        """Systems by goodput, best first, without reference lines."""
         return sorted((one for one in self.policies if not one.is_reference), reverse=True,
                       key=lambda one: one.spread(lambda measures: measures.goodput).mean)
 
 
 def job_of(case: Case) -> Job:
-    """The job of a case."""
+    """Return the job of a case."""
     if case.job == "published":
         return published.published_job("6.7B", published.NOMINAL)
     if case.job.startswith("uniform-"):
@@ -176,7 +176,7 @@ def job_of(case: Case) -> Job:
 
 
 def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = None) -> AvailabilityTrace:
-    """What happens in a case. `model`: in place of the case's own failures."""
+    """Return the trace of a case. `model` replaces the case's own failures."""
     if not case.failures:
         return published.published_trace(seed)
     drawn = draw_trace(model or FAILURE_MODELS[case.failures], workers * case.gpus_per_worker, case.days, seed)
@@ -190,9 +190,10 @@ def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = N
 def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[str] = (),
              entries: Iterable[EntryTable | type[Policy]] = (), sensitivity: bool = True,
              progress: Callable[[str], None] = lambda _: None) -> CaseResult:
-    """Simulate a case. `names`: only these policies of ours, where the case has them; `entries`: those of others.
+    """Simulate a case.
 
-    Raises EntryError for an entry that does not fit the case.
+    The argument `names` restricts the project's policies, if the case has them; `entries` are systems of others. Raises
+    EntryError for an entry that does not fit the case.
     """
     job = job_of(case)
     kinds = [kind for name, kind in POLICIES.items()
@@ -223,7 +224,8 @@ def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[
 
 
 def _best_rate(throughputs: Throughputs, costs: Costs) -> float:
-    """Samples per second of the fastest policy of ours with all workers alive, whichever policies are run."""
+    """Return the samples per second of the project's fastest policy with all workers alive, whichever policies are
+    run."""
     scenario = Scenario(throughputs, costs, math.inf)
     return max(kind(scenario).fault_free_rate for kind in POLICIES.values() if not kind.is_reference)
 
@@ -247,7 +249,7 @@ def _measured(case: Case, kinds: Sequence[type[Policy]], throughputs: Throughput
 
 def _side_by_side(seed: Callable[[int], list[Measures]], numbers: Sequence[int], processes: int) -> \
         list[list[Measures]]:
-    """The seeds in processes that are forked, where the system can; the same results one after the other elsewhere."""
+    """Simulate the seeds in forked processes if the system can, or else one after the other with the same results."""
     if processes < 2 or len(numbers) < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return [seed(number) for number in numbers]
     found = dict(run_all(seed, numbers, processes, refusals=(Exception,), fork=True))
@@ -260,7 +262,7 @@ HALF_AND_TWICE = (0.5, 2.0)
 
 
 def sensitivities(case: Case, throughputs: Throughputs, costs: Costs, best: float) -> tuple[Sensitivity, ...]:
-    """What halving and doubling each parameter does to the goodput of `slipstream`, seed 0; the widest first."""
+    """Return the effect of halving and doubling each parameter on the goodput of `slipstream`, seed 0, widest first."""
     usual, kind = FAILURE_MODELS[case.failures], POLICIES["slipstream"]
 
     def goodput(model: FailureModel, changed: Costs, one: Case) -> float:
@@ -295,7 +297,7 @@ def sensitivities(case: Case, throughputs: Throughputs, costs: Costs, best: floa
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure that a system's authors, or ReCycle's, published, and the same simulated."""
+    """Figure that a system's authors, or ReCycle's, have published, with its simulated value."""
 
     policy: str
     what: str
@@ -304,12 +306,12 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def off(self) -> float:
-        """Simulated over published, less 1."""
+        """Relative difference of the simulated value from the published one."""
         return self.simulated / self.published - 1
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """policy, figure, published, simulated, off."""
+        """Texts of policy, figure, published value, simulated value, and difference."""
         off = round(self.off, 3) + 0.0  # no minus before 0.0
         return self.policy, self.what, f"{self.published:.4g}", f"{self.simulated:.4g}", f"{off:+.1%}"
 
@@ -322,9 +324,10 @@ EFFECTIVE_TIME = (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart"
 
 
 def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
-    """Of ReCycle, Oobleck and Bamboo: mean throughput over 0 to 9 failures, and over the published trace.
+    """Compare ReCycle, Oobleck and Bamboo with published figures: mean throughput over 0 to 9 failures and over the
+    trace.
 
-    Of FT-HSDP the effective training time in its case, where `results` have that.
+    FT-HSDP is compared by the effective training time in its case, if `results` have it.
     """
     return [*_throughput_fidelity(), *(
         Fidelity(policy=name, what=f"effective training time, case {case}", published=share,
@@ -363,24 +366,24 @@ def _over_published_trace(name: str, throughputs: Throughputs, costs: Costs) -> 
 
 
 RETURNED = (("ft-hsdp", "ft-hsdp"),)
-"""Pairs (case, policy): what of that policy's loss work that goes to whoever has time brings back."""
+"""Pairs (case, policy) for which the benchmark reports how much of the policy's loss this planner recovers."""
 
 
 class Returned(msgspec.Struct, frozen=True, kw_only=True):
-    """What this planner brings back of what another loses, in shares of the time, by seed."""
+    """Share of another policy's loss that this planner recovers, as shares of the time, by seed."""
 
     case: str
     policy: str
     missing: Spread
-    """1 - effective training time of the other."""
+    """Lost share of the other policy: 1 - its effective training time."""
     back: Spread
-    """Effective training time of this planner less that of the other."""
+    """Recovered share: effective training time of this planner less that of the other policy."""
     kept: Spread
-    """The same of the share of its own fault-free throughput that each keeps, which counts missing workers, too."""
+    """Difference of the shares of its own fault-free throughput that each keeps, which also counts missing workers."""
 
 
 def returned(results: Iterable[CaseResult]) -> list[Returned]:
-    """For the cases that are there."""
+    """Return the recovered shares for the cases that have results."""
     by_case = {result.case.name: {one.name: one.seeds for one in result.policies} for result in results}
     found = []
     for case, policy in RETURNED:
@@ -398,18 +401,18 @@ def returned(results: Iterable[CaseResult]) -> list[Returned]:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the benchmark found."""
+    """Results of the benchmark."""
 
     set: str = VERSION
     cases: tuple[CaseResult, ...] = ()
-    """In the order of the set."""
+    """Results of the cases, in the order of the set."""
     published: tuple[Fidelity, ...] = ()
     returned: tuple[Returned, ...] = ()
     cpu_seconds: dict[str, float] = {}
-    """What simulating each case took, of all processors."""
+    """CPU seconds of the simulation of each case, on all processors."""
 
     def with_case(self, result: CaseResult, cpu_seconds: float) -> "Report":
-        """The report with this result in place of an earlier one of the case."""
+        """Return the report with this result in place of an earlier one of the case."""
         by_name = {one.case.name: one for one in (*self.cases, result)}
         cases = tuple(by_name[name] for name in (*CASES, *(by_name.keys() - CASES.keys())) if name in by_name)
         return Report(cases=cases, published=tuple(fidelity(cases)), returned=tuple(returned(cases)),

@@ -1,4 +1,5 @@
-"""The page of the benchmark: for each case who trains most, where the time goes, and which parameter matters."""
+"""Write the page of the benchmark: for each case the ranking, the lost time by cause, and the parameters that
+matter."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from slipstream.cli.drawing.svg_chart import tornado
 from slipstream.cli.fleet import Cause
 
 FIRST, SECOND = "#2f81f7", "#d29922"
-"""Of the two values of a parameter."""
+"""Colours of the two values of a parameter."""
 READING = ("Goodput: samples trained, over those of the best policy if all workers were alive all the time. Higher is "
            "better; 100 % is a cluster that never fails. ETTR: share of the time in which something is trained for the "
            "first time, at whatever speed. Dollars: at {price:g} for an hour of each GPU of the cluster, idle, spare "
@@ -32,7 +33,7 @@ BACK = ("The system that the case is named after, and slipstream, on the same fa
 
 
 def benchmark_page(report: Report) -> bytes:
-    """The whole page: who is first, then each case."""
+    """Return the whole page: the ranking over all cases, then each case."""
     parts = [f"<h1>Slipstream benchmark, set {escape(report.set)}</h1>",
              '<p class="dim">Ways to keep training while machines fail, simulated on the same jobs and failures.</p>',
              f'<p class="lead">{escape(summary(report.cases))}</p>', "<h2>Goodput in each case</h2>", _overview(report),
@@ -50,7 +51,7 @@ def benchmark_page(report: Report) -> bytes:
 
 
 def summary(results: Sequence[CaseResult]) -> str:
-    """One sentence: who is first in each case, and how far ahead of the first one that is not of the same project."""
+    """Return a sentence: the best policy in each case, and its lead over the first one of another project."""
     texts = []
     for result in results:
         ranked = result.ranked()
@@ -62,8 +63,9 @@ def summary(results: Sequence[CaseResult]) -> str:
 
 
 def by_case(report: Report, of: Callable[[Measures], float | None]) -> list[tuple[str, Sequence[Spread | None]]]:
-    """A row for each system: its name, and a measure by case (None: not run). The systems that were run in most cases
-    come first, and of these the ones with the most goodput in the last case.
+    """Return a row for each system: its name, and a measure by case (None: not run).
+
+    Systems that were run in most cases come first, and of these the ones with the highest goodput in the last case.
     """
     found = [{one.name: one.spread(of) for one in result.policies} for result in report.cases]
     ranked = [one.name for result in reversed(report.cases) for one in result.ranked()]
@@ -80,12 +82,12 @@ def _overview(report: Report) -> str:
 
 
 def goodput(measures: Measures) -> float:
-    """Of one policy and seed."""
+    """Return the goodput of one policy and seed."""
     return measures.goodput
 
 
 def shown(spread: Spread, *, is_share: bool = True) -> str:
-    """Mean and standard deviation, of a share in percent; a dash where it is not known."""
+    """Format mean and standard deviation of a share in percent, or a dash if it is unknown."""
     mean, deviation = spread.mean, spread.deviation
     if math.isnan(mean):
         return "-"
@@ -96,7 +98,7 @@ def shown(spread: Spread, *, is_share: bool = True) -> str:
 
 
 def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
-    """A row for each policy, best first, reference lines last."""
+    """Return a row for each policy, best first, reference lines last."""
     ranked = [*result.ranked(), *(one for one in result.policies if one.is_reference)]
     return [(one.is_reference, (
         one.name, "-" if one.is_reference else shown(one.spread(goodput)),
@@ -137,12 +139,12 @@ def _lost(result: CaseResult) -> str:
 
 
 def mean_lost(one: PolicyResult, cause: Cause) -> float:
-    """Hours, mean over seeds."""
+    """Return the lost hours, as a mean over seeds."""
     return max(0.0, one.spread(lambda measures: measures.hours_lost[cause.value]).mean)
 
 
 def returned_rows(back: Sequence[Returned]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """The head and the rows of the table of what comes back."""
+    """Return the head and the rows of the table of recovered shares."""
     return (("case", "policy", "of the time it trains nothing new", "of the time slipstream brings back",
              "of its own fault-free throughput slipstream keeps more"),
             [(one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept)) for one in back])

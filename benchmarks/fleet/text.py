@@ -1,4 +1,4 @@
-"""The tables of the benchmark in Markdown, for documents that state its figures."""
+"""Format the tables of the benchmark in Markdown, for documents that state its figures."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,14 @@ from benchmarks.fleet.cases import Report
 from benchmarks.fleet.page import by_case, goodput, returned_rows, shown
 
 COLUMNS = (0, 1, 2, 5)
-"""Of the page's table those that a narrow one has room for."""
+"""Columns of the page's table that fit into a narrow table."""
 PARAMETERS = 4
-"""The widest so many, of what parameters change."""
+"""Number of parameters to list, those with the largest effect."""
 
 
 def benchmark_markdown(report: Report) -> str:
-    """What each policy makes in each case, which parameters matter most, what comes back, how near models are."""
+    """Return the results of each policy in each case, the parameters that matter most, recovered shares, and
+    fidelity."""
     parts = ["\n".join(f"- **{one.case.name}**: {one.case.title}; seeds: {one.seeds}" for one in report.cases)]
     for name, of in (("Goodput", goodput), ("ETTR", lambda measures: measures.ettr)):
         rows = [(policy, *("" if one is None else shown(one) for one in spreads)) for policy, spreads in

@@ -1,20 +1,21 @@
-"""How the control plane grows: from 16 workers to 16,384, with the real coordinator and workers that compute nothing.
+"""Measure how the control plane scales: from 16 workers to 16,384, with the real coordinator and fake workers.
 
     python -m benchmarks.scale [--workers 64 256 1024] [--phases start busy steady ahead death back restart]
                                [--table DIR] [--plan-then] [--heartbeat-timeout 5] [--patience 120]
                                [--profile FILE] [--json FILE]
 
-- start: all connect, prove that they know the secret, and get their first order;
+- start: all workers connect, prove that they know the secret, and get their first order;
 - busy: workers answer at once, so that this is the least that an iteration takes;
 - steady: iterations of a second, and the share of a core that node 0 needs for them;
-- ahead: what may fail next is planned for, until all of it is known; else a death is answered by a plan of that moment;
+- ahead: possible next failures are planned for, until all of them are; otherwise a death is answered by a new plan;
 - death: one worker dies; from then until it is missed, all are told to stop, a schedule is planned (or looked up in
   --table), the order is made, and the last survivor has it; bytes sent for it;
 - back: the dead worker comes back; the pause is from the last acknowledgement to the last worker's order;
-- restart: node 0 is killed, and another one goes on with its workers; from when that one listens.
+- restart: node 0 is killed, and another one continues with its workers; from the time at which that one listens.
 
-Seconds by the clock, and CPU seconds of node 0; those of the processes that it forks for plans are apart. Fake workers
-are all in one process beside it, which takes a core of its own: on two cores, CPU tells more than the clock.
+Results are wall-clock seconds, and CPU seconds of node 0; those of the processes that it forks for plans are separate.
+Fake workers are all in one other process, which takes a core of its own: on two cores, CPU time tells more than the
+clock.
 """
 
 import argparse
@@ -33,7 +34,7 @@ PHASES = ("start", "busy", "steady", "ahead", "death", "back", "restart")
 
 
 async def measure(workers: int, folder: Path, options: argparse.Namespace, console: Console) -> Found:
-    """All phases with so many workers."""
+    """Run all phases with this number of workers."""
     cluster = Cluster(workers, folder, options)
     found: Found = {"workers": workers}
     await cluster.launch()
@@ -60,7 +61,7 @@ def _told(found: tuple[str, Any]) -> str:
 
 
 def main() -> int:
-    """0 when all phases have come to their ends."""
+    """Return 0 if all phases have come to their ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)

@@ -1,15 +1,16 @@
-"""Chaos at scale: the real control plane in virtual time, with workers that compute nothing and fail in all ways.
+"""Run the real control plane in virtual time, with workers that compute nothing and fail in all ways.
 
     python -m benchmarks.scale.chaos [--workers 1024] [--faults 200] [--seed 0] [--seconds 8]
 
 Node 0's event loop, its handshakes, frames and proofs, heartbeats, commits, orders, fetches and take-overs are those of
 any run. Schedules are scripted: the first one without the workers that are down, which takes a random time. Faults come
-one every `--seconds` on average: a worker dies; a node agent, with its workers; a machine, or a rack of them, without a
-word; node 0; somebody is silent for less than the heartbeat timeout, or for longer. Whoever dies comes back.
+one every `--seconds` on average: a worker dies; a node agent dies, with its workers; a machine, or a rack of them, dies
+without notice; node 0 dies; a worker is silent for less than the heartbeat timeout, or for longer. All that die come
+back.
 
-Checked at each step: the run commits within two minutes of virtual time; each iteration is committed once and in order;
-nobody is told to go on from an iteration that it cannot reach by undoing one step at most; nobody is given up who lives
-and was heard.
+At each step the benchmark checks that the run commits within two minutes of virtual time; that each iteration is
+committed once and in order; that no worker is told to continue from an iteration that it cannot reach by undoing at
+most one step; and that no worker is given up that lives and was heard.
 """
 
 import argparse
@@ -44,34 +45,34 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, ReportChe
 from slipstream.schedules.schedule import Schedule, Worker
 
 TIMEOUT = 5.0
-"""Of heartbeats, in seconds."""
+"""Timeout of heartbeats, in seconds."""
 PATIENCE = 120.0
-"""Without a commit."""
+"""Maximum time without a commit, in seconds."""
 FAULTS = {"worker": 60, "agent": 8, "machine": 8, "rack": 3, "pause": 10, "silence": 8, "node 0": 3}
-"""How often each is drawn."""
+"""Relative frequencies of faults."""
 RACKS = 16
-"""Of all machines, each at least two."""
+"""Number of racks that hold all machines, each at least two."""
 RETURN = 900.0
-"""Seconds after the last fault, in which all are to be back."""
+"""Time after the last fault, in seconds, within which all workers must be back."""
 BACK = 1.0, 20.0
-"""Seconds until an agent is there again."""
+"""Least and largest time, in seconds, until an agent is back."""
 
 
 class BrokenError(AssertionError):
-    """A promise that was not kept."""
+    """Exception for a promise that was not kept."""
 
 
 class ChaosWorker(FakeWorker):
-    """Knows how far it has stepped, and who has let it go."""
+    """Fake worker that records how far it has stepped, and who has let it go."""
 
     def __init__(self, world: "World", worker: Worker, epoch: int = 0, known: Known | None = None) -> None:
         super().__init__(cast(Any, world), worker, epoch, known)
         self.world, self.failed = world, ()
         self.stepped: int | None = None
-        """The last iteration; None: it has no layers."""
+        """Last stepped iteration, or None if the worker has no layers."""
         self.silent_until = 0.0
         self.excused = False
-        """Whether it may be given up."""
+        """True if the worker may be given up."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -95,7 +96,7 @@ class ChaosWorker(FakeWorker):
 
 
 class ChaosAgent(FakeAgent):
-    """Starts and ends the workers of its node."""
+    """Fake agent that starts and ends the workers of its node."""
 
     def __init__(self, world: "World", node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
         super().__init__(node, epoch, alive)
@@ -124,7 +125,7 @@ class ChaosAgent(FakeAgent):
 
 
 class ProcessesOfNode0(NoProcesses):
-    """Of node 0's own workers."""
+    """Processes of node 0's own workers."""
 
     def __init__(self, world: "World") -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class ProcessesOfNode0(NoProcesses):
         self._ended: list[Ended] = []
 
     def ends(self, ended: Ended) -> None:
-        """One has ended."""
+        """Report that a process has ended."""
         self._ended.append(ended)
         self._world.loop.call_later(0.01, self._told)
 
@@ -152,7 +153,7 @@ class ProcessesOfNode0(NoProcesses):
 
 
 class World:
-    """One run: who lives, what they do, and what goes wrong."""
+    """State of one run: which workers live, what they do, and what goes wrong."""
 
     def __init__(self, loop: virtual.VirtualLoop, workers: int, seed: int, folder: Path) -> None:
         self.loop, self.random, self.folder = loop, random.Random(seed), folder
@@ -165,21 +166,21 @@ class World:
         self.agents: dict[int, ChaosAgent] = {}
         self.processes = ProcessesOfNode0(self)
         self.ended: dict[int, dict[Worker, Ended]] = defaultdict(dict)
-        """What each agent has seen of workers that were not started again."""
+        """Ended workers that each agent has seen and that were not restarted."""
         self.count: Counter[str] = Counter()
         self.committed = -1
         self.committed_at = loop.now
         self.longest = 0.0
-        """Virtual seconds between two commits."""
+        """Longest virtual time between two commits, in seconds."""
         self.length = 1.0
         self.order = 0
         self.members: frozenset[Worker] = frozenset()
         self._acknowledged: Counter[int] = Counter()
         self._blocked = False
-        """Whether a member has died before it gave the others what they need of it."""
+        """True if a member has died before it sent the others what they need."""
         self.serving: asyncio.Task[None] | None = None
         self.raised: BaseException | None = None
-        """First, by what events called."""
+        """First exception raised by a callback."""
         loop.set_exception_handler(self._keep)
         self._stack = contextlib.ExitStack()
         self._port = 0
@@ -189,13 +190,13 @@ class World:
         self.raised = self.raised or context.get("exception") or BrokenError(context["message"])
 
     def latency(self) -> float:
-        """Of a delivery: mostly short, now and then a second."""
+        """Return the latency of a delivery: mostly short, occasionally a second."""
         return self.random.uniform(0.0, 0.02) if self.random.random() < 0.999 else self.random.uniform(0.1, 1.0)
 
     # --- node 0
 
     def lead(self) -> None:
-        """Begin, or go on where another node 0 has died."""
+        """Start node 0, or continue where another node 0 has died."""
         behind = Rendezvous(LOOPBACK, self._port) if self._port else None
         events = self._stack.enter_context(leading(
             self.first, self.folder, cast(Marks, _Told(self)), cast(NodeProcesses, self.processes), behind=behind,
@@ -207,7 +208,7 @@ class World:
         self.serving = self.loop.create_task(events.serve(listener, StopSignals()))
 
     async def lose_node_0(self) -> None:
-        """It dies, and another one takes over."""
+        """Let node 0 die, and let another one take over."""
         assert self.serving is not None
         self.loop.nobody_serves()
         self.serving.cancel()
@@ -226,7 +227,7 @@ class World:
             seat for seat in self.first.seats if seat.worker not in gone))
 
     def told(self, what: str, more: dict[str, Any]) -> None:
-        """What node 0 notes."""
+        """Record what node 0 notes."""
         if what == "committed":
             self._commit(more["iteration"])
 
@@ -242,7 +243,7 @@ class World:
 
     def start(self, worker: Worker, epoch: int = 0, known: Known | None = None,
               before: ChaosWorker | None = None) -> None:
-        """A process of a worker begins, or looks for another node 0."""
+        """Start a process of a worker, or let it look for another node 0."""
         node = self.node_of[worker]
         if known is None and (worker in self.live or (node and node not in self.agents)):
             return
@@ -263,12 +264,12 @@ class World:
         self.loop.call_later(self.random.uniform(0.0, 0.3), attempt)
 
     def start_agent(self, node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
-        """The launcher of a node begins, or looks for another node 0."""
+        """Start the launcher of a node, or let it look for another node 0."""
         agent = self.agents[node] = ChaosAgent(self, node, epoch, alive)
         self._join(agent, lambda: self.agents.get(node) is agent)
 
     def disconnected(self, fake: ChaosWorker) -> None:
-        """A worker has lost node 0: it was given up, or node 0 is gone."""
+        """Handle a worker that has lost node 0: it was given up, or node 0 is gone."""
         if self.live.get(fake.worker) is not fake:
             return
         if self.loop._serves is not None:
@@ -282,7 +283,7 @@ class World:
             self.start(fake.worker, fake.epoch, known, fake)
 
     def agent_disconnected(self, agent: ChaosAgent) -> None:
-        """A node has lost node 0."""
+        """Handle a node that has lost node 0."""
         if self.agents.get(agent.node) is not agent:
             return
         if self.loop._serves is None:
@@ -297,7 +298,7 @@ class World:
             self.start_agent(node)
 
     def given_up(self, fake: ChaosWorker, how: str) -> None:
-        """Somebody was let go: it must have been silent."""
+        """Let a worker go. Raises BrokenError unless it may be given up."""
         if self.live.get(fake.worker) is not fake:
             return
         if not fake.excused:
@@ -305,12 +306,12 @@ class World:
         self.dies(fake.worker)
 
     def killed(self, worker: Worker) -> None:
-        """Node 0 has its process killed."""
+        """Kill the process of a worker at node 0's request."""
         if worker in self.live:
             self.given_up(self.live[worker], "was killed")
 
     def dies(self, worker: Worker, *, silently: bool = False) -> None:
-        """A process ends; its agent says so, if that lives."""
+        """End the process of a worker. Its agent reports this, if the agent lives."""
         fake = self.live.pop(worker, None)
         if fake is None:
             return
@@ -332,14 +333,14 @@ class World:
     # --- what workers do (`FakeWorker` calls these)
 
     def agent_of(self, worker: Worker) -> ChaosAgent | None:
-        """What gathers a worker's reports."""
+        """Return the agent that gathers a worker's reports."""
         return self.agents.get(self.node_of[worker])
 
     def prepared(self, _: ChaosWorker) -> None:
-        """A worker is ready."""
+        """Handle a worker that is ready."""
 
     def trains(self, fake: ChaosWorker, message: Train) -> None:
-        """A worker has an order."""
+        """Handle a worker that has an order."""
         if message.order > self.order:
             self.order, self.members = message.order, frozenset(self.every).difference(message.failed)
             self._acknowledged.clear()
@@ -360,7 +361,7 @@ class World:
         self._compute(fake, first)
 
     def acknowledged(self, _: ChaosWorker, message: Acknowledged) -> None:
-        """A worker may go on, once all others have come so far."""
+        """Let a worker continue once all others have come that far."""
         if message.order != self.order or message.stop:
             return
         self._acknowledged[message.iteration] += 1
@@ -371,7 +372,7 @@ class World:
                     self._compute(self.live[worker], message.iteration + 1)
 
     def order_ended(self, _: ChaosWorker) -> None:
-        """A worker stops."""
+        """Handle a worker that stops."""
 
     def _compute(self, fake: ChaosWorker, iteration: int) -> None:
         self.loop.call_later(self.length * self.random.uniform(0.8, 1.0), self._computed, fake, iteration, fake.order)
@@ -383,7 +384,7 @@ class World:
         fake.ran(iteration)
 
     async def beat(self) -> None:
-        """Heartbeats of all."""
+        """Send heartbeats of all workers."""
         while True:
             await asyncio.sleep(TIMEOUT / 10)
             for fake in self.live.values():
@@ -393,7 +394,7 @@ class World:
     # --- faults
 
     def _may_die(self, workers: list[Worker]) -> bool:
-        """Each stage is to keep one that lives and takes part."""
+        """Return whether a worker may die, so that each stage keeps a live member."""
         left = Counter(worker.column for worker in self.members & self.live.keys() if worker not in set(workers))
         return len(left) == self.stages
 
@@ -413,7 +414,7 @@ class World:
         return True
 
     async def fault(self) -> None:
-        """One more."""
+        """Inject one more fault."""
         kind = self.random.choices(list(FAULTS), list(FAULTS.values()))[0]
         nodes, worker = range(1, len(self.shares)), self.random.choice(self.every)
         if kind == "node 0":
@@ -438,7 +439,7 @@ class World:
         self.count[kind] += 1
 
     def look(self) -> None:
-        """Whether it goes on. Raises what was raised meanwhile."""
+        """Check whether the run makes progress. Raises what callbacks have raised."""
         if self.raised is not None:
             raise self.raised
         if self.serving is not None and self.serving.done() and not self.serving.cancelled():
@@ -448,17 +449,17 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """Whether all take part again."""
+        """Return whether all workers take part again."""
         return len(self.members & self.live.keys()) == len(self.every)
 
     def missing(self) -> str:
-        """Who takes no part, and why."""
+        """Describe the workers that take no part, and why."""
         return ", ".join(f"{worker} of node {self.node_of[worker]}" + (
             "" if worker in self.live else ", which is dead") for worker in sorted(set(self.every) - (
                 self.members & self.live.keys())))
 
     def end(self) -> None:
-        """Whatever it has written is whole."""
+        """Check that all files of the run are whole."""
         self._stack.close()
         lines = [json.loads(line)["iteration"] for line in (self.folder / LOSSES).read_text().splitlines()]
         if lines != list(range(len(lines))) or len(lines) < self.committed:
@@ -466,7 +467,7 @@ class World:
 
 
 class _Told:
-    """In place of node 0's marks."""
+    """Replacement of node 0's marks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -475,12 +476,15 @@ class _Told:
         self._world.told(what, more)
 
     def event(self, _: object) -> None:
-        """Those are counted by what they lead to."""
+        """Ignore events of the run, which are counted by their effects."""
 
 
 def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float = 8.0,
           say: Callable[[str], None] = lambda _: None) -> dict[str, float]:
-    """So many faults, and then until all are back; what has happened. Raises BrokenError, and HangError."""
+    """Inject the given number of faults, wait until all workers are back, and return what has happened.
+
+    Raises BrokenError and HangError.
+    """
     found: dict[str, float] = {}
 
     async def script(loop: virtual.VirtualLoop) -> None:
@@ -521,7 +525,7 @@ def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float 
 
 @contextlib.contextmanager
 def _planned_later(world: World) -> Iterator[None]:
-    """Plans take up to some seconds of virtual time; while one is made, more may die."""
+    """Delay plans by up to some seconds of virtual time, in which more workers may die."""
     def background(work: Callable[[], Any], done: Callable[[Any], None], **_: object) -> None:
         asking = world.serving
 
@@ -536,7 +540,7 @@ def _planned_later(world: World) -> Iterator[None]:
 
 
 def main() -> int:
-    """0 where all promises were kept."""
+    """Return 0 if all promises were kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1024)
     parser.add_argument("--faults", type=int, default=200)

@@ -1,4 +1,4 @@
-"""A run of fake workers, phase by phase, and how long each part of what node 0 does takes.
+"""Run fake workers phase by phase, and measure how long each part of node 0's work takes.
 
 All processes are on this machine, so that they share time.monotonic.
 """
@@ -26,20 +26,20 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, Train
 from slipstream.schedules.schedule import Worker
 
 AT_ONCE = 1000
-"""Connections that are being made at a time."""
+"""Number of connections that are made at a time."""
 SPREAD = 0.1
-"""Of an iteration, over which workers end it."""
+"""Share of an iteration over which workers end it."""
 QUIET = 3.0
-"""Seconds without a plan: nothing more is planned ahead. Node 0 may be busy between two."""
+"""Time, in seconds, without a plan after which nothing more is planned ahead. Node 0 may be busy between two plans."""
 BEATS, TICKS = 5, 50
-"""Heartbeats in each timeout, and how finely they are spread over an interval."""
+"""Number of heartbeats per timeout, and number of ticks of an interval over which they are spread."""
 NOW = time.monotonic
 
 Found = dict[str, Any]
 
 
 class Order:
-    """One order, as workers see it."""
+    """Order of node 0, as workers see it."""
 
     def __init__(self, message: Train, members: frozenset[Worker]) -> None:
         self.order, self.first = message.order, message.first_iteration
@@ -62,9 +62,9 @@ class Cluster:
         self.agents: dict[int, FakeAgent] = {}
         self.order: Order | None = None
         self.length = 0.0
-        """Of an iteration, in seconds; 0: workers answer at once."""
+        """Duration of an iteration, in seconds. 0 means that workers answer at once."""
         self.rounds: list[float] = []
-        """When all members had their acknowledgements of an iteration."""
+        """Times at which all members had their acknowledgements of an iteration."""
         self.latencies: list[float] = []
         self.set_up = 0
         self._folder, self._options, self._count = folder, options, workers
@@ -76,15 +76,15 @@ class Cluster:
     # --- what workers tell
 
     def agent_of(self, worker: Worker) -> FakeAgent | None:
-        """What gathers a worker's reports; None: it reports to node 0 itself."""
+        """Return the agent that gathers a worker's reports, or None if the worker reports to node 0 itself."""
         return self.agents.get(self._node_of[worker])
 
     def prepared(self, _: FakeWorker) -> None:
-        """A worker is ready."""
+        """Handle a worker that is ready."""
         self.set_up += 1
 
     def trains(self, fake: FakeWorker, message: Train) -> None:
-        """A worker has an order."""
+        """Handle a worker that has an order."""
         if self.order is None or message.order > self.order.order:
             self.order = Order(message, frozenset(self.every).difference(message.failed))
         order = self.order
@@ -98,7 +98,7 @@ class Cluster:
             self._begin_round(order, order.first)
 
     def acknowledged(self, fake: FakeWorker, message: Acknowledged) -> None:
-        """A worker may go on."""
+        """Handle a worker that may continue."""
         order = self.order
         self.latencies.append(NOW() - fake.sent)
         if order is None or fake.ended or message.order != order.order:
@@ -112,7 +112,7 @@ class Cluster:
                 self._begin_round(order, message.iteration + 1)
 
     def order_ended(self, _: FakeWorker) -> None:
-        """A worker was told that its order has ended."""
+        """Handle a worker whose order has ended."""
         if self.order is not None:
             self.order.ended.append(NOW())
 
@@ -132,7 +132,7 @@ class Cluster:
                 fake.ran(iteration)
 
     async def beat(self) -> None:
-        """Heartbeats of all workers, spread over the interval."""
+        """Send heartbeats of all workers, spread over the interval."""
         interval, tick, began = self._options.heartbeat_timeout / BEATS, 0, NOW()
         place = {worker: index % TICKS for index, worker in enumerate(self.every)}
         while True:
@@ -166,21 +166,21 @@ class Cluster:
             self._process.wait(60)
 
     def profile(self) -> None:
-        """Have node 0 profile itself from now on."""
+        """Make node 0 profile itself from now on."""
         os.kill(self._pid, signal.SIGUSR1)
 
     def marks(self, since: float = 0.0) -> list[Found]:
-        """What node 0 has told."""
+        """Return the marks that node 0 has written."""
         path = self._folder / MARKS
         lines = path.read_text().splitlines() if path.exists() else []
         return [one for one in map(json.loads, lines) if one["at"] >= since]
 
     def cpu(self) -> float:
-        """Seconds of node 0's process."""
+        """Return the CPU seconds of node 0's process."""
         return self._cpu(11)
 
     def cpu_of_plans(self) -> float:
-        """Seconds of the processes that it has forked, once they have ended."""
+        """Return the CPU seconds of the processes that node 0 has forked and that have ended."""
         return self._cpu(13)
 
     def _cpu(self, first: int) -> float:
@@ -188,7 +188,7 @@ class Cluster:
         return sum(map(int, fields[first:first + 2])) / os.sysconf("SC_CLK_TCK")
 
     def _plans(self) -> bool:
-        """Whether node 0 has a process that plans."""
+        """Return whether node 0 has a process that plans."""
         def children(thread: Path) -> str:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 return (thread / "children").read_text()
@@ -197,14 +197,14 @@ class Cluster:
         return any(map(children, Path(f"/proc/{self._pid}/task").iterdir()))
 
     def megabytes(self) -> tuple[int, int]:
-        """Resident memory of node 0 now, and at most."""
+        """Return the current and peak resident memory of node 0."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
         return int(lines["VmRSS"].split()[0]) // 1024, int(lines["VmHWM"].split()[0]) // 1024
 
     # --- phases; each gives what it found, and `ok`
 
     async def start(self) -> Found:
-        """All connect, prove that they know the secret, and get their first order."""
+        """Connect all workers, which prove that they know the secret and get their first order."""
         began, used, before = NOW(), self.cpu(), self.megabytes()[0]
         self.workers = {worker: FakeWorker(self, worker) for worker in self.every}
         self.agents = {node: FakeAgent(node) for node in range(1, len(self.shares))}
@@ -215,7 +215,7 @@ class Cluster:
                 "MB more": self.megabytes()[0] - before}
 
     async def busy(self) -> Found:
-        """Workers that answer at once: the least that an iteration takes."""
+        """Run iterations in which workers answer at once: the least that an iteration takes."""
         await self._until(lambda: len(self.rounds) >= 2)
         first, began, used = len(self.rounds), NOW(), self.cpu()
         await self._until(lambda: NOW() - began > 5 and len(self.rounds) > first + 1)
@@ -224,7 +224,7 @@ class Cluster:
                 "CPU": (self.cpu() - used) / max(1, rounds)}
 
     async def steady(self) -> Found:
-        """Iterations of a second."""
+        """Run iterations of a second."""
         self.length = 1.0
         await self._rounds(2)
         self.latencies.clear()
@@ -236,7 +236,7 @@ class Cluster:
                 "acknowledged, median": statistics.median(late), "worst": late[-1], "MB": self.megabytes()[0]}
 
     async def ahead(self) -> Found:
-        """Answers to the failures that may come next are planned ahead of them, until all are known."""
+        """Wait until the answers to all possible next failures are planned."""
         self.length = self.length or 1.0
         used, planning, began, last = self.cpu(), self.cpu_of_plans(), NOW(), NOW()
 
@@ -250,7 +250,7 @@ class Cluster:
                 "MB": self.megabytes()[0]}
 
     async def death(self) -> Found:
-        """A worker dies: its connection ends, and its node says so."""
+        """Let a worker die: its connection ends, and its node reports it."""
         self.length = self.length or 1.0
         await asyncio.sleep(0.3)
         victim, order = max(self.workers), self.order
@@ -278,7 +278,7 @@ class Cluster:
         return found
 
     async def back(self) -> Found:
-        """The dead worker comes back."""
+        """Let the dead worker come back."""
         order = self.order
         assert order is not None
         missing = sorted(set(self.every) - self.workers.keys())
@@ -294,7 +294,7 @@ class Cluster:
         return found
 
     async def restart(self) -> Found:
-        """Node 0 is killed, and another one goes on."""
+        """Kill node 0, and let another one continue."""
         order, port = self.order, self._port
         assert order is not None and self._process is not None
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Fake workers and node agents: they speak the protocol of the project, and compute nothing."""
+"""Define fake workers and node agents, which speak the protocol of the project and compute nothing."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Fake(asyncio.Protocol):
-    """One connection to node 0: shakes hands, and passes messages on."""
+    """Connection to node 0 that shakes hands and passes messages on."""
 
     def __init__(self, hello: msgspec.Struct, decode: Callable[[bytes], object]) -> None:
         self._hello, self._decode = hello, decode
@@ -53,12 +53,12 @@ class Fake(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Node 0 is gone, or has given this one up."""
+        """Handle the end of the connection: node 0 is gone, or has given this worker up."""
         self._transport = None
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, and both ends know each other."""
+        """True if there is a connection whose handshake is complete."""
         return self._transport is not None and self._frames is not None
 
     def abort(self) -> None:
@@ -74,7 +74,7 @@ class Fake(asyncio.Protocol):
             self._said = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
-        """Answer the greeting, check the proof, then take messages."""
+        """Answer the greeting, check the proof, and then take messages."""
         self.bytes += len(data)
         if self._frames is None:
             data = self._shake_hands(data)
@@ -83,7 +83,7 @@ class Fake(asyncio.Protocol):
                 self.take(self._decode(body))
 
     def take(self, message: object) -> None:
-        """A message has come."""
+        """Handle a message."""
 
     def _shake_hands(self, data: bytes) -> bytes:
         self._received += data
@@ -103,7 +103,7 @@ class Fake(asyncio.Protocol):
 
 
 class FakeAgent(Fake):
-    """The launcher of a node other than node 0. It gathers reports as `protocol.node_reports` does."""
+    """Launcher of a node other than node 0. It gathers reports as `protocol.node_reports` does."""
 
     def __init__(self, node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
         super().__init__(JoinNode(node, epoch, alive), to_node_agent.decode)
@@ -112,13 +112,13 @@ class FakeAgent(Fake):
         self._asked = False
 
     def report(self, worker: "FakeWorker", ran: Ran) -> None:
-        """A worker has stepped."""
+        """Report that a worker has stepped."""
         self._reporters[ran.worker] = worker
         self._reports.append(ReportOf(0, ran))
         self._ask()
 
     def take(self, message: object) -> None:
-        """Pass answers on."""
+        """Pass answers on to workers."""
         if isinstance(message, GoOn):
             self._asked = False
             for workers, acknowledged in message.acknowledged:
@@ -133,14 +133,14 @@ class FakeAgent(Fake):
 
 
 class FakeWorker(Fake):
-    """A worker that steps when the cluster says so; the cluster is told of orders and acknowledgements."""
+    """Worker that steps when the cluster says so, and passes orders and acknowledgements to the cluster."""
 
     def __init__(self, cluster: "Cluster", worker: Worker, epoch: int = 0, known: Known | None = None) -> None:
         super().__init__(JoinWorker(worker, epoch), to_worker.decode)
         self._cluster, self.worker, self.known = cluster, worker, known
         self.epoch = epoch
         self.order = 0
-        """The one that it takes part in; 0: none."""
+        """Number of the order in which the worker takes part, or 0."""
         self.begun = self.reached = -1
         self.ended = False
         self.sent = 0.0
@@ -150,7 +150,7 @@ class FakeWorker(Fake):
                             for kind in (OpKind.F, OpKind.I, OpKind.W))
 
     def take(self, message: object) -> None:
-        """Do as node 0 says."""
+        """Do what node 0 says."""
         match message:
             case Setup():
                 self.epoch = message.epoch
@@ -175,7 +175,7 @@ class FakeWorker(Fake):
                 self.abort()
 
     def begins(self, order: int, first: int) -> None:
-        """An order begins, in which it takes part."""
+        """Begin an order in which this worker takes part."""
         self.order, self.begun, self.reached, self.ended = order, first - 1, first - 1, False
         self.say(Started(self.worker, order))
 
@@ -191,10 +191,10 @@ class FakeWorker(Fake):
             self._said = self.sent
 
     def pause(self) -> None:
-        """Stop, and say so."""
+        """Stop, and report it."""
         self.say(Paused(self.worker, self.order, self.kept, None, None))
 
     def beat(self, interval: float) -> None:
-        """Say something, where nothing was said for an interval."""
+        """Send a heartbeat if nothing was sent for an interval."""
         if time.monotonic() - self._said >= interval:
             self.say(Heartbeat())

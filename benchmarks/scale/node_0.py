@@ -1,9 +1,9 @@
-"""Node 0 of a run of fake workers: event loop, commit log, planning and files as in any run; no processes, no model.
+"""Run node 0 for fake workers: event loop, commit log, planning and files as in any run; no processes, no model.
 
     python -m benchmarks.scale.node_0 WORKERS FOLDER [--behind PORT] [--table DIR] [--plan-then]
                                       [--heartbeat-timeout SEC]
 
-It appends to FOLDER/marks.jsonl what happens, each with time.monotonic.
+It appends events to FOLDER/marks.jsonl, each with time.monotonic.
 """
 
 import argparse
@@ -46,44 +46,44 @@ MARKS = "marks.jsonl"
 
 
 class Marks:
-    """What happens at node 0, for the process that measures."""
+    """Events at node 0, for the process that measures."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / MARKS).open("a", buffering=1)
 
     def __call__(self, what: str, **more: object) -> None:
-        """Enter something that happens now."""
+        """Write an event that happens now."""
         self._file.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
 
     def event(self, event: Event) -> None:
-        """Enter an event of the run."""
+        """Write an event of the run."""
         self(type(event).__name__, took=getattr(event, "took", None), error=getattr(event, "error", None))
 
 
 class NoProcesses:
-    """In place of node 0's own: nothing starts, nothing ends."""
+    """Replacement of node 0's processes, which starts and ends nothing."""
 
     def __init__(self) -> None:
         self._readable, self._writable = os.pipe()
 
     def fileno(self) -> int:
-        """For a selector: never readable."""
+        """Return a descriptor for a selector that is never readable."""
         return self._readable
 
     def poll(self) -> list[object]:
-        """Nobody has ended."""
+        """Return no ended process."""
         return []
 
     def do(self, command: object) -> None:
-        """Start or kill nobody."""
+        """Ignore requests to start or kill processes."""
 
     def running(self, **_: object) -> contextlib.AbstractContextManager[None]:
-        """Nobody."""
+        """Return no process."""
         return contextlib.nullcontext()
 
 
 def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> Setup:
-    """What workers are told."""
+    """Return the setup message of workers."""
     grid, placement = schedule.grid, Placement(range(schedule.grid.layer_count + 1))
     return Setup(
         first_iteration=0, iterations=10**7, traced=0, nodes=nodes, transport="gloo", device="cpu",
@@ -96,7 +96,7 @@ def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> 
 
 @contextlib.contextmanager
 def profiled(path: Path | None) -> Iterator[None]:
-    """Profile from SIGUSR1 on; written when this process is told to end."""
+    """Profile from SIGUSR1 on, and write the profile when this process is told to end."""
     profile = cProfile.Profile(time.thread_time)
 
     def end(*_: object) -> None:
@@ -115,8 +115,11 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
             timeout: float, scheduler: Scheduler, at_speeds: SchedulerAtSpeeds | None = None,
             rebalancer: Rebalancer | None = None, faults_per_hour: int = 0,
             absent: Sequence[Worker] = ()) -> Iterator[EventLoop]:
-    """What leads a run, or goes on where another has died. `timeout`: seconds without a sign of life; `absent`: workers
-    of this node that have died before."""
+    """Yield what leads a run, or continues one whose node 0 has died.
+
+    The argument `timeout` is the time, in seconds, without a sign of life after which a worker is given up. `absent`
+    are workers of this node that have died before.
+    """
     shares = shares_of([seat.worker for seat in first.seats])
     domains = find_domains(first.grid, shares, 1, ())
     left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,

@@ -1,10 +1,10 @@
-"""What a long run of thousands of workers leaves to see: how large its files are, and how soon its page is there.
+"""Measure the size of the files of a long run of thousands of workers, and the time to show its page.
 
     python -m benchmarks.scale.run_folder [--workers 4096] [--iterations 10000] [--every 100] [--out DIR]
 
 Writes a run's folder as node 0 does, with schedules that are planned for it: every so many iterations a machine of
-eight workers fails, the others go on at once, layers move while all train, a worker is slow for a while, and the
-machine comes back. Iterations take 5 s, 10 s at once and 6 s settled, spread by 1 %. Nothing computes them. Then
+eight workers fails, the others continue at once, layers move while all train, a worker is slow for a while, and the
+machine comes back. Iterations take 5 s, 10 s at once and 6 s settled, with a spread of 1 %. Nothing computes them. Then
 `slipstream show --run` reads the folder: for the terminal, as JSON, and as a page.
 """
 
@@ -55,11 +55,11 @@ from slipstream.schedules.schedule import Worker
 
 SECONDS: dict[Phase, float] = {"whole": 5.0, "at once": 10.0, "settled": 6.0}
 PLANS = 8
-"""Different schedules with a machine down: machines fail in turns."""
+"""Number of different schedules with a machine down. Machines fail in turns."""
 
 
 class Folder:
-    """Writes events and iterations at the seconds that it is told."""
+    """Writer of events and iterations at given times."""
 
     def __init__(self, folder: Path, workers: int, iterations: int, every: int) -> None:
         self.folder, self.iterations, self.every = folder, iterations, every
@@ -71,7 +71,7 @@ class Folder:
         (folder / SCHEDULES).mkdir(parents=True)
 
     def write(self) -> None:
-        """The whole folder."""
+        """Write the whole folder."""
         machines = shares_of(self.all)[::max(1, len(self.all) // 8 // PLANS)][:PLANS]
         whole = self.planned(())
         degraded = [self.planned(machine) for machine in machines]
@@ -96,7 +96,7 @@ class Folder:
         return digest
 
     def failure(self, machine: list[Worker], whole: str, degraded: str) -> Iterator[Event]:
-        """A machine fails and comes back; iterations pass meanwhile."""
+        """Write the failure and return of a machine, with the iterations in between."""
         down, live = tuple(machine), len(self.all) - len(machine)
         for worker in machine:
             yield Failed(worker=worker, reason="its process was killed by SIGKILL")
@@ -122,12 +122,12 @@ class Folder:
         self.ordered(whole, "whole", len(self.all))
 
     def ordered(self, digest: str, phase: Phase, live: int) -> None:
-        """An order."""
+        """Write an order."""
         self.order += 1
         self.tell(OrderGiven(order=self.order, schedule=digest, live=live, planned_period=SECONDS[phase], phase=phase))
 
     def commit(self, count: int, phase: Phase) -> None:
-        """So many iterations."""
+        """Write a number of iterations."""
         for _ in range(min(count, self.iterations - self.iteration)):
             period = SECONDS[phase] * self.random.gauss(1, 0.01)
             self.at += period
@@ -141,14 +141,14 @@ class Folder:
             self.iteration += 1
 
     def tell(self, event: Event) -> None:
-        """An event, a millisecond after what was before."""
+        """Write an event, a millisecond after the previous one."""
         self.at += 0.001
         self.events.write(encode(replace(event, time=round(1.8e9 + self.at, 3), seconds=round(self.at, 3),
                                          iteration=self.iteration)) + b"\n")
 
 
 def timed(*command: str) -> tuple[float, int]:
-    """CPU seconds and bytes printed by a command. Raises CalledProcessError."""
+    """Return the CPU seconds of a command, and the bytes that it printed. Raises CalledProcessError."""
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         printed = len(process.stdout.read())
@@ -160,7 +160,7 @@ def timed(*command: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Write a folder, and have it shown."""
+    """Write a folder, and show it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4096)
     parser.add_argument("--iterations", type=int, default=10_000)

@@ -1,4 +1,4 @@
-"""The job of so many workers, its first schedule, and what node 0 and fake workers both know."""
+"""Define the job for a number of workers, its first schedule, and what node 0 and fake workers both know."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ SECRET = Secret(b"of a run that trains nothing, 32 B")
 WORKERS_A_NODE = 8
 LAYERS_A_STAGE = 2
 ELEMENTS = Elements(10**8)
-"""Of each layer."""
+"""Number of elements of each layer."""
 
 
 def grid_of(workers: int) -> tuple[int, int]:
-    """Pipelines and stages. Raises ValueError where so many workers make no grid."""
+    """Return the number of pipelines and of stages. Raises ValueError if this number of workers makes no grid."""
     stages = 4 if workers < 64 else 8 if workers < 256 else 16
     if workers < 2 * stages or workers % stages:
         raise ValueError(f"{workers} workers are no grid: give a multiple of {stages}, at least {2 * stages}")
@@ -28,13 +28,13 @@ def grid_of(workers: int) -> tuple[int, int]:
 
 
 def job_of(workers: int) -> Job:
-    """Two micro-batches a stage, room for as many, two layers a stage."""
+    """Return a job with two micro-batches per stage, room for as many, and two layers per stage."""
     pipelines, stages = grid_of(workers)
     return uniform_job(pipelines, stages, 2 * stages, capacity=2 * stages, layers=[LAYERS_A_STAGE] * stages)
 
 
 def first_schedule(job: Job, folder: Path) -> Schedule:
-    """Planned by the list schedulers, once for a folder."""
+    """Return the first schedule, planned by the list schedulers once for a folder."""
     path = folder / f"{job.name}.json"
     if not path.exists():
         codec.write(plan_only(PlanOptions(method="greedy", time_limit=1.0), job, ()).schedule, path)
@@ -42,5 +42,5 @@ def first_schedule(job: Job, folder: Path) -> Schedule:
 
 
 def shares_of(workers: list[Worker]) -> list[list[Worker]]:
-    """The workers of each node."""
+    """Return the workers of each node."""
     return [list(share) for share in shares_of_nodes(workers, max(1, len(workers) // WORKERS_A_NODE), ())]

@@ -1,6 +1,7 @@
-"""Virtual time: an event loop whose clock goes on when nothing is left to do, and connections within one process.
+"""Simulate time: an event loop whose clock advances when nothing is left to do, and connections within one process.
 
-All else is what runs use: protocols, frames, proofs and queues. What takes time is said here: each delivery, and plans.
+Everything else is what runs use: protocols, frames, proofs and queues. This module defines what takes time: each
+delivery, and plans.
 """
 
 import asyncio
@@ -13,25 +14,25 @@ from slipstream.runtime.protocol.channel import SILENT_SECONDS
 
 BEGIN = 1000.0
 TOGETHER = 1e-3
-"""Seconds: what is due within that happens at once, in its order."""
+"""Interval, in seconds, within which due events happen at once, in their order."""
 
 
 class HangError(AssertionError):
-    """Nothing will ever happen again."""
+    """Exception for a loop in which nothing will ever happen again."""
 
 
 _NO_SOCKET = mock.Mock()
 
 
 class _Selector(selectors.DefaultSelector):
-    """Asks files without waiting, and lets the clock go on where there is nothing."""
+    """Selector that polls files, and advances the clock if no file is readable."""
 
     def __init__(self, loop: "VirtualLoop") -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is readable now; else the loop's next timer is due."""
+        """Return the files that are readable now, or advance the clock to the loop's next timer."""
         ready = super().select(0)
         if not ready and timeout is None:
             raise HangError("nothing will ever happen again")
@@ -41,7 +42,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Has one server, which is reached by `join`."""
+    """Event loop with one server, to which `join` connects."""
 
     now = BEGIN
 
@@ -51,21 +52,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._serves: Callable[[], asyncio.Protocol] | None = None
 
     def time(self) -> float:
-        """Seconds."""
+        """Return the virtual time, in seconds."""
         return self.now
 
     async def create_server(self, protocol_factory: Callable[[], asyncio.Protocol], *_: Any,  # type: ignore[override]
                             sock: Any, **__: Any) -> Any:
-        """What listens; the socket is for its address only."""
+        """Create the server. The socket is used only for its address."""
         self._serves = protocol_factory
         return sock
 
     def nobody_serves(self) -> None:
-        """Whatever has served is gone."""
+        """Remove the server."""
         self._serves = None
 
     def join(self, protocol: asyncio.Protocol, latency: Callable[[], float]) -> "Wire | None":
-        """Connect; None where nobody listens."""
+        """Connect to the server. Returns None if there is none."""
         if self._serves is None:
             return None
         served = self._serves()
@@ -77,7 +78,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Wire(asyncio.Transport):
-    """One direction: what its owner writes arrives at `target`, in order."""
+    """Direction of a connection: what its owner writes arrives at `target`, in order."""
 
     other: "Wire"
 
@@ -89,7 +90,7 @@ class Wire(asyncio.Transport):
         self._closing = self.cut = False
 
     def write(self, data: Any) -> None:
-        """Some time later."""
+        """Deliver data some time later."""
         if self._closing or self.cut:
             return
         self._unsent.append(bytes(data))
@@ -103,13 +104,16 @@ class Wire(asyncio.Transport):
             self._target.data_received(data)
 
     def cut_silently(self) -> None:
-        """The machine is gone: neither end hears anything any more, until the system gives up at the other one."""
+        """Cut the connection as if the machine were gone.
+
+        Neither end hears anything any more, until the system at the other end gives up.
+        """
         self.cut = self.other.cut = True
         self.other._lost()
         self._loop.call_later(SILENT_SECONDS, self._lost)
 
     def close(self) -> None:
-        """Once all has arrived."""
+        """Close the connection once all data has arrived."""
         if not self._closing:
             self._closing = True
             self._loop.call_soon(self._own_end_lost)
@@ -121,26 +125,26 @@ class Wire(asyncio.Transport):
         self.other._lost()
 
     def _lost(self) -> None:
-        """Tell the target that its connection has ended, unless that is gone itself."""
+        """Tell the target that its connection has ended, unless the target itself is gone."""
         target, self._target = self._target, asyncio.Protocol()
         self.other._closing = True
         target.connection_lost(None)
 
     def is_closing(self) -> bool:
-        """Whether nothing is taken any more."""
+        """Return whether no more data is accepted."""
         return self._closing
 
     def get_write_buffer_size(self) -> int:
-        """Nothing waits."""
+        """Return 0, because nothing waits."""
         return 0
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """A name, and a socket whose options nobody reads."""
+        """Return a name, or a socket whose options nobody reads."""
         return ("virtual", 0) if name == "peername" else _NO_SOCKET if name == "socket" else default
 
 
 def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:
-    """Run to the end in virtual time: `time.monotonic` is the loop's clock meanwhile."""
+    """Run to the end in virtual time. Meanwhile, `time.monotonic` is the loop's clock."""
     loop = VirtualLoop()
     with mock.patch("time.monotonic", loop.time):
         try:

@@ -1,4 +1,4 @@
-"""Pictures of reproduced figures, by matplotlib (the extra `plots`)."""
+"""Draw pictures of reproduced figures with matplotlib (the extra `plots`)."""
 
 import io
 import textwrap
@@ -15,11 +15,11 @@ from slipstream.cli.fleet import Figure, Series
 COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
 MARKERS = "osD^vP"
 MOST_BESIDE = 8
-"""Names of more groups of bars are turned, so that they do not lie on each other."""
+"""Maximum number of groups of bars with horizontal names. Names of more groups are rotated, to avoid overlap."""
 
 
 def draw(figure: Figure) -> bytes:
-    """The picture as PNG."""
+    """Return the picture of a figure as PNG."""
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     picture = Picture(figsize=(9.5, 5.6), dpi=130, layout="constrained")
     axes = picture.subplots()
@@ -47,16 +47,16 @@ def _lines(axes: Axes, figure: Figure) -> None:
     x = np.array(figure.x, dtype=float)
     colours = iter(COLOURS)
     markers = iter(MARKERS)
-    for number, one in enumerate(figure.series):
-        if one.published:
-            axes.plot(x, _floats(one.values), linestyle="none", marker=next(markers), color="black", fillstyle="none",
-                      label=one.name)
+    for number, line in enumerate(figure.series):
+        if line.published:
+            axes.plot(x, _floats(line.values), linestyle="none", marker=next(markers), color="black", fillstyle="none",
+                      label=line.name)
             continue
         colour = next(colours)
-        axes.plot(x, _floats(one.values), linestyle="--" if one.is_reference else "-", color=colour, label=one.name,
+        axes.plot(x, _floats(line.values), linestyle="--" if line.is_reference else "-", color=colour, label=line.name,
                   linewidth=1.5 if number else 4)  # the first is seen where others lie on it
-        if one.low:
-            axes.fill_between(x, _floats(one.low), _floats(one.high), color=colour, alpha=0.13, linewidth=0)
+        if line.low:
+            axes.fill_between(x, _floats(line.low), _floats(line.high), color=colour, alpha=0.13, linewidth=0)
     if figure.logarithmic_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(x)
@@ -65,13 +65,13 @@ def _lines(axes: Axes, figure: Figure) -> None:
 
 def _bars(axes: Axes, figure: Figure) -> None:
     places = np.arange(len(figure.x))
-    drawn = [one for one in figure.series if not one.published]
-    points = [one for one in figure.series if one.published]
+    drawn = [series for series in figure.series if not series.published]
+    points = [series for series in figure.series if series.published]
     width = 0.8 / len(drawn)
-    for number, one in enumerate(drawn):
+    for number, series in enumerate(drawn):
         at = places + (number - (len(drawn) - 1) / 2) * width
-        values = _floats(one.values)
-        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=one.name, yerr=_errors(one), capsize=2,
+        values = _floats(series.values)
+        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=series.name, yerr=_errors(series), capsize=2,
                  error_kw={"linewidth": 0.9})
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",

@@ -1,4 +1,4 @@
-"""The name and colour of each kind of op, in the terminal, in pictures and in pages."""
+"""Define the name and colour of each kind of op, for the terminal, pictures and pages."""
 
 from slipstream.schedules.schedule import OpKind
 

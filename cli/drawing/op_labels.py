@@ -1,16 +1,17 @@
-"""What is written on an op and beside a worker's row, in the terminal and in pictures."""
+"""Choose the labels of ops and of workers' rows, for the terminal and pictures."""
 
 from slipstream.schedules.layers import short
 from slipstream.schedules.schedule import Op, Schedule, Worker
 
 MAX_HELD = 12
-"""Characters of the layers that a worker holds, beside its name."""
+"""Maximum width, in characters, of the held layers next to a worker's name."""
 
 
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
-    """Texts for an op, the most telling first: `F3`, re-routed `f1.3`, shed `F1.3`, of some layers only `F3:4-6`.
+    """Return candidate labels of an op, most informative first.
 
-    `prime` follows the micro-batch.
+    Examples are `F3`, re-routed `f1.3`, shed `F1.3`, and `F3:4-6` for a slice that is no whole stage. `prime` follows
+    the micro-batch.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]
@@ -27,7 +28,10 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
 
 
 def worker_label(worker: Worker, schedule: Schedule) -> str:
-    """`1.2`, in the role of another `1.2 as 0.1`, and the layers that it holds where these are not its role's."""
+    """Return the label of a worker: `1.2`, or `1.2 as 0.1` in the role of another worker.
+
+    The label also has the held layers if they are not those of the role.
+    """
     seat = schedule.seat_of.get(worker)
     if seat is None:
         return str(worker)

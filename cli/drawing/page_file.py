@@ -1,4 +1,4 @@
-"""Pages as files that work offline: a template of `cli/page/` with its parts put in."""
+"""Build pages that work offline, from a template of `cli/page/` and its parts."""
 
 import base64
 import json
@@ -11,25 +11,25 @@ _FOLDER = files("slipstream.cli") / "page"
 
 
 def text_of(*names: str) -> str:
-    """Styles or scripts of `cli/page/`, one after the other."""
+    """Return the concatenated text of files of `cli/page/`, such as styles or scripts."""
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
 def as_data(value: object) -> str:
-    """JSON for a script element, in which `<` must not begin a tag: it is written as an escape."""
+    """Encode a value as JSON for a script element, with `<` escaped, because it must not begin a tag."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def packed(value: object) -> str:
-    """`as_data`, compressed (zlib) and in base64: a page takes it apart when it is asked for."""
+    """Encode a value as `as_data` does, compressed with zlib and in base64. The page unpacks it on demand."""
     return base64.b64encode(zlib.compress(as_data(value).encode(), 9)).decode()
 
 
 def filled(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
            parts: Mapping[str, str] | None = None) -> str:
-    """`head.html` and a template, with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and further parts in place.
+    """Return `head.html` and a template, with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and parts filled in.
 
-    `title` is text; `data` and the further parts are put in as they are.
+    The title is escaped; `data` and the further parts are inserted unchanged.
     """
     whole = {"TITLE": escape(title), "STYLE": text_of(*styles), "SCRIPT": text_of(*scripts), "DATA": data,
              **(parts or {})}

@@ -1,7 +1,7 @@
-"""Planned and measured ops as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+"""Export planned and measured ops as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
-One process a pipeline, one thread a worker, one complete event ("X") an op, and a flow ("s" to "f") for each tensor
-that crosses between two workers. Perfetto binds a flow's end to the slice that encloses its timestamp, so both ends
+Each pipeline is a process, each worker a thread, each op a complete event ("X"), and each tensor that crosses between
+two workers a flow ("s" to "f"). Perfetto binds the end of a flow to the slice that encloses its timestamp, so both ends
 lie in the middle of their op.
 """
 
@@ -16,7 +16,7 @@ from slipstream.schedules.precedence import op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 LINKS = 10**6
-"""Threads from here on are those of workers' links, where reductions go on beside compute."""
+"""Offset of the threads that show workers' links, where reductions overlap with compute."""
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
@@ -26,7 +26,7 @@ NAMES = {OpKind.F: "forward", OpKind.I: "backward_input", OpKind.W: "backward_we
 
 
 def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """The trace-event JSON of a schedule, and of measured iterations beside it, all aligned at 0."""
+    """Return the trace-event JSON of a schedule and of measured iterations, all aligned at 0."""
     flows = count(1)
     planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
     events = list(_process_events(schedule, "planned", 0, planned, schedule.tick_seconds, flows))
@@ -38,7 +38,7 @@ def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = (
 
 def _process_events(schedule: Schedule, title: str, block: int, programs: Programs, tick_seconds: float,
                     flows: Iterator[int]) -> Iterator[Event]:
-    """Everything about one run of the pipelines: process `block` x pipelines + pipeline + 1 each."""
+    """Yield all events of one planned or measured iteration. Pipeline p is process `block` x pipelines + p + 1."""
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 
@@ -98,9 +98,9 @@ def _nanoseconds(ticks: int, tick_seconds: float) -> int:
 
 
 def _crossings(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Producer and consumer of each tensor that goes to another worker.
+    """Yield producer and consumer of each tensor that goes to another worker.
 
-    Ops without duration have no inside to which an arrow could be bound; theirs are left out.
+    Ops without duration are left out, because no arrow can be bound to them.
     """
     by_key = {op_key(op): op for op in _compute(programs.values())}
     for key, op in by_key.items():

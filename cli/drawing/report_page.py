@@ -1,4 +1,4 @@
-"""What reports of simulations and of the benchmark share: their style in light, dark and print, and tables."""
+"""Define what the reports of simulations and of the benchmark share: tables, and a style in light, dark and print."""
 
 from collections.abc import Sequence
 from html import escape
@@ -34,7 +34,7 @@ dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); 
 
 
 def document(title: str, body: str, script: str = "") -> bytes:
-    """One HTML file that needs nothing else, no network and no fonts. `body` and `script` are put in as they are."""
+    """Return an HTML file that needs no network and no fonts. `body` and `script` are inserted unchanged."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
@@ -42,7 +42,7 @@ def document(title: str, body: str, script: str = "") -> bytes:
 
 
 def grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """A table; a row that is marked is a reference line."""
+    """Return a table. A row whose first element is true is a reference line."""
     names = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(_cell(cell) for cell in cells) + "</tr>"
                    for marked, cells in rows)
@@ -55,5 +55,5 @@ def _cell(text: str) -> str:
 
 
 def swatch(colour: str) -> str:
-    """A patch of a colour, for legends."""
+    """Return a patch of a colour, for legends."""
     return f'<span class="swatch" style="background:{colour}"></span>'

@@ -1,7 +1,7 @@
-"""Charts of a run over time, as SVG whose x axis is in run seconds: throughput, workers missing, loss.
+"""Draw charts of a run over time: throughput, missing workers, loss.
 
-The page stretches them to its width and shows a part of them by changing `viewBox`, so lines keep their width
-(`vector-effect`) and no text is inside.
+The charts are SVG whose x axis is in seconds of the run. The page stretches them to its width, and shows a part of them
+by changing `viewBox`. Lines keep their width (`vector-effect`), and no text is inside.
 """
 
 import math
@@ -16,50 +16,53 @@ from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, Hand
 from slipstream.runtime.run_record import RunRecord, Stretch
 
 MOST_POINTS = 2000
-"""Of a chart; in longer runs a point is several iterations of one order."""
+"""Approximate maximum number of points of a chart. In longer runs a point represents several iterations."""
 TIME_STEPS = (*(factor * 10.0 ** power for power in range(-6, 1) for factor in (1, 2, 5)), 10.0, 15.0, 30.0, *(
     60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)))
-"""Round steps of an axis, in seconds; those of a minute and more are what a clock has."""
+"""Round steps of an axis, in seconds. From a minute on, they are those of a clock."""
 HEIGHT = 100
-"""Of every chart, in its own units."""
+"""Height of every chart, in its own units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Some iterations, one after the other."""
+    """Consecutive iterations that a chart shows as one point."""
 
     begin: float
-    """Run seconds, when the iteration before the first was committed."""
+    """Time of the run, in seconds, at which the iteration before the first was committed."""
     end: float
     first: int
     count: int
     rate: float
-    """Samples a second, over all of them."""
+    """Mean throughput of these iterations, in samples per second."""
     slowest: float
     fastest: float
-    """Of a single one."""
+    """Throughput of the fastest single iteration, in samples per second."""
     loss: float | None
-    """Mean of the finite ones."""
+    """Mean of the finite losses. None if there are none."""
 
 
 def points(run: RunRecord) -> list[Point]:
-    """At most about `MOST_POINTS`, more only where there are so many orders."""
+    """Return the points of a run: about `MOST_POINTS` at most, and more only if it has so many generations."""
     size = max(1, math.ceil(len(run.committed) / MOST_POINTS))
     samples = run.starts[-1].samples
-    found = []
+    result = []
     for stretch in run.stretches:
         for begin in range(0, len(stretch.committed), size):
             some = stretch.committed[begin:begin + size]
             seconds = [max(one.took, 1e-6) for one in some]
             losses = [one.loss for one in some if one.loss is not None]
-            found.append(Point(some[-1].at - sum(one.took for one in some), some[-1].at, some[0].iteration, len(some),
-                               samples * len(some) / sum(seconds), samples / max(seconds), samples / min(seconds),
-                               sum(losses) / len(losses) if losses else None))
-    return found
+            result.append(Point(some[-1].at - sum(one.took for one in some), some[-1].at, some[0].iteration, len(some),
+                                samples * len(some) / sum(seconds), samples / max(seconds), samples / min(seconds),
+                                sum(losses) / len(losses) if losses else None))
+    return result
 
 
 def planned_rate(run: RunRecord, stretch: Stretch) -> float | None:
-    """Samples a second as planned: the planned share of what was measured with all workers, or by the plan alone."""
+    """Return the planned throughput of a generation, in samples per second, or None if it is unknown.
+
+    It is the planned share of the measured throughput with all workers, or that of the plan alone if none was measured.
+    """
     samples, whole = run.starts[-1].samples, run.whole_seconds
     if whole and stretch.planned_share is not None:
         return stretch.planned_share * samples / whole
@@ -67,29 +70,32 @@ def planned_rate(run: RunRecord, stretch: Stretch) -> float | None:
 
 
 def charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """All charts, one below the other."""
+    """Return all charts, one below the other."""
     return "\n".join([_phases(run), _throughput(run, found), _missing(run), _losses(run, found)])
 
 
 def ticks(total: float) -> list[float]:
-    """Round run seconds for the axis."""
+    """Return round times for the axis, in seconds of the run."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
 
 def _throughput(run: RunRecord, found: Sequence[Point]) -> str:
-    planned = [(one.begin, one.end, rate) for one in run.stretches if (rate := planned_rate(run, one)) is not None]
+    planned = [(item.begin, item.end, rate) for item in run.stretches if (rate := planned_rate(run, item)) is not None]
     top = nice_top(max([point.rate for point in found] + [rate for _, _, rate in planned], default=1.0))
     band = "".join(f"M{point.begin:.3f} {_y(point.fastest, top)}H{point.end:.3f}V{_y(point.slowest, top)}"
                    f"H{point.begin:.3f}Z" for point in found if point.count > 1)
     lines = (f'<path class="band" d="{band}"/>' if band else "") + \
         f'<path class="line planned" d="{_steps(planned, top)}"/>' + \
-        f'<path class="line" d="{_steps(((one.begin, one.end, one.rate) for one in found), top)}"/>'
+        f'<path class="line" d="{_steps(((item.begin, item.end, item.rate) for item in found), top)}"/>'
     return _chart(run, "throughput", "samples/s", top, lines)
 
 
 def _missing(run: RunRecord) -> str:
-    """Of the grid. One of thousands is seen, too, as it would not be in the number of those that take part."""
+    """Draw the number of missing workers of the grid.
+
+    One worker of thousands is visible here, which it would not be in the number of live workers.
+    """
     missing = [(one, run.starts[-1].workers - one.order.live) for one in run.stretches]
     top = nice_top(float(max([count for _, count in missing], default=1)))
     area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_y(count, top)}H{one.end:.3f}V{HEIGHT}Z" for one, count in missing)
@@ -97,14 +103,14 @@ def _missing(run: RunRecord) -> str:
 
 
 def _losses(run: RunRecord, found: Sequence[Point]) -> str:
-    places = [((one.begin + one.end) / 2, one.loss) for one in found if one.loss is not None]
+    places = [((point.begin + point.end) / 2, point.loss) for point in found if point.loss is not None]
     top = nice_top(max((loss for _, loss in places), default=1.0))
     line = "".join(f"{'L' if index else 'M'}{at:.3f} {_y(loss, top)}" for index, (at, loss) in enumerate(places))
     return _chart(run, "loss", "loss", top, f'<path class="line" d="{line}"/>')
 
 
 def _phases(run: RunRecord) -> str:
-    """A strip with the phase of each order, and over it when layers moved."""
+    """Draw a strip with the phase of each generation, and over it the times at which layers moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(described(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
@@ -113,25 +119,25 @@ def _phases(run: RunRecord) -> str:
 
 
 def described(stretch: Stretch) -> str:
-    """A stretch in a few words."""
+    """Describe a generation in a few words."""
     share = stretch.planned_share
     return f"{stretch.order.phase}, {stretch.order.live} workers, from {clock(stretch.begin)} on" \
         + ("" if share is None else f", planned at {percent(share)} of fault-free")
 
 
 def settling(run: RunRecord) -> list[tuple[float, float]]:
-    """When layers moved while training went on, to settle; in run seconds."""
-    found, begun = list[tuple[float, float]](), dict[int, float]()
-    for one in run.events:
-        match one.event:
-            case FetchBegun() if one.event.purpose == "settle":
-                begun[one.event.fetch] = one.at
-            case FetchAbandoned() | HandedOver() if one.event.fetch in begun:
-                found.append((begun.pop(one.event.fetch), one.at))
+    """Return the intervals, in seconds of the run, in which layers moved to settle while training continued."""
+    intervals, begin_by_fetch = list[tuple[float, float]](), dict[int, float]()
+    for happened in run.events:
+        match happened.event:
+            case FetchBegun() if happened.event.purpose == "settle":
+                begin_by_fetch[happened.event.fetch] = happened.at
+            case FetchAbandoned() | HandedOver() if happened.event.fetch in begin_by_fetch:
+                intervals.append((begin_by_fetch.pop(happened.event.fetch), happened.at))
             case Started() | Finished():
-                found += [(begin, one.at) for begin in begun.values()]
-                begun.clear()
-    return found + [(begin, run.seconds) for begin in begun.values()]
+                intervals += [(begin, happened.at) for begin in begin_by_fetch.values()]
+                begin_by_fetch.clear()
+    return intervals + [(begin, run.seconds) for begin in begin_by_fetch.values()]
 
 
 def _chart(run: RunRecord, name: str, title: str, top: float, inside: str, *, whole: bool = False) -> str:

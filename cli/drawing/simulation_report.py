@@ -1,4 +1,4 @@
-"""The report of a simulation: one HTML file that needs nothing else, no network and no fonts."""
+"""Write the report of a simulation: one HTML file that needs no network and no fonts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
@@ -10,7 +10,7 @@ from slipstream.cli.drawing.svg_chart import Line, bars, steps
 from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
-"""Throughput is averaged over so many equal parts of the trace."""
+"""Number of equal parts of the trace over which throughput is averaged."""
 COLOURS = {
     "slipstream": "#128a63", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195",
@@ -19,7 +19,7 @@ COLOURS = {
     "fault-scaled": "#7d8590", "work-conserving": "#aaaaaa",
 }
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
-"""For policies without a colour above, in turn."""
+"""Colours that policies without a colour in `COLOURS` take in turn."""
 OURS = ("slipstream", "slipstream-fixed")
 """Policies of this project."""
 CAUSE_COLOURS = {
@@ -43,9 +43,10 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 
 
 def page(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
-    """The whole report. `job` and `shape` name what was simulated, `notes` what was taken for granted besides.
+    """Return the whole report.
 
-    `tokens`: tokens in a sample, where known.
+    Headings name what was simulated by `job` and `shape`, and `notes` lists further assumptions. `tokens` is the number
+    of tokens in a sample, or None if it is unknown.
     """
     shown = _first_shown(result)
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
@@ -64,13 +65,13 @@ def page(result: Comparison, *, job: str, shape: str, notes: Sequence[str], toke
 
 
 def ranked(result: Comparison) -> list[str]:
-    """Systems by what they train, most first; reference lines are none."""
+    """Return the policies by throughput, highest first, without reference lines."""
     systems = _systems(result)
     return sorted(systems, key=lambda name: -systems[name].throughput)
 
 
 def _lead(result: Comparison) -> str:
-    """Who is first, who comes next, who is last."""
+    """Return a sentence that compares the first policy with the next one and the last one."""
     order, runs = ranked(result), result.runs
     if not order:
         return "Only reference lines were asked for."
@@ -85,14 +86,14 @@ def _lead(result: Comparison) -> str:
 
 
 def _first_shown(result: Comparison) -> set[str]:
-    """Whose lines are drawn at first: of all, nobody sees any."""
+    """Return the policies whose lines are visible at first, because too many lines hide each other."""
     order = ranked(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
 
 
 def verdict(result: Comparison) -> str:
-    """One sentence: the first policy compared with the others, reference lines left out."""
+    """Return a sentence that compares the first policy with the others, without reference lines."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"
@@ -103,7 +104,7 @@ def verdict(result: Comparison) -> str:
 
 
 def described(trace: AvailabilityTrace) -> str:
-    """What happens in a trace, in a line."""
+    """Describe in one line what happens in a trace."""
     more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
                                         (trace.partial_losses, "short of GPUs"))
             if count for text in (f", {count} times {text}",)]
@@ -113,19 +114,19 @@ def described(trace: AvailabilityTrace) -> str:
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
-    """Tokens trained in an hour for each GPU of the live workers, also of idle ones; None where not known."""
+    """Return the tokens trained per hour and GPU of the live workers, including idle ones. None if that is unknown."""
     gpus = result.trace.mean_live * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
 
 
 def colour(policy: str) -> str:
-    """The colour of a policy's line."""
+    """Return the colour of a policy's line."""
     others = [name for name in POLICIES if name not in COLOURS]
     return COLOURS.get(policy) or MORE_COLOURS[others.index(policy) % len(MORE_COLOURS)]
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Hours of live workers for 1,000 samples; None where no sample was trained."""
+    """Return the hours of live workers per 1,000 samples, or None if no sample was trained."""
     return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
 
 
@@ -147,7 +148,7 @@ def _table(result: Comparison, tokens: int | None) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits, never with an exponent."""
+    """Format a number with three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -164,7 +165,7 @@ def _systems(result: Comparison) -> dict[str, PolicyRun]:
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
-    """Unit of the time axis, and its seconds."""
+    """Return the unit of the time axis, and its length in seconds."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
@@ -201,7 +202,7 @@ def _causes(result: Comparison) -> str:
 
 
 def hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
-    """A bar for each row, of so many hours, and the colours of its causes."""
+    """Draw a bar for each row, split by the colours of its causes, on an axis of `hours`."""
     legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
                      if any(row[cause] > 0.001 for row in rows.values()))
     chart = bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},

@@ -1,4 +1,4 @@
-"""SVG charts for pages that work offline: lines over time, and stacked bars."""
+"""Draw SVG charts for pages that work offline: lines over time, and stacked bars."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 BAR = 26
 LABEL = 44
-"""Room for a value beside a bar."""
+"""Width of a value next to a bar, in pixels."""
 
 
 class Line(NamedTuple):
-    """A step function: `values` has one value fewer than the chart has edges."""
+    """Step function of a chart, whose `values` are one fewer than the edges of the chart."""
 
     name: str
     colour: str
@@ -26,22 +26,22 @@ class Line(NamedTuple):
 
 
 def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top: float | None = None) -> str:
-    """A chart of step functions over `edges`, from 0 to `top` (default: the largest value)."""
+    """Draw a chart of step functions over `edges`, from 0 to `top`. None takes the largest value as `top`."""
     high = nice_top(top if top is not None else max((max(line.values) for line in lines), default=1.0))
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     begin, end = edges[0], edges[-1]
 
-    def place(edge: float) -> float:
+    def to_x(edge: float) -> float:
         return LEFT + (edge - begin) / (end - begin) * width
 
-    def level(value: float) -> float:
+    def to_y(value: float) -> float:
         return TOP + height - value / high * height
 
-    parts = [_open(HEIGHT), *_grid(begin, end, high, place, level), _names(x, y)]
+    parts = [_open(HEIGHT), *_grid(begin, end, high, to_x, to_y), _names(x, y)]
     for line in lines:
         points = []
         for index, value in enumerate(line.values):
-            points += [f"{place(edge):.1f},{level(value):.1f}" for edge in edges[index:index + 2]]
+            points += [f"{to_x(edge):.1f},{to_y(value):.1f}" for edge in edges[index:index + 2]]
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         hidden = ' style="display: none"' if line.hidden else ""
         stroke = 2.6 if line.thick else 1.4
@@ -53,7 +53,7 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
 
 def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
          unit: str) -> str:
-    """A stacked bar for each row: the value of each part, in its colour, and their sum. `total` is the full width."""
+    """Draw a stacked bar for each row, with parts in their colours, and their sum. `total` is the full width."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
     width = WIDTH - left - RIGHT - LABEL
@@ -75,9 +75,10 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
 
 
 def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
-    """A bar for each row (name, value at the first setting, at the second) to both sides of the usual value.
+    """Draw a bar for each row to both sides of the usual value.
 
-    Values are shares, drawn as percentages.
+    A row is a name, the value at a first setting, and the value at a second setting. Values are shares, drawn as
+    percentages.
     """
     left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM
     values = [usual, *(value for _, *pair in rows for value in pair)]
@@ -85,29 +86,29 @@ def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: 
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step
     width = WIDTH - left - RIGHT - 2 * LABEL
 
-    def place(value: float) -> float:
+    def to_x(value: float) -> float:
         return left + LABEL + (value - low) / (high - low or 1.0) * width
 
     marks = [low + index * step for index in range(round((high - low) / step) + 1)]
-    parts = [_open(height), *(_mark(place(mark), height, f"{100 * mark:.4g} %") for mark in marks)]
+    parts = [_open(height), *(_mark(to_x(mark), height, f"{100 * mark:.4g} %") for mark in marks)]
     for number, (name, *pair) in enumerate(rows):
         y = TOP + number * (BAR + 8)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
         for half, (value, colour) in enumerate(zip(pair, colours, strict=True)):
-            begin, end = sorted((place(usual), place(value)))
-            beside, anchor = (end + 5, "start") if value >= usual else (begin - 5, "end")
+            begin, end = sorted((to_x(usual), to_x(value)))
+            label_x, anchor = (end + 5, "start") if value >= usual else (begin - 5, "end")
             parts.append(f'<rect x="{begin:.2f}" y="{y + half * BAR / 2}" width="{max(end - begin, 0.8):.2f}" '
                          f'height="{BAR / 2 - 1}" fill="{colour}"><title>{escape(name)}: {value:.2%}</title></rect>'
-                         f'<text x="{beside:.1f}" y="{y + half * BAR / 2 + 10}" text-anchor="{anchor}" '
+                         f'<text x="{label_x:.1f}" y="{y + half * BAR / 2 + 10}" text-anchor="{anchor}" '
                          f'font-size="10">{value:.1%}</text>')
-    at = place(usual)
-    parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{height - BOTTOM}"/>'
+    usual_x = to_x(usual)
+    parts.append(f'<line class="axis" x1="{usual_x:.1f}" x2="{usual_x:.1f}" y1="{TOP - 4}" y2="{height - BOTTOM}"/>'
                  f'<text x="{left + LABEL + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
 def nice_top(value: float) -> float:
-    """A round number at or above a value."""
+    """Return a round number at or above a value."""
     step = nice_step(value or 1.0, 5)
     return math.ceil((value or 1.0) / step - 1e-9) * step
 
@@ -130,7 +131,7 @@ def _grid(begin: float, end: float, high: float, place: Callable[[float], float]
 
 
 def _mark(at: float, height: float, label: str) -> str:
-    """A line from top to bottom, and what it stands for below it."""
+    """Draw a line from top to bottom with a label below it."""
     return (f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
             f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>')
 

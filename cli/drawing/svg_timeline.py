@@ -1,8 +1,8 @@
-"""A schedule as an SVG picture: one row a worker, time from left to right; needs no fonts or scripts.
+"""Draw a schedule as an SVG picture: one row per worker, time from left to right, without fonts or scripts.
 
-Readable in greyscale too: stripes tell the kinds apart, frames and small letters what is re-routed, dashed frames what
-is shed, primes and a lighter shade the second stage (third, ...) of a worker that holds several. A slice that is no
-whole stage has its layers after a colon.
+The picture is readable in greyscale. Stripes tell kinds of ops apart, frames and small letters mark re-routed ops,
+dashed frames mark shed ops. Primes and a lighter shade mark the second (third, ...) stage of a worker that holds
+several. A slice that is no whole stage has its layers after a colon.
 """
 
 import math
@@ -16,32 +16,32 @@ from slipstream.cli.shared.console import duration
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
-"""Height of a row, space between rows and between pipelines, in pixels."""
+"""Height of a row, space between rows, and space between pipelines, in pixels."""
 LINK = 4
-"""Height of what goes on beside the ops of a row."""
+"""Height, in pixels, of a reduction that overlaps with the ops of its row."""
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
-"""Pixels of the time axis: more than the first only where re-routed ops have no room for their labels."""
+"""Usual and maximum length of the time axis, in pixels. Only labels of re-routed ops make it longer than usual."""
 ROOM = 5
-"""Characters of such a label."""
+"""Number of characters of the label of a re-routed op."""
 MAX_OPS = 200_000
 MARKS = 12
-"""Labels of the time axis, at most."""
+"""Maximum number of labels of the time axis."""
 CHARACTER = 7
-"""Room that a character needs."""
+"""Width of a character, in pixels."""
 STRIPE = 2
 ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
-"""Kinds with a stripe along their upper and along their lower edge."""
+"""Kinds of ops with a stripe along their upper edge, and along their lower edge."""
 LIGHTER = 0.55
 FRAMES = {"own": (' stroke="white" stroke-width="0.6"', 0.6), "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
           "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6)}
-"""Line around an op, and its width."""
+"""Attributes of the line around an op, and its width in pixels, by origin of the op."""
 HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
          '<rect width="2" height="7" fill="#c33"/></pattern></defs>')
 
 
 def drawing(schedule: Schedule) -> bytes:
-    """Draw all workers. Raises ValueError where that would be more than `MAX_OPS` ops."""
+    """Draw all workers of a schedule. Raises ValueError if there are more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
@@ -68,14 +68,14 @@ def _title(schedule: Schedule) -> str:
 
 
 def _width(schedule: Schedule, horizon: int) -> int:
-    """Pixels of the time axis."""
+    """Return the length of the time axis, in pixels."""
     foreign = [op.end_ticks - op.start_ticks for op in schedule.all_ops()
                if op.kind is not OpKind.W and op.end_ticks > op.start_ticks and schedule.origin(op) != "own"]
     return max(WIDTH, min(MAX_WIDTH, math.ceil(ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
 
 
 def _axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """A label and a faint line every round number of seconds."""
+    """Draw a label and a faint line at round numbers of seconds."""
     for at, label in time_marks(seconds, nice_step(seconds, MARKS)):
         x = LEFT + at / seconds * width
         yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
@@ -98,7 +98,7 @@ def _row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -
 
 
 def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """An op; `chunk` counts the stages of its worker."""
+    """Draw an op. `chunk` is the index of its stage among the stages of the worker."""
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
@@ -114,7 +114,7 @@ def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Itera
 
 
 def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
-    """A rectangle with its kind's colour and stripes."""
+    """Draw a rectangle in the colour and with the stripes of a kind of op."""
     faint = f' fill-opacity="{LIGHTER}"' if chunk else ""
     parts = [f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{COLOURS[kind]}"{faint}{line}>'
              f"{inside}</rect>"]
@@ -124,7 +124,10 @@ def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: i
 
 
 def _label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """The most telling text of so many characters at most; colour and stripes tell the kind where it has no letter."""
+    """Return the most informative label of at most `room` characters.
+
+    A label may lack the letter of the kind, which colour and stripes also tell.
+    """
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
         foreign = schedule.origin(op) != "own"

@@ -1,8 +1,8 @@
-"""A schedule as a timeline in the terminal: one row a worker, time from left to right.
+"""Draw a schedule as a timeline in the terminal: one row per worker, time from left to right.
 
-Readable without colour too: each op begins with its letter, a small one where the micro-batch is re-routed. A
-micro-batch of another pipeline is `pipeline.number` if there is room: `f1.3` is re-routed, `F1.3` is shed. A slice that
-is no whole stage has its layers after a colon: `F3:4-6`. Dots are bubbles.
+The timeline is readable without colour: each op begins with its letter, which is small if the micro-batch is re-routed.
+A micro-batch of another pipeline is `pipeline.number` if there is room: `f1.3` is re-routed, `F1.3` is shed. A slice
+that is no whole stage has its layers after a colon: `F3:4-6`. Dots are bubbles.
 """
 
 import math
@@ -22,15 +22,15 @@ from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration,
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 FULL_ROWS = 32
-"""Up to so many workers, every one has its row in a measured iteration: no two took exactly as long."""
+"""Maximum number of workers up to which every worker has a row in a measured iteration, because all times differ."""
 MAX_ROWS = 64
-"""Lines for workers at most, where no screen says how high it is."""
+"""Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
 AROUND = 3
-"""Lines of a picture beside those of its workers: the axis, the legend, what is not drawn."""
+"""Number of lines of a drawing that are not rows of workers: axis, legend, and the count of what is not drawn."""
 MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
-"""Distance of labels on the time axis, at least."""
+"""Minimum distance of labels on the time axis, in characters."""
 
 STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
 REROUTED = "bold underline "
@@ -40,7 +40,7 @@ BUBBLE = "·"
 
 
 def timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
-    """The planned iteration, in `width` characters and about `height` lines.
+    """Draw the planned iteration in `width` characters and about `height` lines.
 
     Pipelines that run the same programs are drawn once.
     """
@@ -51,7 +51,7 @@ def timeline(schedule: Schedule, width: int, height: int | None = None) -> Group
 
 
 def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """An iteration as it really ran on the workers of this schedule."""
+    """Draw an iteration as it was measured on the workers of this schedule."""
     grid = schedule.grid
     few = grid.pipelines * grid.columns <= FULL_ROWS
     equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else equal_pipelines(schedule)
@@ -63,7 +63,7 @@ def _rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Ticks to characters: tick t lies in column t * up // down, of `columns`."""
+    """Scale from ticks to characters: tick t lies in column t * up // down, of `columns`."""
 
     up: int
     down: int
@@ -101,11 +101,11 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
 
 
 def _scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """All ops in `columns` characters; if there is room, a whole number of them per unit of time."""
+    """Return a scale that fits all ops into `columns` characters, with a whole number per unit of time if possible."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
-    each = columns // (horizon // unit)
-    return _Scale(each, unit, each * (horizon // unit)) if each >= 2 else _Scale(columns, horizon, columns)
+    per_unit = columns // (horizon // unit)
+    return _Scale(per_unit, unit, per_unit * (horizon // unit)) if per_unit >= 2 else _Scale(columns, horizon, columns)
 
 
 def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
@@ -130,12 +130,12 @@ def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -
 
 
 def _cell(op: Op, schedule: Schedule, width: int) -> str:
-    """The most telling text that fits."""
+    """Return the most informative label that fits, padded to `width`."""
     return next((text for text in op_labels(op, schedule) if len(text) <= width), "").ljust(width)
 
 
 def _axis(scale: _Scale, tick_seconds: float) -> str:
-    """`|0 s       |10        |20`: a round number of seconds apart."""
+    """Return the time axis, with labels a round number of seconds apart: `|0 s       |10        |20`."""
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
     for at, label in time_marks(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
@@ -144,22 +144,23 @@ def _axis(scale: _Scale, tick_seconds: float) -> str:
 
 
 def _blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The pipelines to draw in so many lines, in sets that are drawn once: the broken ones first in choice, all in
-    order of number.
+    """Return the sets of equal pipelines to draw in `rows` lines, ordered by number. Each set is drawn once.
+
+    If there is no room for all, broken pipelines are preferred.
     """
-    special = {worker.pipeline for worker in schedule.failed}
-    special |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
+    broken = {worker.pipeline for worker in schedule.failed}
+    broken |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
     sets: list[tuple[int, ...]] = []
     for equal in equal_sets:
-        whole = tuple(pipeline for pipeline in equal if pipeline not in special)
-        sets += [(pipeline,) for pipeline in equal if pipeline in special]
-        sets += [whole] if whole else []
-    sets.sort(key=lambda equal: (equal[0] not in special, -len(equal), equal))
+        unbroken = tuple(pipeline for pipeline in equal if pipeline not in broken)
+        sets += [(pipeline,) for pipeline in equal if pipeline in broken]
+        sets += [unbroken] if unbroken else []
+    sets.sort(key=lambda equal: (equal[0] not in broken, -len(equal), equal))
     return sorted(sets[:max(1, rows // (schedule.grid.columns + 1))])
 
 
 def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """The workers that are drawn for a set of equal pipelines: those of the first."""
+    """Return the workers that represent a set of equal pipelines, which are those of its first pipeline."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
@@ -169,7 +170,10 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """As many entries a line as fit: rich would break them at their spaces, also those that do not break."""
+    """Return the legend, with as many entries per line as fit.
+
+    Rich would break entries at their spaces, even those that must not be broken.
+    """
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     entries = [Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}") for kind in OpKind if kind in used]
     entries.append(Text(f"{BUBBLE} idle", "dim"))

@@ -1,22 +1,22 @@
-"""What failures cost over days and weeks: traces of a fleet, policies that live with them, and their comparison.
+"""The cost of failures over days and weeks: traces of a fleet, policies that respond to failures, and their comparison.
 
     availability_trace    which machines are alive, over time
     trace_file            reads traces
-    public_traces         reads those that others have published
-    failure_models        how often what fails, and for how long, as published
+    public_traces         reads traces that others have published
+    failure_models        published rates, causes and durations of failures
     synthetic_trace       draws traces from a failure model
-    policy                what a policy is: it answers each change with phases
+    policy                the interface of a policy: it answers each change with phases
     policies/             one module for each policy
-    costs                 seconds to restart, reconfigure and load, as published
-    loads                 what workers have to compute, and where failures cost least
-    settled               plans for failures with layers that move
+    costs                 published times to restart, reconfigure and load, in seconds
+    loads                 compute time of workers, and the stages where failures cost least
+    settled               plans for failures with layers moved
     throughput            samples per second of the schedules that policies run
-    simulation            takes policies through a trace, and adds up the time lost
-    failure_cost          what a failure costs: the table of the README
-    figure                such a table, and what is drawn of it
-    entry                 systems of others: tables, and policies by entry point
+    simulation            runs policies over a trace, and adds up the time lost
+    failure_cost          the cost of a failure: the table of the README
+    figure                such a table, and the data of its drawing
+    entry                 other systems: as tables, and as policies by entry point
 
-This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
+Commands import from this module only, and no other package imports it (contracts in `pyproject.toml`).
 """
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace as AvailabilityTrace

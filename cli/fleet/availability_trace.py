@@ -1,10 +1,10 @@
 """Availability traces: which machines of a fleet are alive, over time.
 
-A fleet has numbered *places*. At any time a place holds one machine or none. A trace says which places hold a machine
-at the beginning, and what changes when. Times are seconds from the beginning.
+A fleet has numbered *places*. At any time a place holds one machine or none. A trace gives the places that hold a
+machine at the beginning, and all changes. Times are seconds from the beginning.
 
 A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of the job) may lose
-some of them: whether it goes on with the others, slower, is for the policy to say (`changes_for`).
+some of them: the policy decides whether it continues with the others, slower (`changes_for`).
 """
 
 import random
@@ -21,28 +21,28 @@ Value = TypeVar("Value", int, float)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What changes at one instant. All lists are ascending, and no place is both removed and added."""
+    """Changes at one instant. All lists are ascending, and no place is both removed and added."""
 
     seconds: float
     removed: tuple[int, ...] = ()
     """Places that lost their machine."""
     added: tuple[int, ...] = ()
-    """Places that got one: a whole one at its usual speed, unless the lists below say otherwise."""
+    """Places that got a machine: a whole one at its usual speed, unless the lists below say otherwise."""
     slowed: tuple[tuple[int, float], ...] = ()
-    """Pairs (place, factor): its machine takes so many times as long from now on; 1 is its usual speed."""
+    """Pairs (place, factor): the machine takes this many times as long from now on; 1 is its usual speed."""
     gpus: tuple[tuple[int, int], ...] = ()
-    """Pairs (place, count): so many GPUs of its machine are alive from now on, at least one."""
+    """Pairs (place, count): this many GPUs of the machine are alive from now on, at least one."""
     links: float = 0.0
-    """The links are slow: the whole job takes so many times as long from now on; 1: as usual, 0: as before."""
+    """Factor by which slow links lengthen the whole job from now on; 1: as usual, 0: no change."""
 
     @property
     def anything(self) -> bool:
-        """Whether anything changes."""
+        """True if anything changes."""
         return bool(self.removed or self.added or self.slowed or self.gpus or self.links)
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """When the machines of a fleet come and go. Changes are in the order of time, at most one an instant."""
+    """Arrivals and departures of a fleet's machines. Changes are in order of time, at most one at an instant."""
 
     name: str
     places: int
@@ -51,12 +51,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     length_seconds: float
     gpus_per_worker: int = 1
-    """GPUs of a whole machine."""
+    """Number of GPUs of a whole machine."""
     notes: tuple[str, ...] = ()
-    """What was corrected or assumed when the trace was made, one line each."""
+    """Corrections and assumptions that were made for the trace, one line each."""
 
     def counts(self) -> Iterator[tuple[float, int]]:
-        """Pairs (seconds, machines alive from then on). The first is at 0."""
+        """Yield pairs (seconds, machines alive from then on). The first is at 0."""
         alive = len(self.live)
         yield 0.0, alive
         for change in self.changes:
@@ -65,56 +65,62 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def removals(self) -> int:
-        """How many machines are lost in all."""
+        """Number of machines lost in all."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
     def slowdowns(self) -> int:
-        """How many times a machine becomes slow."""
+        """Number of times that a machine becomes slow."""
         return sum(factor > 1 for change in self.changes for _, factor in change.slowed)
 
     @property
     def link_slowdowns(self) -> int:
-        """How many times the links become slow."""
+        """Number of times that the links become slow."""
         return sum(change.links > 1 for change in self.changes)
 
     @property
     def partial_losses(self) -> int:
-        """How many times a machine loses some of its GPUs and is left with others."""
+        """Number of times that a machine loses some of its GPUs and keeps others."""
         return sum(map(len, self._partly_lost()))
 
     @property
     def mean_live(self) -> float:
-        """Machines alive, averaged over time."""
+        """Number of machines alive, averaged over time."""
         points = [*self.counts(), (self.length_seconds, 0)]
         area = sum(alive * (after - start) for (start, alive), (after, _) in pairwise(points))
         return area / self.length_seconds
 
     @property
     def seconds_between_failures(self) -> float:
-        """Mean time between instants at which machines or GPUs of them are lost; the length of the trace where there is
-        at most one."""
+        """Mean time between instants at which machines or some of their GPUs are lost.
+
+        If there is at most one such instant, it is the length of the trace.
+        """
         return self.length_seconds / max(1, sum(bool(change.removed or lost) for change, lost in zip(
             self.changes, self._partly_lost(), strict=True)))
 
     def _partly_lost(self) -> Iterator[tuple[int, ...]]:
-        """By change, the machines that go on with fewer GPUs than before. At 0 nothing is lost: the trace begins so."""
+        """Yield, for each change, the machines that continue with fewer GPUs than before.
+
+        Machines that lack GPUs at time 0 do not count: the trace begins so.
+        """
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
-            fresh = set(change.added)
+            new_places = set(change.added)
             yield tuple(place for place, count in change.gpus
-                        if change.seconds > 0 and place not in fresh and count < alive.get(place, 0))
+                        if change.seconds > 0 and place not in new_places and count < alive.get(place, 0))
             for place in change.removed:
                 alive.pop(place, None)
             alive |= dict.fromkeys(change.added, self.gpus_per_worker)
             alive |= dict(change.gpus)
 
     def changes_for(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
-        """The changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
+        """Yield the changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
 
-        `alive_gpus` gives, by how many GPUs of a machine are alive, with how many of them it goes on; 0: it is down. A
-        machine that goes on with n of N takes N / n times as long. One that loses some of these is removed, and added
-        by the next change, at the same instant: all of its processes have ended, and those that go on begin anew.
+        The function `alive_gpus` maps the number of a machine's GPUs that are alive to the number that it continues
+        with; 0: it is down. A machine that continues with n of N takes N / n times as long. A machine that loses some
+        of these is removed, and added by the next change, at the same instant: all of its processes have ended, and new
+        ones start on the GPUs left.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes
@@ -127,7 +133,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """What a policy takes the machines to be: down, or alive and so many times slower."""
+    """States of the machines for a policy: down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._whole = whole
@@ -135,12 +141,12 @@ class _MachineStates:
         self._gpus = dict.fromkeys(live, whole)
         self._slow: dict[int, float] = {}
         self._factor = dict.fromkeys(live, 1.0)
-        """By place of a machine that is alive for the policy."""
+        """Slowdown factor by place, of the machines that are alive for the policy."""
         self._going = dict.fromkeys(live, whole)
-        """And with how many of its GPUs."""
+        """Number of GPUs that each machine continues with, by place."""
 
     def seen(self, change: Change) -> tuple[Change, Change]:
-        """The change for the policy, and what begins anew with fewer GPUs right after it."""
+        """Return the change for the policy, and a second one with machines that restart with fewer GPUs."""
         for place in change.removed:
             self._gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -167,9 +173,10 @@ class _MachineStates:
 
 
 def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
-    """A trace of single GPUs as one of workers, each of so many neighbouring places. Raises ValueError for a remainder.
+    """Return a trace of single GPUs as a trace of workers, each of `gpus` neighbouring places.
 
-    A worker is lost when its last GPU is, and is there again when the first comes back.
+    A worker is lost when its last GPU is, and returns with the first one that returns. Raises ValueError if the places
+    do not divide evenly.
     """
     if gpus < 1 or trace.places % gpus:
         raise ValueError(f"{trace.places} GPUs do not make workers of {gpus}")
@@ -179,15 +186,15 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
     live = tuple(worker for worker, alive in enumerate(count) if alive)
     changes = [Change(0.0, gpus=tuple((worker, count[worker]) for worker in live if count[worker] < gpus))]
     for change in trace.changes:
-        before = dict[int, int]()
+        counts_before = dict[int, int]()
         for places, step in ((change.removed, -1), (change.added, 1)):
             for place in places:
-                before.setdefault(place // gpus, count[place // gpus])
+                counts_before.setdefault(place // gpus, count[place // gpus])
                 count[place // gpus] += step
-        workers = sorted(worker for worker in before if before[worker] != count[worker])
+        workers = sorted(worker for worker in counts_before if counts_before[worker] != count[worker])
         changes.append(Change(
             change.seconds, tuple(worker for worker in workers if not count[worker]),
-            tuple(worker for worker in workers if not before[worker]),
+            tuple(worker for worker in workers if not counts_before[worker]),
             gpus=tuple((worker, count[worker]) for worker in workers if count[worker]), links=change.links))
     return msgspec.structs.replace(
         trace, places=len(count), live=live, gpus_per_worker=gpus,
@@ -195,9 +202,9 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
 
 
 def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
-    """The trace where the places of a node are there only while all of them are: a failure of one takes the others.
+    """Return the trace in which the places of a node are alive only while all of them are.
 
-    `nodes`: the places of each node; each place of the trace once.
+    `nodes`: the places of each node; each place of the trace belongs to one.
     """
     node_of = {place: number for number, places in enumerate(nodes) for place in places}
     missing = [len(places) for places in nodes]
@@ -211,27 +218,25 @@ def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) ->
             for place in places:
                 missing[node_of[place]] += step
         removed, added = (tuple(sorted(place for number in before for place in nodes[number]
-                                       if bool(before[number]) == was and bool(missing[number]) != was))
-                          for was in (False, True))
+                                       if bool(before[number]) == was_down and bool(missing[number]) != was_down))
+                          for was_down in (False, True))
         changes.append(msgspec.structs.replace(change, removed=removed, added=added))
     return msgspec.structs.replace(
         trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
-        changes=tuple(one for one in changes if one.anything))
+        changes=tuple(changed for changed in changes if changed.anything))
 
 
 def places_of_nodes(job: Job) -> tuple[tuple[int, ...], ...]:
-    """The places that the workers of each node of a job take in a trace that is fitted to it, pipeline by pipeline."""
+    """Return the places of each node's workers in a trace that is fitted to the job, by pipeline."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 
 DIE_AFTER = 60.0
-"""Seconds after which workers die in a trace of these deaths alone."""
+"""Seconds after which workers die in a trace of `died`."""
 
 
 def died(job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """A trace in which these workers die after a minute and stay away. Raises ValueError for workers that are not
-    there.
-    """
+    """Return a trace in which these workers die after a minute and stay away. Raises ValueError for unknown workers."""
     places = []
     for worker in dead:
         if not (worker.pipeline < job.pipelines and worker.column < job.stages):
@@ -246,12 +251,12 @@ def died(job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: i
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
-    """The trace for a job of so many workers, with places 0 to workers - 1.
+    """Return the trace for a job of this many workers, with places 0 to workers - 1.
 
-    A place of the given trace is a worker; with `nodes`, the workers of each node, it is a node, whose workers come and
-    go together. A job smaller than the fleet gets places drawn at random. So it sees the fleet's failure rate per
-    machine, and the same share of machines alive. For a job larger than the fleet, each place of the trace stands for
-    several neighbouring workers or nodes, which fail together. Raises ValueError for a trace without places.
+    A place of the given trace is a worker. With `nodes`, the workers of each node, it is a node, whose workers leave
+    and return together. A job smaller than the fleet gets places drawn at random, so that it has the fleet's failure
+    rate per machine, and the same share of machines alive. For a job larger than the fleet, each place of the trace
+    represents several neighbouring workers or nodes, which fail together. Raises ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(f"a trace of {trace.places} places cannot be fitted to {workers} workers")
@@ -269,14 +274,14 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                    for place in range(trace.places)}
         note = f"each of the trace's {trace.places} places stands for {workers / trace.places:.3g} workers"
 
-    def renamed(places: tuple[int, ...]) -> tuple[int, ...]:
+    def renumber(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(index for place in places for index in members.get(place, ())))
 
     def with_values(pairs: tuple[tuple[int, Value], ...]) -> tuple[tuple[int, Value], ...]:
         return tuple(sorted((index, value) for place, value in pairs for index in members.get(place, ())))
 
-    changes = (Change(change.seconds, renamed(change.removed), renamed(change.added), with_values(change.slowed),
+    changes = (Change(change.seconds, renumber(change.removed), renumber(change.added), with_values(change.slowed),
                       with_values(change.gpus), change.links) for change in trace.changes)
     return msgspec.structs.replace(
-        trace, places=workers, live=renamed(trace.live), notes=(*trace.notes, note),
-        changes=tuple(one for one in changes if one.anything))
+        trace, places=workers, live=renumber(trace.live), notes=(*trace.notes, note),
+        changes=tuple(changed for changed in changes if changed.anything))

@@ -1,4 +1,4 @@
-"""What failures cost a policy besides workers: seconds to restart, to reconfigure and to load parameters.
+"""Costs of a policy's reactions to failures: seconds to restart, to reconfigure and to load parameters.
 
 Figures of other systems are published measurements, by model size. Between two sizes they are interpolated over the
 logarithm of the number of parameters; outside the range the nearest one is used. Sources: [O] Oobleck (SOSP 2023), its
@@ -12,49 +12,54 @@ import msgspec
 import numpy as np
 
 RESTART_SECONDS = {350e6: 80.0, 2.7e9: 515.0, 6.7e9: 701.0}
-"""By number of parameters: to restart a whole job from a checkpoint; 76-83 s for small models [O]."""
+"""Seconds to restart a whole job from a checkpoint, by number of parameters; 76-83 s for small models [O]."""
 CHECKPOINT_SECONDS = {350e6: 14.0, 2.7e9: 50.0, 6.7e9: 120.0}
-"""To write a checkpoint: 11-16 s for small models [O]."""
+"""Seconds to write a checkpoint, by number of parameters; 11-16 s for small models [O]."""
 OOBLECK_SECONDS = {350e6: 3.0, 2.7e9: 6.0, 6.7e9: 10.0}
-"""For Oobleck to instantiate new pipelines and copy missing layers [O]."""
+"""Seconds for Oobleck to instantiate new pipelines and copy missing layers, by number of parameters [O]."""
 BAMBOO_SECONDS = {350e6: 12.5, 6.7e9: 450.0}
-"""For Bamboo to form new pipelines: 5 to 20 s for small models in its own simulator [B], 450 s for 6.7B [O]. Oobleck's
-simulator has 76 s for BERT-large; with that, its pauses alone would cost a tenth of the published trace."""
+"""Seconds for Bamboo to form new pipelines: 5 to 20 s for small models in its simulator [B], 450 s for 6.7B [O].
+
+Oobleck's simulator has 76 s for BERT-large; with that, its pauses alone would cost a tenth of the published trace.
+"""
 
 BYTES_PER_SECOND = 10e9
-"""Of a link: the published cluster's 80 Gb/s [R]."""
+"""Bandwidth of a link: the published cluster's 80 Gb/s [R]."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, and a few shares. Policies that do the same thing pay the same for it."""
+    """Costs of failures, in seconds and in shares. Policies that do the same thing pay the same cost."""
 
     parameters: float
     """Number of parameters of the model."""
     switch_seconds: float = 1.0
-    """From a worker's death until all go on by the next schedule, or to add a worker. `benchmarks.recovery` measures
-    less in Slipstream's runtime, on CPUs over gloo; NCCL groups take longer to form, hence a second."""
+    """Time from a worker's death until all workers run the next schedule, or the time to add a worker.
+
+    Slipstream's runtime takes less on CPUs over gloo (`benchmarks.recovery`); NCCL groups take longer to form, hence a
+    second.
+    """
     load_seconds: float
-    """To fetch the parameters and optimizer state of one stage from a peer."""
+    """Time to fetch the parameters and optimizer state of one stage from a peer."""
     restart_seconds: float
     checkpoint_seconds: float
     oobleck_seconds: float
     bamboo_seconds: float
     bamboo_fatal_seconds: float = 30.0
-    """For the rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
+    """Time of the rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
     bamboo_fault_free_share: float = 13.41 / 20.55
-    """Throughput of Bamboo, with its redundant forwards, over that of 1F1B, no worker down: measured, 350M [R]."""
+    """Throughput of Bamboo, with redundant forwards, relative to 1F1B, no worker down: measured, 350M [R]."""
     bamboo_max_covered_share: float = 0.05
-    """With more than this share of dead stages run by predecessors, Bamboo forms new pipelines [B]."""
+    """Share of dead stages run by predecessors, above which Bamboo forms new pipelines [B]."""
     ft_hsdp_stall_seconds: float = 180.0
-    """For which all stand still at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277, abstract)."""
+    """Time for which all replicas pause at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277, abstract)."""
     ft_hsdp_restart_seconds: float = 600.0
-    """For a replica to restart: the 10 minutes that synchronous training needs there (abstract)."""
+    """Time for a replica to restart: the 10 minutes that synchronous training needs there (abstract)."""
     plan_seconds: float = 0.0
-    """From a failure to a settled plan for it; none where a table has it."""
+    """Time from a failure to its rebalanced plan; 0 if a table has the plan."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
-    """Costs for a model of this many parameters, cut into so many stages.
+    """Return the costs for a model of this many parameters, divided into `stages` stages.
 
     Loading a stage sends 14 bytes per parameter over one link: the weight in two bytes, a float32 master copy and two
     Adam states, without the gradient.
@@ -67,6 +72,6 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
 
 
 def interpolated(points: Mapping[float, float], parameters: float) -> float:
-    """The figure for this many parameters: linear over the logarithm of the size, between published points."""
+    """Return the value at a number of parameters, interpolated over logarithms between published sizes."""
     sizes = sorted(points)
     return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], [points[size] for size in sizes]))

@@ -1,18 +1,19 @@
-"""Systems of others in the benchmark: a table of throughputs, or a policy in Python.
+"""Other systems in the benchmark: a table of throughputs, or a policy in Python.
 
-A table is a JSON file. For each case of the benchmark it says, by what is down, how many samples a second the system
-trains, and how long it stands still to get there:
+A table is a JSON file. For each case of the benchmark and each number of dead workers, it gives the samples per second
+that the system trains and the time that it pauses to reach this state:
 
     {"format": "slipstream-entry-1", "name": "mine", "title": "...", "source": "...",
      "cases": {"spot-24": [{"down": 0, "samples_per_second": 11.3, "pause_seconds": 0},
                            {"down": 1, "samples_per_second": 10.9, "pause_seconds": 20},
                            {"down": [0, 0, 1, 1], "samples_per_second": 10.0, "pause_seconds": 30}]}}
 
-`down` is a number of workers, or one number for each stage; the latter counts where it fits exactly. For a number that
-has no row, that of the next larger one counts, for live workers may idle; beyond the largest nothing is trained.
+The key `down` is a number of workers, or one number for each stage; the latter is used if it fits exactly. A number
+without a row has the values of the next larger one, because live workers may idle; beyond the largest one nothing is
+trained.
 
-A policy in Python is a class that inherits `Entry` and is found by its entry point, group `slipstream.policies`. It is
-told what is down, and nothing that the table form or our own policies are not told.
+A policy in Python is a class that inherits `Entry` and is found by its entry point in the group `slipstream.policies`.
+It receives the same information about failures as the table form and our own policies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +34,14 @@ MAX_BYTES = 64 * 2**20
 
 
 class EntryError(ValueError):
-    """An entry cannot be used. The message is one line."""
+    """Raised when an entry cannot be used. The message is one line."""
 
 
 class Entry(RatedByStage):
-    """A system that trains at a rate that depends on what is down, and pauses when that changes.
+    """A system whose throughput depends on which workers are down, and which pauses when that changes.
 
-    A failure also costs half an iteration, as for all others. Where nothing can be trained (a rate of 0), it waits, and
-    goes on from a checkpoint. Override `rate`, and `pause` where a change costs time.
+    A failure also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the system
+    waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes time.
     """
 
     source = "an entry of others"
@@ -50,23 +51,23 @@ class Entry(RatedByStage):
         self._live: set[int] = set()
 
     def pause(self, down: DownByStage) -> float:  # noqa: ARG002
-        """Seconds in which nothing is trained, to get to where so many are down."""
+        """Return the seconds without training until the system runs with these workers down."""
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Train with those who are there."""
+        """Return the phase of training with the live machines."""
         self._live = set(live)
         return self.resume_training(self.rate(self._down()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Pause, redo what was lost, train on."""
+        """Return the phases after a change: a pause, redoing lost samples, then training."""
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._down()
         return self.go_on(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
                           worker_died=bool(change.removed))
 
     def _down(self) -> DownByStage:
-        """Machine m has stage m mod S, as in the grid."""
+        """Return the number of dead workers of each stage. Machine m has stage m mod S, as in the grid."""
         stages = self.scenario.stages
         live = [0] * stages
         for machine in self._live:
@@ -83,7 +84,7 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry as a file."""
+    """Contents of an entry file."""
 
     format: Literal["slipstream-entry-1"]
     name: str
@@ -93,7 +94,7 @@ class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TableEntry(Entry):
-    """A system of which a table is known."""
+    """A system that is described by a table."""
 
     rows: ClassVar[Mapping[int | DownByStage, EntryRow]]
 
@@ -104,18 +105,18 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """As the table says."""
+        """Return the samples per second of the table."""
         row = self._row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """As the table says."""
+        """Return the pause of the table, in seconds."""
         row = self._row(down)
         return row.pause_seconds if row else 0.0
 
 
 def decoded(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """What is in a JSON file. Raises EntryError, whose message names the file and says what was expected."""
+    """Return the contents of a JSON file. Raises EntryError, whose message names the file and what was expected."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -127,7 +128,7 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read a table. Raises EntryError, whose message names the file and what is wrong."""
+    """Read a table. Raises EntryError, whose message names the file and the error."""
     table = decoded(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
@@ -142,33 +143,36 @@ def read_entry(path: Path) -> EntryTable:
 
 
 def table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
-    """The policy that a table describes for a case; None where it has none. Raises EntryError for other stages."""
+    """Return the policy that a table describes for a case, or None if it has no rows for the case.
+
+    Raises EntryError if a row is for another number of stages.
+    """
     rows = table.cases.get(case)
     if rows is None:
         return None
-    found: dict[int | DownByStage, EntryRow] = {}
+    row_by_down: dict[int | DownByStage, EntryRow] = {}
     for row in rows:
         if isinstance(row.down, list) and len(row.down) != stages:
             raise EntryError(f"{table.name}: cases.{case}: down has {len(row.down)} numbers; expected one for each of "
                              f"{stages} stages")
-        found[tuple(row.down) if isinstance(row.down, list) else row.down] = row
+        row_by_down[tuple(row.down) if isinstance(row.down, list) else row.down] = row
     return type("TableEntry", (_TableEntry,), {
-        "name": table.name, "title": table.title, "source": table.source, "rows": found,
+        "name": table.name, "title": table.title, "source": table.source, "rows": row_by_down,
         "assumptions": "as its table says; a failure also costs half an iteration"})
 
 
 def installed_policy(name: str) -> type[Policy] | None:
-    """The policy of an installed package, by the name of its entry point; None where there is none.
+    """Return the policy of an installed package by the name of its entry point, or None if there is none.
 
-    Raises EntryError where it cannot be imported or is no policy.
+    Raises EntryError if it cannot be imported or is not a policy.
     """
     for point in entry_points(group=GROUP, name=name):
         try:
-            kind = point.load()
-        except Exception as error:  # code of others: whatever it raises, the user is told where
+            policy_class = point.load()
+        except Exception as error:  # third-party code may raise anything; name its origin
             raise EntryError(f"{name}: {point.value} cannot be imported: {type(error).__name__}: {error}") from None
-        if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
             raise EntryError(f"{name}: {point.value} is no policy; expected a class that inherits "
                              "slipstream.cli.fleet.Entry")
-        return kind
+        return policy_class
     return None

@@ -1,4 +1,4 @@
-"""What a failure costs, for the preset of the README: a day with all workers alive, with one dead, and with five."""
+"""The cost of a failure for the preset of the README: a day with none, one and five workers dead."""
 
 from slipstream.cli.fleet.availability_trace import died
 from slipstream.cli.fleet.costs import costs_for
@@ -15,7 +15,7 @@ PRESET, PARAMETERS = "llama-3-8b", 8e9
 DEAD = ("2.1", "5.0", "0.2", "7.3", "4.1")
 CASES = {"one dead": DEAD[:1], "five dead": DEAD}
 PLAN_SECONDS = 5.0
-"""Of counted steps for each plan: `--steps 2000000`."""
+"""Time for each plan in counted steps, equal to `--steps 2000000`."""
 ROWS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
@@ -24,24 +24,25 @@ ROWS = {
     "torchft": "drop the replica (torchft)",
     "checkpoint-restart": "restart from a checkpoint on whole pipelines",
 }
-"""What the README calls each policy."""
+"""Name of each policy in the README."""
 
 
 def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
-    """Samples per second by policy, and the loss against the same policy with all workers alive.
+    """Return the samples per second of each policy, and its loss against the same policy with all workers alive.
 
-    `overlap`: with `[network] overlap`, for all of them."""
+    `overlap`: all policies use `[network] overlap`.
+    """
     job = parse_job(preset(PRESET) + "\n[network]\noverlap = true\n" * overlap)
     kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
-    found = {}
+    by_case = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
         workers = [Worker.parse(worker) for worker in dead]
         throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
                                   dead=workers)
         trace = died(job, workers)
-        found[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
+        by_case[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
         progress(done, 1 + len(CASES))
-    values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in found.items()}
+    values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in by_case.items()}
     rows: list[tuple[Cell, ...]] = []
     for policy, text in ROWS.items():
         whole, *others = (one[policy] for one in values.values())

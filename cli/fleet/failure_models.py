@@ -1,11 +1,11 @@
-"""Failure models: how often what fails, and for how long, as published. Each number says where it is from.
+"""Failure models: published rates, causes and durations of failures. Each number states its source.
 
-A model is a list of kinds of failures. A kind takes a *domain* down at once: one GPU, a server of 8, what hangs on one
-switch, a rack, a power feed. Published are rates and causes; how long a machine is away is seldom. Where a figure is an
-assumption of ours, its source says so.
+A model is a list of kinds of failures. A kind takes a *domain* down at once: one GPU, a server of 8, all machines on
+one switch, a rack, a power feed. Rates and causes are published; the time that a machine is away seldom is. If a figure
+is our assumption, its source says so.
 
 A model may have a published curve of mean times to failure (MTTF) by size of the job. Then all its rates are scaled so
-that a job of that many GPUs fails as the curve says; between published sizes the logarithms are interpolated, outside
+that a job of that many GPUs fails as the curve says. Between published sizes the logarithms are interpolated; outside
 them the rate of a GPU is that of the nearest size.
 """
 
@@ -16,57 +16,61 @@ import msgspec
 import numpy as np
 
 SERVER = 8
-"""GPUs of a server, in all of these clusters but where said."""
+"""Number of GPUs of a server, in all of these clusters unless stated otherwise."""
 UNICRON_TRANSIENT = 0.73
 """Share of failures after which a restart brings the machine back: Unicron (arXiv 2401.00134), section 2."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of failures."""
+    """One cause of failures, with its domain, rate and repair times."""
 
     cause: str
     gpus: int = 1
-    """How many neighbouring GPUs it takes down at once: its domain."""
+    """Number of neighbouring GPUs that a failure takes down at once: its domain."""
     mtbf_hours: float
     """Mean time between failures of one domain."""
     transient_share: float = UNICRON_TRANSIENT
     """Share of failures after which a restart brings the machines back."""
     restart_hours: float = 0.1
-    """Mean time of such a restart; assumed where the source says nothing else."""
+    """Mean time of such a restart; assumed unless the source gives it."""
     repair_hours: float = 4.0
-    """Mean time of the repair or replacement after all others; assumed where the source says nothing else."""
+    """Mean time of the repair or replacement after all other failures; assumed unless the source gives it."""
     repair_median_hours: float | None = None
-    """Median of these times, which then are log-normally distributed; None: they are exponentially."""
+    """Median repair time, which then is log-normally distributed; None: it is exponentially distributed."""
     source: str = "given by the user"
 
 
 class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How a fleet fails. Times in hours; places are GPUs."""
+    """Failures of a fleet. Times are in hours; places are GPUs."""
 
     name: str
     kinds: tuple[Kind, ...]
     source: str = "given by the user"
     mttf_hours: tuple[tuple[int, float], ...] = ()
-    """The published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
+    """Published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
     repairs_at_once: int | None = None
-    """How many domains are repaired at a time; others wait for their turn, in the order of their failures."""
+    """Number of domains that are repaired at a time; others wait for their turn, in the order of their failures."""
     rate_shape: float | None = None
-    """The shape of the gamma distribution of domains' rates, whose mean is that of their kind: the smaller, the more of
-    all failures the same few domains have. None: all of a kind have one rate."""
+    """Shape of the gamma distribution of domains' rates, whose mean is that of their kind; None: equal rates.
+
+    The smaller it is, the larger the share of all failures that the same few domains have.
+    """
     period_days: float | None = None
-    """Length of the periods in which all domains fail more often, or less, than in others; None: there are none."""
+    """Length of the periods in which all domains together fail more or less often than usual; None: no periods."""
     period_shape: float = 1.0
-    """The shape of the gamma distribution of periods' rates, whose mean is 1: the smaller, the more failures come
-    in the same few periods."""
+    """Shape of the gamma distribution of periods' rates, whose mean is 1.
+
+    The smaller it is, the more failures come in the same few periods.
+    """
 
     def hours_to_failure(self, gpus: int) -> float:
-        """Mean hours from one failure in so many GPUs to the next, of whatever kind."""
+        """Return the mean hours between failures of any kind in this number of GPUs."""
         if self.mttf_hours:
             return interpolated_hours(self.mttf_hours, gpus)
         return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
 
     def kinds_for(self, gpus: int) -> tuple[Kind, ...]:
-        """The kinds, at the rates of a job of so many GPUs."""
+        """Return the kinds, at the rates of a job with this number of GPUs."""
         if not self.mttf_hours:
             return self.kinds
         factor = self.hours_to_failure(gpus) * sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
@@ -74,7 +78,7 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interpolated_hours(points: Sequence[tuple[int, float]], gpus: int) -> float:
-    """The mean time to failure at a size: straight between the points over logarithms, one rate a GPU outside them."""
+    """Return the mean time to failure at a size: log-linear between the points, and one rate per GPU outside them."""
     sizes = [size for size, _ in points]
     nearest = min(max(gpus, sizes[0]), sizes[-1])
     logarithm = float(np.interp(math.log(nearest), np.log(sizes), np.log([hours for _, hours in points])))
@@ -82,7 +86,7 @@ def interpolated_hours(points: Sequence[tuple[int, float]], gpus: int) -> float:
 
 
 def single(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
-    """One kind: single GPUs that fail once in so many hours each."""
+    """Return a model with one kind: single GPUs, each of which fails once in `mtbf_hours`."""
     return FailureModel(name=name, source=source, kinds=(Kind(cause="any", mtbf_hours=mtbf_hours, source=source),))
 
 
@@ -90,8 +94,8 @@ def single(mtbf_hours: float, source: str = "given by the user", *, name: str = 
 
 LLAMA_3_GPUS, LLAMA_3_HOURS = 16_384, 54 * 24.0
 TOP_OF_RACK = 16
-"""GPUs on one switch: a rack of two servers (Llama 3, section 3.3.1)."""
-_LLAMA_3 = (  # (cause, interruptions in 54 days, GPUs of the domain, whether a restart is enough, mostly)
+"""Number of GPUs on one switch: a rack of two servers (Llama 3, section 3.3.1)."""
+_LLAMA_3 = (  # (cause, interruptions in 54 days, GPUs of the domain, True if a restart is mostly enough)
     ("faulty GPU", 148, 1, False), ("GPU memory (HBM3)", 72, 1, False), ("software bug", 54, 1, True),
     ("network switch or cable", 35, TOP_OF_RACK, False), ("unplanned host maintenance", 32, SERVER, False),
     ("GPU SRAM", 19, 1, False), ("GPU system processor", 17, 1, False), ("network card", 7, 1, False),
@@ -123,7 +127,7 @@ def _llama_3() -> FailureModel:
 
 RSC = "Meta Research SuperCluster (Kokolis et al., HPCA 2025, arXiv 2410.21680)"
 RSC_1, RSC_2 = 6.50, 2.34
-"""Failures per 1,000 node-days, servers of 8 A100 (section III, figure 7)."""
+"""Failures per 1,000 node-days, on servers of 8 A100 (section III, figure 7)."""
 RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
 """MTTF by GPUs of the job: measured at 1,024, projected beyond (section III, figure 7)."""
 
@@ -146,9 +150,9 @@ _INFINITE_HBD = (  # (cause, faults, share back within 4 h, their mean, mean and
     ("hardware or software", 322, 0.295, 0.81, 252.5, 62.3),
     ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1))
 INFINITE_HBD_SHAPE = 0.93
-"""By the method of moments: a server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none."""
+"""Fitted by moments: a server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none."""
 INFINITE_HBD_PERIOD_DAYS, INFINITE_HBD_PERIOD_SHAPE = 30.0, 3.5
-"""Likewise: in 30 days servers fail 48.6 times on average, with a variance of 14.9 times that."""
+"""Fitted likewise: in 30 days servers fail 48.6 times on average, with a variance of 14.9 times that."""
 
 
 def _infinite_hbd() -> FailureModel:
@@ -173,7 +177,7 @@ _DELTA_H100 = (("memory management unit", 1_737 / 2.1e6, True), ("uncorrectable 
 _DELTA_A100 = (("memory management unit", 8_863 / 9.6e6, True), ("GPU system processor", 3_857 / 9.6e6, False),
                ("NVLink", 1_922 / 9.6e6, True), ("power management unit", 77 / 9.6e6, False),
                ("uncorrectable memory", 1 / 283_271, False))
-"""(cause, errors a GPU-hour, whether the process alone ends)"""
+"""Errors of the cluster: (cause, errors per GPU-hour, True if only the process ends)."""
 FT_HSDP_GPUS, FT_HSDP_HOURS = 100_000, 18 / 60
 FT_HSDP = ("FT-HSDP (Salpekar et al., arXiv 2602.00277), abstract: 44 % effective training time with 10 minutes lost "
            "at each failure, 100,000 GPUs: one in 18 minutes")
@@ -188,7 +192,7 @@ def _delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> FailureMod
 
 
 def _pods() -> FailureModel:
-    """Llama 3's causes, and the domains above a switch: racks' power feeds and pods."""
+    """Return the model of Llama 3 with the domains above a switch: racks' power feeds and pods."""
     above = (Kind(cause="power feed of a row of racks", gpus=128, mtbf_hours=5 * 365 * 24.0, transient_share=0.0,
                   source="assumed: a row of 8 racks, once in five years"),
              Kind(cause="aggregation switch of a pod", gpus=3_072, mtbf_hours=5 * 365 * 24.0, transient_share=0.9,
@@ -211,38 +215,38 @@ FAILURE_MODELS: Mapping[str, FailureModel] = {model.name: model for model in (
         Kind(cause="a server", gpus=SERVER, mtbf_hours=FT_HSDP_HOURS * FT_HSDP_GPUS / SERVER,
              source=f"{FT_HSDP}; each taken to be of a server"),)),
 )}
-"""By name. Places are GPUs; `availability_trace.group_gpus` makes workers of several."""
+"""Failure models by name. Places are GPUs; `availability_trace.group_gpus` makes workers of several."""
 
 
 # --- Slow for a while -------------------------------------------------------------------------------------------------
 
 
 class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a job slow for a while: one of its workers, or its links, which all wait for."""
+    """One cause of temporary slowness: of a worker, or of links that the whole job waits for."""
 
     cause: str
     share: float
-    """Share of the time in which a job meets it."""
+    """Share of the time in which a job is affected."""
     hours: float
-    """Mean time that it lasts."""
+    """Mean duration."""
     factor: float
-    """How many times as long the worker, or with slow links the job, takes then."""
+    """Factor by which the worker, or with slow links the job, takes longer."""
     links: bool = False
     source: str = "given by the user"
 
     def hours_between(self, units: int) -> float:
-        """Mean hours from the end of a slow time of one unit to the next, so that some is slow in this share."""
+        """Return the mean hours between slow times of one unit, so that the job is affected for `share` of the time."""
         slow = -math.expm1(math.log1p(-self.share) / units)
         return self.hours * (1 - slow) / slow
 
 
 _GREYHOUND = "Greyhound (Wu et al., USENIX ATC 2025, arXiv 2410.12588), section 3"
 GREYHOUND_DELAY = 1.34
-"""How many times as long large jobs take on average that wait for what is slow (abstract)."""
+"""Mean factor by which large jobs that wait for slow workers or links take longer (abstract)."""
 _SHARES = {"compute": 0.02, "links": 0.40}
 """Computation: under 2 %; communication: 40 %, which we read as shares of a job's time."""
 _FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
-"""Both taken to be equally slow, so that a job that waits takes 1.34 times as long."""
+"""Slowness of both, taken to be equal, so that a job that waits takes 1.34 times as long."""
 
 SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
     "greyhound": (
@@ -252,4 +256,4 @@ SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
         SlowKind(cause="slow links", share=_SHARES["links"], hours=24 / 60, factor=_FACTOR, links=True, source=(
             f"{_GREYHOUND}: slow communication 40 %, 24 minutes on average; {_FACTOR:.2f} times as long, likewise"))),
 }
-"""By name."""
+"""Models of slowness by name."""

@@ -8,22 +8,22 @@ Cell = str | float | int | None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """Values over x, or over categories."""
+    """One series of values over x, or over categories."""
 
     name: str
     values: tuple[float | None, ...]
     low: tuple[float | None, ...] = ()
-    """The least value under any of the assumptions; empty where only one was made."""
+    """Least value under any of the assumptions; empty if only one assumption was made."""
     high: tuple[float | None, ...] = ()
-    """The largest value under any of the assumptions."""
+    """Largest value under any of the assumptions."""
     published: bool = False
-    """Whether the values are the authors' measurements; drawn as points."""
+    """True if the values are the authors' measurements, which are drawn as points."""
     is_reference: bool = msgspec.field(default=False, name="yardstick")
-    """Whether this is only a line to compare with, and not a system that exists."""
+    """True if this is only a line to compare with, and not a system that exists."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, with all that is needed to draw it, and to read it without the drawing."""
+    """Data of one figure: all that is needed to draw it, and to read it without the drawing."""
 
     name: str
     title: str
@@ -35,6 +35,6 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     findings: dict[str, float]
-    """The few numbers that the figure is about, by name."""
+    """The few numbers that the figure shows, by name."""
     assumptions: tuple[str, ...]
     logarithmic_x: bool = False

@@ -1,4 +1,4 @@
-"""What workers have to compute in an iteration, and how failures spread over stages leave them least."""
+"""Compute time of workers in an iteration, and the distributions of failures over stages that cost least."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from functools import cached_property
 from slipstream.planner.job.file import Job
 
 LAYERS_PER_STAGE = 8
-"""Assumed layers of a stage, where the job file gives none."""
+"""Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""A model of more layers is cut into larger pieces, for policies that cut it by a formula."""
+"""Maximum number of layers for policies that use a formula; larger models are divided into larger pieces."""
 DownByStage = tuple[int, ...]
-"""How many workers of each stage (column) are down."""
+"""Number of dead workers of each stage (column)."""
 
 
 class Loads:
-    """Those of one job, all of whose workers are equally fast."""
+    """Compute times of one job, all of whose workers are equally fast."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -23,10 +23,11 @@ class Loads:
         self._loads: dict[DownByStage, float] = {}
 
     def even_spread(self, failures: int) -> DownByStage | None:
-        """One failure a stage, then two, and so on; first where one more leaves the others least work.
+        """Return the failures of each stage if spread evenly, or None if a stage would have no live worker.
 
-        Of all distributions it leaves the most workers to the stage that has fewest. Where stages are equal, the last
-        ones come first, which wait least for others. None where some stage would have no live worker.
+        The extra failures go to the stages where one more leaves the other workers the least work; among equal stages,
+        to the last ones, which wait least for others. Of all distributions, this one leaves the most workers to the
+        stage that has the fewest.
         """
         if failures not in self._even:
             self._even[failures] = self._even_spread(failures)
@@ -41,13 +42,13 @@ class Loads:
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
     def longest_load(self, down: DownByStage) -> float:
-        """Seconds of an iteration that the most loaded worker computes, with so many workers of each stage down."""
+        """Return the compute seconds of the most loaded worker in an iteration with these workers down."""
         if down not in self._loads:
             self._loads[down] = max(self._load(stage, count) for stage, count in enumerate(down))
         return self._loads[down]
 
     def _load(self, stage: int, down: int) -> float:
-        """Seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
+        """Return the seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
         if down >= self._job.pipelines:
             return math.inf
         work, step = self._work[stage]
@@ -55,23 +56,23 @@ class Loads:
 
     @cached_property
     def _work(self) -> Sequence[tuple[float, float]]:
-        """(seconds of a micro-batch, seconds of the all-reduce and the optimizer step) by stage (column)."""
-        clock, found = self._job.time, []
+        """Seconds of a micro-batch, and of the all-reduce and the optimizer step, by stage (column)."""
+        times, by_column = self._job.time, []
         for column in range(self._job.stages):
-            stages = [stage for stage, of in enumerate(self._job.columns) if of == column]
-            work = sum(clock.forward[stage] + clock.backward_input[stage] + clock.backward_weight[stage]
+            stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]
+            work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage]
                        for stage in stages) * self._job.depth / len(self._job.columns)
-            found.append((work, sum(clock.all_reduce[stage] + clock.optimizer[stage] for stage in stages)))
-        return found
+            by_column.append((work, sum(times.all_reduce[stage] + times.optimizer[stage] for stage in stages)))
+        return by_column
 
     @cached_property
     def layers(self) -> tuple[float, ...]:
         """Seconds of each layer, forward and backward: equal parts of its stage."""
-        job, clock, depth = self._job, self._job.time, self._job.depth
+        job, times, depth = self._job, self._job.time, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
             counts = [max(1, count) for count in job.layers[:depth]]
-        totals = map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
+        totals = map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],
                               strict=True))
         return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
 
@@ -81,8 +82,9 @@ class Loads:
         return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
     def work_conserving(self, live: float) -> float:
-        """Seconds of an iteration that no synchronous training is below: the work spread evenly over live workers, then
-        one step. A worker at half speed counts half.
+        """Return a lower bound on the seconds of an iteration: the work spread evenly, then one step.
+
+        A worker at half speed counts half in `live`.
         """
         if live <= 0:
             return math.inf
@@ -91,13 +93,13 @@ class Loads:
 
     @cached_property
     def _work_in_all(self) -> tuple[float, float]:
-        """(seconds of an iteration's micro-batches on all stages, seconds of the shortest optimizer step)."""
-        clock, depth = self._job.time, self._job.depth
-        work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
+        """Seconds of an iteration's micro-batches on all stages, and of the shortest all-reduce and optimizer step."""
+        times, depth = self._job.time, self._job.depth
+        work = sum(map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],
                                 strict=True)))
-        return work * sum(self._job.microbatches), min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        return work * sum(self._job.microbatches), min(map(sum, zip(times.all_reduce, times.optimizer, strict=True)))
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Failures by stage: one a stage, then two, and so on; the last stages first, which wait least for others."""
+    """Return the failures of each stage if spread evenly; the last stages, which wait least, come first."""
     return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))

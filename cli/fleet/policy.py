@@ -1,7 +1,7 @@
 """The interface of a policy: how a job reacts when machines are lost or added.
 
-A policy answers each change with *phases*, one after the other: so many seconds, at such a rate, for such a cause. The
-last phase has no end. The next change interrupts them, and the policy is told what remained of them.
+A policy answers each change with consecutive *phases*, each with a duration, a rate and a cause. The last phase has no
+end. The next change interrupts them, and the policy is given the phases that remained.
 """
 
 import math
@@ -19,10 +19,10 @@ from slipstream.cli.fleet.throughput import Throughputs
 
 
 class Cause(StrEnum):
-    """Why a job makes less progress than the best one would."""
+    """Reason why a job makes less progress than the best one would."""
 
     RUN = "fewer workers"
-    """It trains, at the rate of the phase."""
+    """Training at the rate of the phase."""
     SWITCH = "reconfiguring"
     LOAD = "loading parameters"
     LOST = "redoing lost work"
@@ -30,16 +30,16 @@ class Cause(StrEnum):
     CHECKPOINT = "writing checkpoints"
     WAIT = "waiting for workers"
     SLOW = "waiting for slow workers"
-    """By policies that do not balance speeds; those that do train at the rate of a plan for them."""
+    """Loss of policies that do not balance speeds. Other policies train at the rate of a plan for the slow workers."""
     LINKS = "slow links"
     WHOLE = "slower even when whole"
-    """Its schedule with all workers alive is slower than the best one."""
+    """Loss of a policy whose schedule with all workers alive is slower than the best one."""
 
 
 TRAINING = (Cause.RUN, Cause.LOST)
-"""It trains."""
+"""Causes of phases in which the job trains."""
 UNTRAINED = (Cause.WAIT, Cause.RESTART)
-"""No worker holds parameters."""
+"""Causes of phases in which no worker holds parameters."""
 
 
 class Phase(msgspec.Struct, frozen=True, gc=False):
@@ -60,13 +60,13 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
         return self.rate + self.checkpoints + self.redone
 
     def lasting(self, seconds: float) -> "Phase":
-        """The same for so many seconds."""
+        """Return this phase with another duration."""
         if seconds == self.seconds:
             return self
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def slower(self, factor: float) -> "Phase":
-        """The same where all training takes so many times as long."""
+        """Return this phase with all training slowed by a factor."""
         if factor == 1.0 or not (self.rate or self.redone):
             return self
         seconds = self.seconds * factor if self.redone else self.seconds
@@ -74,7 +74,7 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scenario(NamedTuple):
-    """What is the same for all policies: the job's throughputs, the costs, and how often failures come."""
+    """Inputs that all policies share: the job's throughputs, the costs, and the time between failures."""
 
     throughputs: Throughputs
     costs: Costs
@@ -82,46 +82,46 @@ class Scenario(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Workers in a pipeline."""
+        """Number of workers in a pipeline."""
         return self.throughputs.job.stages
 
     @property
     def pipelines(self) -> int:
-        """Pipelines with all workers alive."""
+        """Number of pipelines with all workers alive."""
         return self.throughputs.job.pipelines
 
     @property
     def workers(self) -> int:
-        """Workers of the job. Machines are numbered from 0 to this - 1."""
+        """Number of workers of the job. Machines are numbered from 0 to this - 1."""
         return self.throughputs.workers
 
     @property
     def checkpoint_interval(self) -> float:
         """Seconds of training between checkpoints: sqrt(2 C M), and at least C.
 
-        C: seconds to write a checkpoint; M: seconds between failures. The formula is Young's (1974).
+        C is the time to write a checkpoint, and M the time between failures, in seconds. The formula is Young's (1974).
         """
         return max(self.costs.checkpoint_seconds,
                    math.sqrt(2 * self.costs.checkpoint_seconds * self.seconds_between_failures))
 
 
 class Policy(ABC):
-    """How a job reacts to failures. One object simulates one run."""
+    """Reaction of a job to failures. Each object simulates one run."""
 
     name: ClassVar[str]
     title: ClassVar[str]
-    """One line that describes it."""
+    """Description in one line."""
     assumptions: ClassVar[str]
-    """What the simulation assumes, with sources."""
+    """Assumptions of the simulation, with sources."""
     source: ClassVar[str]
-    """What it is taken from: paper, section or figure, artifact; "our reading" where no code of it is public."""
+    """Origin of the policy: paper, section or figure, artifact; "our reading" if no code is public."""
 
     is_reference: ClassVar[bool] = False
-    """Whether this is only a line to compare with, and not a system that exists."""
+    """True if this is only a line to compare with, and not a system that exists."""
     pauses: ClassVar[bool] = False
-    """Whether training stops while a checkpoint is written. Otherwise it is written in the background."""
+    """True if training stops while a checkpoint is written. Otherwise it is written in the background."""
     balances_speeds: ClassVar[bool] = False
-    """Whether it changes its plan when workers become slow. Otherwise all wait for the slowest, whatever its rate."""
+    """True if the policy changes its plan when workers become slow. Otherwise all workers wait for the slowest one."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -131,41 +131,44 @@ class Policy(ABC):
         self.checkpoints = CheckpointPauses(self.spans, scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
         self.slow: dict[int, float] = {}
-        """How many times as long each live machine that is slow takes."""
+        """Factor by which each live machine that is slow takes longer."""
         self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
         self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
         self._owed = 0.0
-        """Samples that a job which waits for workers has to train a second time, besides those of no checkpoint."""
+        """Samples that a waiting job must train again, in addition to those since the last checkpoint."""
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, without the cost of checkpoints: by default of 1F1B."""
+        """Samples per second with all workers alive, without checkpoints. The default is that of 1F1B."""
         return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """The phases from the beginning of a trace on; `live` are the machines alive then."""
+        """Return the phases from the beginning of a trace, when the machines `live` are alive."""
 
     @abstractmethod
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """The phases from a change on. `remaining`: what was left of the phases before it, the current one first."""
+        """Return the phases after a change. `remaining` has the rest of the previous phases, the current one first."""
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
-        """Samples per second in steady state with so many workers down, where they cost least; without checkpoints."""
+        """Return the steady samples per second, without checkpoints, with failures where they cost least."""
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """With how many GPUs a worker goes on of which so many are alive; 0: it is down, as by default."""
+        """Return the GPUs that a worker uses if `alive` of `whole` GPUs are alive; 0 if the worker is down.
+
+        By default, a worker that lost any of its GPUs is down.
+        """
         return alive if alive == whole else 0
 
     @property
     def slowdown(self) -> float:
-        """How many times as long training takes as its phases say, because it waits for slow machines."""
+        """Factor by which waiting for slow machines makes training slower than its phases say."""
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def answer(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """The phases from a change on; one of speeds alone is for policies that balance them."""
+        """Return the phases after a change. A change of speed alone counts only if the policy balances speeds."""
         if self.slow:
             for machine in (*change.removed, *change.added):
                 self.slow.pop(machine, None)
@@ -180,7 +183,7 @@ class Policy(ABC):
     # --- Shared by several policies -----------------------------------------------------------------------------------
 
     def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """The phases from now on: stalls, redoing lost samples, training at `rate`; waiting if it is 0."""
+        """Return the next phases: stalls, redoing lost samples, training at `rate`; or waiting if it is 0."""
         if not rate:
             self._owed += lost_samples
             return [Phase(Cause.WAIT)]
@@ -189,33 +192,34 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """These phases for so many seconds; then a stall, and the rest of them at another rate."""
-        before: list[Phase] = []
+        """Return the phases with a stall after `seconds`, and the rest of them at another rate."""
+        unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
                 rest = [phase.lasting(phase.seconds - seconds), *phases[index + 1:]]
-                before += [phase.lasting(seconds)] if seconds else []
-                return [*before, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
-            before.append(phase)
+                unchanged += [phase.lasting(seconds)] if seconds else []
+                return [*unchanged, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
+            unchanged.append(phase)
             seconds -= phase.seconds
         raise AssertionError("the last phase of a policy has an end")
 
     def go_on(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
               state_lost: bool = False) -> list[Phase]:
-        """The phases after a change: stalls, redoing what a death lost; or a restart where only the checkpoint holds
-        the parameters of some stage.
+        """Return the phases after a change: stalls, then redoing the samples that a death lost.
+
+        If only the checkpoint holds the parameters of some stage, the job restarts from it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
         return self.resume_training(rate, *stalls, lost_samples=self.lost_samples(remaining, worker_died=worker_died))
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
-        """The phases of going back to the last checkpoint and redoing what was trained since."""
-        lost, self._owed = self.checkpoints.go_back() + samples_to_redo(remaining) + self._owed, 0.0
-        return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost)
+        """Return the phases of a restart from the last checkpoint, including redoing the samples trained since then."""
+        lost_samples, self._owed = self.checkpoints.go_back() + samples_to_redo(remaining) + self._owed, 0.0
+        return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
 
     def training(self, rate: float) -> Phase:
-        """Training without end. Where the policy pauses for checkpoints, the rate is the mean over the pauses."""
+        """Return a training phase without end, whose rate is the mean including pauses for checkpoints."""
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
@@ -223,9 +227,9 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Samples to redo: those not redone yet and, if a worker died while training, half an iteration on average.
+        """Return the samples to redo: those not redone yet, and half an iteration if a worker died in training.
 
-        No more is discarded than was trained since the job last stood still.
+        At most the samples trained since the job last paused are discarded.
         """
         if not worker_died or remaining[0].cause not in TRAINING:
             return samples_to_redo(remaining)
@@ -235,31 +239,30 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Whether only the checkpoint holds the parameters: the job was waiting for workers, or still restarting."""
+        """Return whether only the checkpoint holds the parameters: the job was waiting or restarting."""
         return remaining[0].cause in UNTRAINED
 
 
 class RatedByStage(Policy):
-    """A policy whose throughput depends on how many workers of each stage are down."""
+    """A policy whose throughput depends on the number of dead workers of each stage."""
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
-        """Samples per second with so many workers down in each stage."""
+        """Return the samples per second with these workers of each stage down."""
 
     @property
     def fault_free_rate(self) -> float:
-        """With all workers alive."""
+        """Samples per second with all workers alive."""
         return self.rate((0,) * self.scenario.stages)
 
     def steady_rate(self, failures: int) -> float:
-        """With failures spread over stages, where they may happen to fall; 0 where that leaves a stage without workers.
-        """
+        """Return the rate with failures spread evenly over stages; 0 if a stage would have no live worker."""
         spread = self.throughputs.loads.even_spread(failures)
         return self.rate(spread) if spread else 0.0
 
 
 def samples_to_redo(remaining: Sequence[Phase]) -> float:
-    """Samples that were to be trained a second time in these phases."""
+    """Return the number of samples that these phases were to train a second time."""
     samples = 0.0
     for phase in remaining:
         if phase.redone:
@@ -268,18 +271,18 @@ def samples_to_redo(remaining: Sequence[Phase]) -> float:
 
 
 class Spans:
-    """What a run has done so far: consecutive spans of time, each of one phase."""
+    """History of a run: consecutive spans of time, each of one phase."""
 
     def __init__(self) -> None:
         self.seconds = [0.0]
-        """Where each span begins, and the end."""
+        """Start of each span, and the end of the last one."""
         self.phases: list[Phase] = []
-        """The phase that each span is a part of."""
+        """Phase that each span is a part of."""
         self.slowdowns: list[tuple[float, float]] = []
-        """How many times as long training takes in each span, because of slow workers and of slow links."""
+        """Factors by which slow workers and slow links lengthen training in each span."""
 
     def spend(self, phases: Sequence[Phase], until: float, workers: float = 1.0, links: float = 1.0) -> Sequence[Phase]:
-        """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
+        """Record phases until a time, slowed by both factors. Return the rest, the current one first."""
         clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
             phases = [phase.slower(slowdown) for phase in phases]
@@ -294,31 +297,31 @@ class Spans:
                     return phases
                 rest = phase.lasting(end - until)
                 following = [rest, *phases[index + 1:]]
-                return [one.slower(1 / slowdown) for one in following] if slowdown != 1.0 else following
+                return [later_phase.slower(1 / slowdown) for later_phase in following] if slowdown != 1.0 else following
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 
 
 class CheckpointPauses:
-    """Tells how many samples would be lost by going back to the last checkpoint.
+    """Times of checkpoints, and the samples that a return to the last one would lose.
 
-    One is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at the same
-    times have checkpoints of the same times, whatever their throughput.
+    A checkpoint is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at
+    the same times have checkpoints at the same times, whatever their throughput.
     """
 
     def __init__(self, spans: Spans, interval_seconds: float, pause_seconds: float) -> None:
-        """Checkpoints come after `interval_seconds` of training, and stop it for `pause_seconds` (0: for no time)."""
+        """Take checkpoints every `interval_seconds` of training, which stop it for `pause_seconds` (0: not)."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
         self._spans = spans
         self._first = 0
-        """The first span since the job last went back."""
+        """Index of the first span since the job last returned to a checkpoint."""
         self._discarded: list[tuple[int, float]] = []
-        """Pairs (number of spans before it, samples) of what was discarded since then."""
+        """Samples discarded since then: pairs (number of spans before, samples)."""
 
     @property
     def since_stall(self) -> float:
-        """Samples trained since the job last stood still."""
+        """Samples trained since the job last paused."""
         seconds, phases = self._spans.seconds, self._spans.phases
         first = len(phases)
         while first and phases[first - 1].trained:
@@ -329,11 +332,11 @@ class CheckpointPauses:
         return samples
 
     def discard(self, samples: float) -> None:
-        """So many samples are lost, to be trained again."""
+        """Record samples as lost, to be trained again."""
         self._discarded.append((len(self._spans.phases), samples))
 
     def go_back(self) -> float:
-        """Go back to the last checkpoint: how many samples that loses."""
+        """Return to the last checkpoint, and return the number of samples that this loses."""
         seconds, phases, cycle, interval = self._spans.seconds, self._spans.phases, self.cycle, self.interval
         beyond, at = 0.0, 0
         for index in range(self._first, len(phases) + 1):
@@ -350,5 +353,5 @@ class CheckpointPauses:
         return beyond
 
     def next(self, seconds: float) -> float:
-        """When the first checkpoint after this time is complete."""
+        """Return the time at which the first checkpoint after `seconds` is complete."""
         return (math.floor(seconds / self.cycle) + 1) * self.cycle

@@ -1,21 +1,21 @@
 """Reads traces that others have published. The files stay with their owners; the formats are these.
 
 SkyPilot's spot traces (github.com/skypilot-org/spot-traces, "Can't Be Late", NSDI 2024): JSON
-`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, how many instances are available at each tick.
+`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, the number of available instances at each tick.
 
 AcmeTrace (github.com/InternLM/AcmeTrace, "Characterization of Large Language Model Development in the Datacenter",
 NSDI 2024): CSV, one line for each job, with `job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time,
 end_time`; Kalos also has `fail_time`. It has no failures of machines. A job that fails (`FAILED`, `TIMEOUT`,
-`NODE_FAIL`) takes one of the servers, drawn at random, until the next job of its user of that size begins.
+`NODE_FAIL`) removes one of the servers, drawn at random, until the next job of its user of that size begins.
 
 InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a list of
 `{"node_id": "06...", "event_time": 8.61, "event_type": "fault_start", "fault_type": {...}}` in days, and `fault_end`.
-It names the servers that had a fault, of 400. Faults of a server that overlap are one time out of service.
+It names the servers that had a fault, of 400. Overlapping faults of a server count as one time out of service.
 
 StragglerAnalysis (github.com/ByteDance-Seed/StragglerAnalysis, "Understanding Stragglers in Large Model Training Using
 What-if Analysis", OSDI 2025, arXiv 2505.05713): Parquet, one row for each op, with `dp_rank`, `stage`, `step`,
-`optype`, `start_ts` and `duration` in seconds. Nobody fails; a worker is as slow as its compute ops are, in the
-median, over those of all workers of its stage.
+`optype`, `start_ts` and `duration` in seconds. No machine fails; the slowness of a worker is the median duration of its
+compute ops relative to that of all workers of its stage.
 """
 
 import csv
@@ -40,12 +40,12 @@ from slipstream.planner.job.straggler_trace import KINDS, read_columns, spans
 FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
 TRAINING = "Pretrain"
-"""The type of jobs that are read, where a file has any; else all of several servers."""
+"""Type of the jobs that are read, if a file has any; otherwise all jobs on several servers are read."""
 LONGEST_AWAY, USUALLY_AWAY = 86_400.0, 360.0
-"""A job that does not come back within a day is not the same one: its server is taken to be back in six minutes."""
+"""Longest absence of a job, in seconds, and the absence assumed for its server if the job stays away longer."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 DIGITS = 1
-"""Of slowness, after the point."""
+"""Number of decimal places of slowness factors."""
 
 
 class _Spot(msgspec.Struct):
@@ -61,34 +61,34 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
 def spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
-    """(pairs of seconds and instances from then on, seconds in all) of one of SkyPilot's traces. Raises ValueError."""
+    """Return pairs (seconds, instances from then on) of one of SkyPilot's traces, and its length. Raises ValueError."""
     try:
-        found = _SPOT_TRACE.decode(text)
+        trace = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
         raise ValueError(f'expected {{"metadata": {{"gap_seconds": 300}}, "data": [...]}} (a spot trace): {error}') \
             from None
-    gap = found.metadata.gap_seconds
+    gap = trace.metadata.gap_seconds
     if not 0 < gap < math.inf:
         raise ValueError(f"gap_seconds is {gap:g}; expected more than 0")
-    for number, value in enumerate(found.data):
+    for number, value in enumerate(trace.data):
         if value < 0 or value != int(value):
             raise ValueError(f"data[{number}] is {value:g}; expected a number of instances")
-    counts = [(number * gap, int(value)) for number, value in enumerate(found.data)
-              if not number or value != found.data[number - 1]]
-    return counts, len(found.data) * gap
+    counts = [(number * gap, int(value)) for number, value in enumerate(trace.data)
+              if not number or value != trace.data[number - 1]]
+    return counts, len(trace.data) * gap
 
 
 # --- InfiniteHBD-Trace ------------------------------------------------------------------------------------------------
 
 
 INFINITE_HBD_SERVERS = 400
-"""Of the fleet; the file names those with a fault."""
+"""Number of servers of the fleet; the file names only those with a fault."""
 
 
 class _Fault(msgspec.Struct):
     node_id: str
     event_time: Annotated[float, msgspec.Meta(ge=0, le=36_525)]
-    """Days."""
+    """Time in days."""
     event_type: Literal["fault_start", "fault_end"]
 
 
@@ -96,7 +96,7 @@ _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
 def fault_trace(text: str, name: str) -> AvailabilityTrace:
-    """Read when the servers of InfiniteHBD-Trace are out of service. Raises ValueError."""
+    """Read the times at which servers of InfiniteHBD-Trace are out of service. Raises ValueError."""
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
     except msgspec.MsgspecError as error:
@@ -138,13 +138,13 @@ class _Job(NamedTuple):
 
 
 def acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
-    """The servers that failing jobs of AcmeTrace cost. Raises ValueError, whose message names the line."""
+    """Read AcmeTrace as the servers that its failing jobs remove. Raises ValueError, whose message names the line."""
     jobs = list(_acme_jobs(text))
     if not jobs:
         raise ValueError("no job on several servers that began and ended")
     first = min(job.begin for job in jobs)
     places = _most_at_once(jobs)
-    back = _next_begins(jobs)
+    absence_of = _next_begins(jobs)
     choice, down, changes = random.Random(seed), dict[int, float](), []
     for job in sorted((job for job in jobs if job.failed), key=lambda job: job.end):
         now = job.end - first
@@ -152,15 +152,15 @@ def acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
             changes.append(Change(down.pop(place), added=(place,)))
         free = [place for place in range(places) if place not in down]
         if not free or (changes and changes[-1].seconds >= now):
-            continue  # two at one instant: one server is enough to end both
+            continue  # of jobs that fail at one instant, only the first removes a server
         place = choice.choice(free)
         changes.append(Change(now, removed=(place,)))
-        down[place] = now + back.get(job, USUALLY_AWAY)
+        down[place] = now + absence_of.get(job, USUALLY_AWAY)
     length = max(job.end for job in jobs) - first
     changes += [Change(until, added=(place,)) for place, until in down.items() if until < length]
     return AvailabilityTrace(
         name=name, places=places, live=tuple(range(places)), length_seconds=length,
-        changes=tuple(sorted((one for one in changes if one.seconds < length), key=lambda one: one.seconds)),
+        changes=tuple(sorted((event for event in changes if event.seconds < length), key=lambda event: event.seconds)),
         notes=(f"AcmeTrace: {len(jobs)} jobs, {sum(job.failed for job in jobs)} of which failed; each failure takes a "
                "server, drawn at random, until the user's next job of that size begins",))
 
@@ -188,7 +188,7 @@ def _acme_jobs(text: str) -> Iterator[_Job]:
 
 
 def _most_at_once(jobs: Sequence[_Job]) -> int:
-    """How many servers the jobs ever have at a time."""
+    """Return the largest number of servers that the jobs use at a time."""
     steps = sorted([(job.begin, job.servers) for job in jobs] + [(job.end, -job.servers) for job in jobs])
     now = most = 0
     for _, step in steps:
@@ -198,24 +198,24 @@ def _most_at_once(jobs: Sequence[_Job]) -> int:
 
 
 def _next_begins(jobs: Sequence[_Job]) -> Mapping[_Job, float]:
-    """Seconds from the end of a job to the begin of the next one of its user and size, where that is within a day."""
-    alike = defaultdict[tuple[str, int], list[_Job]](list)
+    """Return the seconds from the end of a job to the start of the next one of its user and size, if within a day."""
+    similar = defaultdict[tuple[str, int], list[_Job]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
-        alike[job.user, job.gpus].append(job)
-    found = dict[_Job, float]()
-    for ordered in alike.values():
+        similar[job.user, job.gpus].append(job)
+    seconds_to_next = dict[_Job, float]()
+    for ordered in similar.values():
         for index, job in enumerate(ordered):
-            after = next((one.begin - job.end for one in ordered[index + 1:] if one.begin > job.end), math.inf)
+            after = next((later.begin - job.end for later in ordered[index + 1:] if later.begin > job.end), math.inf)
             if after <= LONGEST_AWAY:
-                found[job] = after
-    return found
+                seconds_to_next[job] = after
+    return seconds_to_next
 
 
 # --- StragglerAnalysis ------------------------------------------------------------------------------------------------
 
 
 def straggler_trace(path: Path) -> AvailabilityTrace:
-    """The slow workers of a job recorded by ByteDance. Place: dp_rank x stages + stage. Raises ValueError."""
+    """Read the slow workers of a job recorded by ByteDance. Place: dp_rank x stages + stage. Raises ValueError."""
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
     if not len(steps):
@@ -237,7 +237,7 @@ def straggler_trace(path: Path) -> AvailabilityTrace:
 
 
 def _slowness(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
-    """[places] how many times as long each takes as the middle of its stage, by the medians of its ops."""
+    """Return, by place, the time of a worker relative to the median of its stage, from the medians of its ops."""
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         of = np.flatnonzero(ops["optype"] == kind)
@@ -246,10 +246,10 @@ def _slowness(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) 
         names, begins = np.unique(worker[order], return_index=True)
         for name, seconds in zip(names.tolist(), np.split(ops["duration"][of[order]], begins[1:]), strict=False):
             medians[*divmod(name, stages), number] = np.median(seconds)
-    there, usual = np.isfinite(medians), np.zeros_like(medians)
+    present, usual = np.isfinite(medians), np.zeros_like(medians)
     for stage, number in np.ndindex(stages, len(KINDS)):
-        if (some := there[:, stage, number]).any():
-            usual[:, stage, number] = np.median(medians[some, stage, number])
-    own, whole = medians.sum(axis=2, where=there), usual.sum(axis=2, where=there)
-    found: npt.NDArray[np.float64] = np.divide(own, whole, out=np.ones_like(own), where=whole > 0)
-    return np.maximum(1.0, found.round(DIGITS).reshape(-1))
+        if (known := present[:, stage, number]).any():
+            usual[:, stage, number] = np.median(medians[known, stage, number])
+    own, whole = medians.sum(axis=2, where=present), usual.sum(axis=2, where=present)
+    factors: npt.NDArray[np.float64] = np.divide(own, whole, out=np.ones_like(own), where=whole > 0)
+    return np.maximum(1.0, factors.round(DIGITS).reshape(-1))

@@ -1,10 +1,10 @@
-"""What a failure is answered with in the end: layers over all live workers, at a throughput and a price.
+"""The final answer to failures: layers moved over all live workers, with a throughput and a cost.
 
-At once, a failure is answered with the layers where they are (`throughput`). While that schedule runs, layers move, and
-the settled one follows. Which workers are dead or slow then hardly matters, as any of them may hold any layers: the
-answer depends on how many there are. Where a table has answers with layers moved, they are its own. Large jobs are
-planned as groups of pipelines, each with its share of the failures; every group ends at the same time, and the one with
-most failures counts.
+A failure is first answered with the layers in place (`throughput`). While that schedule runs, layers move, and the
+rebalanced schedule follows. The answer then depends on the numbers of dead and slow workers and hardly on which workers
+they are, because any worker may hold any layers. If a table has answers with layers moved, these are used. Large jobs
+are planned as groups of pipelines, each with its share of the failures; every group ends at the same time, and the one
+with the most failures counts.
 """
 
 import math
@@ -25,42 +25,45 @@ from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
-"""Time for one plan, at most, and for each of its compute ops, as counted steps stand for it; list schedules of small
-jobs need no more."""
+"""Maximum time for one plan, and the time for each of its compute ops, in counted steps.
+
+List schedules of small jobs need no more.
+"""
 TRIAL = 0.25
-"""Share of the time for each of two choices of the dead; the better one then has all of it but as much."""
+"""Share of the time for each of two choices of dead workers. The better one then gets the rest of the full time."""
 GROUP = 8
-"""A job of at least twice as many pipelines is planned as groups of at least so many."""
+"""Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
 class Settled(NamedTuple):
-    """The settled answer to a number of failures."""
+    """Rebalanced answer to a number of failures."""
 
     period: float
-    """Seconds."""
+    """Period in seconds."""
     stages_moved: float
-    """Layers that the busiest worker receives, in stages: what it takes to load one is the unit of time to move."""
+    """Layers that the busiest worker receives, in stages: the time to load one is the unit of moving time."""
 
 
 class SlowWorker(NamedTuple):
-    """Live workers that are slow, all as slow as the slowest."""
+    """Number of slow live workers, all assumed to be as slow as the slowest."""
 
     workers: int
     factor: float
-    """By which their ops take longer."""
+    """Factor by which their ops take longer."""
 
 
 NONE_SLOW = SlowWorker(0, 1.0)
 
 
 class SettledPlans:
-    """The settled answers of a job, each planned once."""
+    """Rebalanced answers of a job, each planned once."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
                  plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
-        """`plan_seconds` of counted steps for one plan; None: by the size of the job. Where just these workers are
-        `dead`, and the job is not planned in groups, they are planned for as `slipstream plan` does. What the `table`,
-        one of this job, has is not planned.
+        """Prepare to plan a job, each plan within `plan_seconds` of counted steps; None: by the size of the job.
+
+        If exactly the workers `dead` are down, and the job is not planned in groups, the plan is made as by `slipstream
+        plan`. Answers of `table`, which must be of this job, are not planned again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -72,9 +75,10 @@ class SettledPlans:
         self._found: dict[tuple[int, int, SlowWorker], Settled | None] = {}
 
     def answer(self, failures: int, slow: SlowWorker = NONE_SLOW) -> Settled | None:
-        """The best plan found with layers that move, of so many failures or one more; None where there is none.
+        """Return the best plan found with layers moved for this many failures or one more; None if there is none.
 
-        So one failure fewer is not slower: a live worker may idle. Where workers are slow, the plan for just that.
+        One failure fewer is thus never slower, because a live worker may idle. If workers are slow, only plans for
+        exactly this case count.
         """
         job = self._job
         divides = len(set(job.microbatches)) == 1 and self._of_table(failures) is None
@@ -82,19 +86,19 @@ class SettledPlans:
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
             return self._kept(pipelines, share, SlowWorker(-(-slow.workers // groups), slow.factor))
-        found = self._kept(pipelines, share)
-        if self._are_dead(pipelines, share) or (found and found.period <= self._least(pipelines, share + 1)):
-            return found
-        more = self._kept(pipelines, share + 1)
-        return more if found is None or (more and more.period < found.period) else found
+        exact = self._kept(pipelines, share)
+        if self._are_dead(pipelines, share) or (exact and exact.period <= self._least(pipelines, share + 1)):
+            return exact
+        with_one_more = self._kept(pipelines, share + 1)
+        return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _of_table(self, failures: int) -> Schedule | None:
-        """The table's schedule for so many failures, or for those who are dead, where it has one."""
+        """Return the table's schedule for this many failures, or for the dead workers; None if it has none."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
-            found = self._table.lookup(self._dead, settled=True)
-            return found.schedule if found else None
+            lookup = self._table.lookup(self._dead, settled=True)
+            return lookup.schedule if lookup else None
         key = settled_key(count_key(failures))
         return self._table.entry(key) if any(row.key == key and row.period for row in self._table.rows()) else None
 
@@ -115,15 +119,15 @@ class SettledPlans:
         return self._found[key]
 
     def _are_dead(self, pipelines: int, failures: int) -> bool:
-        """Whether it is known which workers the failures of this part of the job are."""
+        """Return whether the failures of this part of the job are the known dead workers."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _part(self, pipelines: int) -> Job:
-        """The job with the first so many pipelines."""
+        """Return the job with only the first `pipelines` pipelines."""
         return msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
 
     def _least(self, pipelines: int, failures: int) -> float:
-        """No plan for so many failures has a shorter period than this, in seconds."""
+        """Return a lower bound on the period of all plans for this many failures, in seconds."""
         job = self._part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
@@ -146,10 +150,10 @@ class SettledPlans:
 
     def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorker, share: float
                   ) -> Schedule | None:
-        """The best schedule found in this share of the time, with the first of the chosen workers down and the others
-        slow; None where there is none.
+        """Return the best schedule found in this share of the time, or None if there is none.
 
-        Its steps are counted, so that it depends neither on the machine nor on what else that does.
+        The first `failures` of the chosen workers are down and the others slow. Steps are counted, so that the result
+        depends neither on the machine nor on its load.
         """
         failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
@@ -169,11 +173,11 @@ def _seconds(schedule: Schedule) -> float:
 
 
 def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
-    """Failures in as few pipelines as can be."""
+    """Return failures in as few pipelines as possible."""
     return [Worker(index // stages, index % stages) for index in range(failures)]
 
 
 def spread_out(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Failures in different pipelines, as far as there are enough, and in different stages from one to the next."""
+    """Return failures in different pipelines, if there are enough, and in different stages."""
     return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
             for index in range(failures)]

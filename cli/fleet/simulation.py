@@ -1,4 +1,4 @@
-"""Simulates policies over an availability trace, and accounts for the time lost."""
+"""Simulates policies over an availability trace, and adds up the time lost by cause."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,17 +20,17 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One policy simulated over one trace: n consecutive spans of time, each with a rate and a cause."""
+    """Result of one policy over one trace: n consecutive spans of time, each with a rate and a cause."""
 
     policy: str
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """n + 1 values: where each span begins, and the end."""
+    """Start of each span, and the end of the last one: n + 1 values."""
     phases: Sequence[Phase]
-    """The phase that each span is a part of."""
+    """Phase that each span is a part of."""
     slowdowns: Sequence[tuple[float, float]]
-    """How many times as long training takes in each span, because of slow workers and of slow links."""
+    """Factors by which slow workers and slow links lengthen training in each span."""
 
     @cached_property
     def rate(self) -> Floats:
@@ -54,7 +54,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def switches(self) -> int:
-        """How many times it stopped to switch its schedule, or to restart."""
+        """Number of times that training stopped to switch the schedule, or to restart."""
         stopped = np.isin(self.cause, [_NUMBER[Cause.SWITCH], _NUMBER[Cause.RESTART]])
         return int(np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]])))
 
@@ -65,7 +65,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: the share of the time in which it trains what it has not trained before.
+        """Effective training time ratio: the share of the time in which samples are trained for the first time.
 
         Productive time over elapsed time, as in "Revisiting Reliability in Large-Scale Machine Learning Research
         Clusters" (Kokolis et al., HPCA 2025, arXiv 2410.21680), whatever the throughput is in that time. Time spent
@@ -77,37 +77,37 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def seconds_to_recover(self) -> float:
-        """Mean time to recover (MTTR): how long nothing new is trained, on average over the times that this happens.
+        """Mean time to recover (MTTR): mean length of intervals without new samples; 0 if there are none.
 
-        From the failure (or the change of schedule) until all lost work is redone. 0 where it never stands still.
+        An interval lasts from the failure (or the change of schedule) until all lost work is redone.
         """
         stopped = self.rate == 0
         count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def binned(self, edges: Floats) -> Floats:
-        """Mean useful samples per second between consecutive edges (seconds, ascending)."""
+        """Return the mean useful samples per second between consecutive edges (seconds, ascending)."""
         trained = np.concatenate([[0.0], np.cumsum(self.rate * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
 
     def lost(self, best: float) -> dict[Cause, float]:
-        """Seconds lost by cause, compared with a job that trains `best` samples per second all the time.
+        """Return the seconds lost by cause, compared with a job that always trains `best` samples per second.
 
         Their sum is length x (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
         lost = {cause: float(spans[self.cause == number].sum()) for number, cause in enumerate(CAUSES)}
         running = self.cause == _NUMBER[Cause.RUN]
-        train, kept = spans[running], self.rate[running]
-        written = self.checkpoints[running]
+        durations, useful = spans[running], self.rate[running]
+        checkpointed = self.checkpoints[running]
         workers, links = np.array(self.slowdowns).reshape(-1, 2)[running].T
-        without = workers * links * (kept + written)
-        lost[Cause.LINKS] = float(np.dot(train, (links - 1) * (kept + written)) / best)
-        lost[Cause.SLOW] = float(np.dot(train, without - links * (kept + written)) / best)
-        lost[Cause.RUN] = float(np.dot(train, self.fault_free_rate - without) / best)
-        lost[Cause.CHECKPOINT] += float(np.dot(train, written) / best)
-        lost[Cause.WHOLE] = float(train.sum() * (best - self.fault_free_rate) / best)
+        unslowed = workers * links * (useful + checkpointed)
+        lost[Cause.LINKS] = float(np.dot(durations, (links - 1) * (useful + checkpointed)) / best)
+        lost[Cause.SLOW] = float(np.dot(durations, unslowed - links * (useful + checkpointed)) / best)
+        lost[Cause.RUN] = float(np.dot(durations, self.fault_free_rate - unslowed) / best)
+        lost[Cause.CHECKPOINT] += float(np.dot(durations, checkpointed) / best)
+        lost[Cause.WHOLE] = float(durations.sum() * (best - self.fault_free_rate) / best)
         return lost
 
 
@@ -128,22 +128,22 @@ def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same trace under several policies."""
+    """Runs of several policies over one trace."""
 
     trace: AvailabilityTrace
     runs: Mapping[str, PolicyRun]
     best_rate: float
-    """Samples per second of the fastest policy with all workers alive: lost time is measured against it."""
+    """Samples per second of the fastest policy with all workers alive, which lost time is measured against."""
 
     def throughputs(self) -> dict[str, float]:
-        """Mean samples per second by policy."""
+        """Return the mean samples per second of each policy."""
         return {name: run.throughput for name, run in self.runs.items()}
 
     def goodput(self, name: str) -> float | None:
-        """Of a policy, useful samples over those that the best one with all workers alive trains in the same time.
+        """Return the useful samples of a policy relative to those of the best one with all workers alive.
 
-        1 - lost time, as Google's ML Productivity Goodput (2024): what all losses, of availability and of efficiency,
-        leave. None for a reference line, which is no system and may be beyond the best of them.
+        This is 1 - lost time, as in Google's ML Productivity Goodput (2024): the share that losses of availability and
+        of efficiency leave. None for a reference line, which is not a system and may be faster than the best of them.
         """
         if POLICIES[name].is_reference:
             return None
@@ -154,13 +154,13 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
             progress: CountCallback = lambda _done, _total: None) -> Comparison:
     """Simulate policies over one trace, which must fit the job.
 
-    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt when there are none.
+    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
     runs: dict[str, PolicyRun] = {}
     try:
-        for done, kind in enumerate(policies, 1):
-            runs[kind.name] = simulate(kind(scenario), trace)
+        for done, policy_class in enumerate(policies, 1):
+            runs[policy_class.name] = simulate(policy_class(scenario), trace)
             progress(done, len(policies))
     except KeyboardInterrupt:
         if not runs:
@@ -170,15 +170,18 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
 
 
 class PoliciesOfTrace:
-    """Simulates policies over numbered traces, in any process: what is planned for one is kept there for the next."""
+    """Callable that simulates policies over a numbered trace, in any process. Plans are kept for later traces."""
 
     def __init__(self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs) -> None:
-        """`make` must be picklable where processes are to have a copy of this."""
+        """Set the policies, a factory of throughputs, and the costs.
+
+        The factory `make` must be picklable if other processes get a copy of this object.
+        """
         self._policies, self._make, self._costs = policies, make, costs
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Mean samples per second by policy."""
+        """Return the mean samples per second of each policy."""
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()
@@ -189,24 +192,24 @@ class PoliciesOfTrace:
 def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                             traces: Sequence[AvailabilityTrace],
                             progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """`gather_throughputs` of traces that are simulated here, one after the other."""
+    """Return `gather_throughputs` of traces that are simulated in this process, one after the other."""
     simulated = PoliciesOfTrace(policies, lambda: throughputs, costs)
     return gather_throughputs(policies, ((one[0], simulated(one)) for one in enumerate(traces)), len(traces), progress)
 
 
 def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple[int, Mapping[str, float]]],
                        traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Mean samples per second by policy, one value for each trace, from what `PoliciesOfTrace` gives for numbered
-    traces, in whatever order that comes.
+    """Return the mean samples per second of each policy, one value for each trace.
 
-    After Ctrl-C the result has the traces that were finished. Raises KeyboardInterrupt when there are none.
+    The results are those of `PoliciesOfTrace` for numbered traces, in any order. After Ctrl-C the traces that were
+    finished are returned. Raises KeyboardInterrupt if there are none.
     """
-    found: dict[int, Mapping[str, float]] = {}
+    by_number: dict[int, Mapping[str, float]] = {}
     try:
         for number, values in results:
-            found[number] = values
-            progress(len(found), traces)
+            by_number[number] = values
+            progress(len(by_number), traces)
     except KeyboardInterrupt:
-        if not found:
+        if not by_number:
             raise
-    return {kind.name: np.array([found[number][kind.name] for number in sorted(found)]) for kind in policies}
+    return {kind.name: np.array([by_number[number][kind.name] for number in sorted(by_number)]) for kind in policies}

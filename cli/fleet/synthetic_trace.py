@@ -1,8 +1,8 @@
 """Synthetic availability traces: failures and repairs of a fleet, drawn from a failure model with a seed.
 
-The time between two failures of one domain (a GPU, a server, what hangs on a switch) is exponentially distributed, and
-so are restart and repair times, unless the model says that repairs are log-normal, or that rates of domains or of
-periods differ. After a transient failure its machines are back once they have restarted; after the others they need a
+The time between two failures of one domain (a GPU, a server, all machines on a switch) is exponentially distributed,
+and so are restart and repair times, unless the model says that repairs are log-normal, or that rates of domains or of
+periods differ. After a transient failure its machines return once they have restarted. After other failures they need a
 repair or a replacement, for which they may have to wait in a queue.
 
 Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for an exponentially
@@ -20,7 +20,7 @@ from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.failure_models import FailureModel, SlowKind
 
 MOST = 5e6
-"""Failures in a trace, at most."""
+"""Maximum number of failures in a trace."""
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
@@ -56,7 +56,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
 
 
 def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Sequence[np.ndarray | None]:
-    """How many times as often as others each domain of each kind fails; kinds of one size share these domains."""
+    """Draw the relative failure rate of each domain of each kind; kinds of one size share these domains."""
     if model.rate_shape is None:
         return [None] * len(model.kinds)
     of_size = {kind.gpus: random.gamma(model.rate_shape, 1 / model.rate_shape, -(-places // kind.gpus))
@@ -65,7 +65,11 @@ def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Seq
 
 
 def _periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
-    """(hours at which periods end, hours at the usual rate in which as many failures come until then), from 0 on."""
+    """Draw the relative failure rates of periods, and return the two axes that convert time at the usual rate to hours.
+
+    The axes are the hours at which periods end, and the hours at the usual rate that contain as many failures, both
+    from 0.
+    """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])
     ends = np.append(np.arange(0.0, horizon, model.period_days * 24), horizon)
@@ -74,7 +78,7 @@ def _periods(random: np.random.Generator, model: FailureModel, horizon: float) -
 
 
 def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
-    """Add the wait for a repair to the hours that machines are absent. `lasting`: failures that need one, by time."""
+    """Add waits for repairs to the hours of absence. `lasting`: failures that need a repair, by time."""
     free = [0.0] * at_once
     for index in lasting.tolist():
         begin = max(hours[index], heapq.heappop(free))
@@ -83,7 +87,7 @@ def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, a
 
 
 def draw_slow(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
-    """The trace with workers, and links, that become slow for a while. Raises ValueError for more than `MOST`."""
+    """Return the trace with workers and links slow for a while. Raises ValueError for more than `MOST` times."""
     horizon = trace.length_seconds / 3600
     for number, kind in enumerate(kinds, 1):
         units = 1 if kind.links else trace.places
@@ -103,7 +107,7 @@ def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: n
     changes, slow_until = [], dict[int, float]()
     for index in np.argsort(hours, kind="stable"):
         begin, place, end = float(hours[index]), int(places[index]), float(ends[index])
-        if begin < slow_until.get(place, 0.0):  # it is slow already
+        if begin < slow_until.get(place, 0.0):  # already slow
             continue
         slow_until[place] = end
         for at, factor in ((begin, kind.factor), (end, 1.0)):
@@ -115,7 +119,7 @@ def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: n
 
 def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
                    rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(hours, domains) of the failures of `count` domains; `rates`: how many times as often each fails."""
+    """Return (hours, domains) of the failures of `count` domains; `rates`: relative rates of domains."""
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):
@@ -127,7 +131,7 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
 
 
 def _with_returns(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
-    """The changes that failures (hour, first place, places, hours absent) make, with the returns of machines between.
+    """Return the changes that failures (hour, first place, places, hours absent) and returns make.
 
     A failure does nothing to a place that has no machine at that time.
     """

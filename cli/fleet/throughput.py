@@ -1,9 +1,9 @@
 """Steady-state throughput of the schedules that policies run, in samples per second. Each schedule is planned once.
 
-Schedules are planned within a short time of counted steps (`planner.periods`), so that one job has the same figures on
-any machine. With a table, the periods of its entries are used where they fit. Where a large job has peers enough for
-every failure to have its own, the plans for one failure in each stage make that for all, where that is proven to be the
-shortest (`Throughputs._apart`).
+Schedules are planned within a short time of counted steps (`planner.periods`), so that a job has the same figures on
+any machine. With a table, the periods of its entries are used if they fit. If a large job has separate peers for every
+failure, the plans for one failure in each stage are combined, provided that the result is proven to be the shortest
+(`Throughputs._apart`).
 """
 
 import math
@@ -25,23 +25,25 @@ from slipstream.schedules.tables.table import Table
 Value = TypeVar("Value")
 
 PLAN_SECONDS = 0.2
-"""For one arrangement of failures, as counted steps stand for them; most need a hundredth of it."""
+"""Maximum time for one arrangement of failures, in counted steps; most need a hundredth of it."""
 
 
 class Throughputs:
-    """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
+    """Throughputs of one job by schedule, in samples per second; 0.0 if no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
                  dead: Sequence[Worker] = (),
                  announce: Callable[[str], None] = lambda _: None) -> None:
-        """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move (None: by the size of the job). `thorough`: the former are searched
-        for as `slipstream plan` does, and may cut micro-batches; it takes all of its time for each, where list
-        schedules take a hundredth. `dead`: then plans for as many failures are for these workers. `announce` is called
-        with one line before each plan.
+        """Prepare to plan a job, all of whose workers count as equally fast.
 
-        Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
+        The arguments `plan_seconds` and `settle_seconds` limit the time for one plan, with layers in place and with
+        layers moved (None: by the size of the job). `thorough`: plans with layers in place are searched as by
+        `slipstream plan`, and may cut micro-batches; each then takes all of its time, while list schedules take a
+        hundredth. `dead`: plans for this number of failures are made for exactly these workers. `announce` receives one
+        line before each plan.
+
+        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another job.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
@@ -56,51 +58,52 @@ class Throughputs:
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
 
     def kept(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """A figure that is needed again and again, in this run and in others: found once for each key."""
+        """Return the cached value of a key, computed by `find` the first time."""
         if key not in self._kept:
             self._kept[key] = find()
-        found: Value = self._kept[key]
-        return found
+        value: Value = self._kept[key]
+        return value
 
     # --- This planner -------------------------------------------------------------------------------------------------
 
     def planned(self, down: DownByStage) -> float:
-        """By this planner's schedule, with so many workers of each stage down."""
+        """Return the throughput of this planner's schedule, with these workers of each stage down."""
         return self.kept(("planned", down), lambda: self.samples / self._planned_period(down))
 
     def in_place(self, down: DownByStage) -> float:
-        """By this planner's schedule, or by 1F1B on the pipelines that are whole, where that is faster.
+        """Return the throughput of this planner's schedule, or of 1F1B on the whole pipelines if that is faster.
 
-        Never faster than with all workers alive: what the search finds for fewer by chance is not counted.
+        The result is at most the throughput with all workers alive: chance improvements of the search for fewer workers
+        are not counted.
         """
         return self.kept(("in place", down), lambda: self._found_in_place(down))
 
     def _found_in_place(self, down: DownByStage) -> float:
-        found = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
-        return min(found, self.in_place((0,) * self.job.stages)) if any(down) else found
+        rate = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
+        return min(rate, self.in_place((0,) * self.job.stages)) if any(down) else rate
 
     def settled(self, failures: int, slow: SlowWorker = NONE_SLOW) -> tuple[float, float]:
-        """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
+        """Return (samples per second, stages that the busiest worker loads) after failures, with layers moved.
 
-        `slow` are others that are slow. (0.0, 0.0) where no plan exists. Never faster than with all workers alive and
-        as fast as usual, where layers may move, too.
+        The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. It is
+        at most the throughput with all workers alive and at the usual speed, with layers moved if that is faster.
         """
         return self.kept(("settled", failures, slow), lambda: self._found_settled(failures, slow))
 
     def _found_settled(self, failures: int, slow: SlowWorker) -> tuple[float, float]:
-        found = self._settled.answer(failures, slow)
-        rate, moved = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+        plan = self._settled.answer(failures, slow)
+        rate, moved = (self.samples / plan.period, plan.stages_moved) if plan else (0.0, 0.0)
         return min(rate, self.whole) if failures or slow != NONE_SLOW else rate, moved
 
     @property
     def whole(self) -> float:
-        """The best of this planner with all workers alive, layers in place or moved."""
+        """Best throughput of this planner with all workers alive, with layers in place or moved."""
         return max(self.in_place((0,) * self.job.stages), self.settled(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
+        """Return the distribution of failures that failure normalisation chooses: the best one, once planned.
 
-        None where some stage would have no live worker.
+        None if a stage would have no live worker.
         """
         return self.kept(("normal form", failures), lambda: self._best_distribution(failures))
 
@@ -118,7 +121,7 @@ class Throughputs:
             if self.planned(down) > rate:
                 best, rate = down, self.planned(down)
             if rate >= most * (1 - 1e-12):
-                break  # none of any distribution is faster
+                break  # no distribution is faster
         return best
 
     def _planned_period(self, down: DownByStage) -> float:
@@ -127,16 +130,17 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
-        apart = self._apart(down, self.planned)
-        if apart and self.samples / apart <= self._least_with_one_of(down):
-            return self.samples / apart
-        found, is_best = self._searched(down) if self._thorough else self._periods.planned(down)
-        # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
-        return found if is_best else min(found, self.samples / self.round_robin(down))
+        independent_rate = self._apart(down, self.planned)
+        if independent_rate and self.samples / independent_rate <= self._least_with_one_of(down):
+            return self.samples / independent_rate
+        period, is_best = self._searched(down) if self._thorough else self._periods.planned(down)
+        # If time ran out, ReCycle's rule may have found a better schedule, which this planner may also use.
+        return period if is_best else min(period, self.samples / self.round_robin(down))
 
     def _searched(self, down: DownByStage) -> tuple[float, bool]:
-        """(period in seconds, whether it is proven to be the shortest) as `slipstream plan` finds it, with failures in
-        as many pipelines as can be.
+        """Return the period in seconds that `slipstream plan` finds, and whether it is proven to be the shortest.
+
+        The failures are in as many pipelines as possible, unless they are the dead workers given.
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
@@ -147,10 +151,10 @@ class Throughputs:
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Samples per second of a large job with peers of its own for each failure; 0.0 where there are too few.
+        """Return the samples per second of a large job with separate peers for each failure; 0.0 if there are too few.
 
-        Each failure is planned in a part of the job, alone there. So what counts is the slowest of the parts, and of
-        the pipelines that are whole.
+        Each failure is planned in a separate part of the job. The slowest part counts, or the whole pipelines if they
+        are slower.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected(failures).pipelines == job.pipelines:
@@ -160,17 +164,17 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _least_with_one_of(self, down: DownByStage) -> float:
-        """Seconds that no schedule is shorter than with any one of these failures alone, and so with all of them."""
+        """Return a lower bound on the period in seconds: the largest bound for any one of these failures alone."""
         windows = self._periods.windows(1)
         return windows.seconds(max(windows.bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
     def recycle(self, down: DownByStage) -> float:
-        """By ReCycle as published: 1F1B while no worker is down; else split and staggered, re-routed round-robin.
+        """Return ReCycle's published throughput: 1F1B without failures; else split, staggered, round-robin.
 
-        Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules stands in for
-        the published solver.
+        Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules replaces the
+        published solver.
         """
         whole = self.one_f_one_b(self.job.pipelines)
         if not any(down) or self._apart(down, self.recycle) == whole:
@@ -179,25 +183,29 @@ class Throughputs:
 
     def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
                     optimizer: OptimizerMode = "staggered") -> float:
-        """By the best of some list schedules with re-routing round-robin; fused: with the memory of 1F1B."""
-        def find() -> float:
+        """Return the throughput of the best of some list schedules with round-robin re-routing.
+
+        With a fused backward, it is the schedule of 1F1B with re-routing.
+        """
+        def compute_rate() -> float:
             self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
             options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
             return self.samples / self._periods.round_robin(down, options)
 
-        return self.kept(("round robin", down, backward, optimizer), find)
+        return self.kept(("round robin", down, backward, optimizer), compute_rate)
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
     def one_f_one_b(self, pipelines: int) -> float:
-        """By 1F1B (fused, synchronous) on so many pipelines, which divide the global batch as evenly as possible."""
+        """Return the throughput of 1F1B (fused, synchronous) on pipelines that share the global batch evenly."""
         if pipelines < 1:
             return 0.0
         return self.kept(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def relative(self, whole: float, now: float) -> float:
-        """By the formula of another system: 1F1B's throughput on all pipelines, where the micro-batches of an iteration
-        take `now` seconds in place of `whole`, and the longest optimizer step follows.
+        """Return a throughput by the formula of another system, relative to 1F1B on all pipelines.
+
+        The micro-batches of an iteration take `now` seconds instead of `whole`, and the longest optimizer step follows.
         """
         step = self.loads.longest_step
         return self.one_f_one_b(self.job.pipelines) * (whole + step) / (now + step)
@@ -206,29 +214,29 @@ class Throughputs:
         total = sum(self.job.microbatches)
         counts = self.job.microbatches if pipelines == self.job.pipelines else \
             tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
-        # Pipelines wait for each other only at the end: one with the most micro-batches stands for all.
+        # Pipelines wait for each other only at the end: the one with the most micro-batches decides.
         return self._periods.one_f_one_b(max(counts))
 
     # --- Reference ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def fault_free(self) -> float:
-        """The fastest of these with all workers alive."""
+        """Throughput of this planner's schedule or of 1F1B with all workers alive, whichever is faster."""
         return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
 
     def work_conserving(self, live: float) -> float:
-        """No synchronous training has more on so many workers; one at half speed counts half."""
+        """Return an upper bound on synchronous throughput; a live worker at half speed counts half."""
         return self.samples / self.loads.work_conserving(live)
 
 
 def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """The shortest period in the table, in seconds, by workers down in each stage."""
+    """Return the shortest period in the table, in seconds, by the number of dead workers of each stage."""
     problem, basis = options.problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
         raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
     periods: dict[DownByStage, float] = {}
     for row in table.rows():
-        if row.period is not None and row.layers_moved is None:  # else layers have moved
+        if row.period is not None and row.layers_moved is None:  # otherwise layers have moved
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods

@@ -1,21 +1,21 @@
-"""Availability trace files. There are two forms of ours; the first line says which one a file has.
+"""Availability trace files. We define two forms; the first line shows which one a file has.
 
     2021-12-11, 11:11:30, 55        availability: date, time, machines alive
     60000,add,node19                events: milliseconds, add or remove, the machine's name
     60000,slow,node19,1.5           ... from now on it takes 1.5 times as long; 1: as usual
     60000,gpus,node19,7             ... from now on 7 of its GPUs are alive
 
-Files that others have published are read as they are (`public_traces`).
+Files that others have published are read in their own formats (`public_traces`).
 
 Recordings have errors, which are corrected as follows and counted in the trace's notes:
 
 - Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two counts at one instant
   the last is used.
-- Samples are missing for more than `MISSING_AFTER` times the usual step: the last count is taken to hold.
+- Samples are missing for more than `MISSING_AFTER` times the usual step: the last count is assumed to hold.
 - A machine is removed, slow or short of GPUs that is not there, or added although it is there: the line is ignored.
 
-A line that cannot be read is refused with its number. Blank lines, and what follows a #, are skipped. The availability
-form says how many machines leave, not which ones; these are drawn at random, with a seed.
+A line that cannot be read is refused with its number. Blank lines, and text after a #, are skipped. The availability
+form gives the number of machines that leave, not their names; these are drawn at random, with a seed.
 """
 
 import random
@@ -39,9 +39,9 @@ PARQUET = b"PAR1"
 MAX_PLACES = 2**20
 MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
-"""A machine that takes longer than this is as good as gone."""
+"""Maximum slowdown factor of a machine. A slower one is as good as down."""
 MISSING_AFTER = 20
-"""Samples further apart than so many times the median step: some are missing."""
+"""Number of median steps between samples above which some samples count as missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
@@ -50,19 +50,17 @@ _EVENTS = "`MILLISECONDS,add|remove,NAME`, `MILLISECONDS,slow,NAME,FACTOR` or `M
 _FORMS = f"expected `YYYY-MM-DD, HH:MM:SS, COUNT` (availability) or {_EVENTS} (events)"
 
 Line = tuple[int, str]
-"""(number, text)"""
+"""A line of the file: (number, text)."""
 
 
 class TraceFileError(ValueError):
-    """The trace file cannot be used. The message is one line."""
+    """Raised when a trace file cannot be used. The message is one line."""
 
 
 def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace file of either form. `seed` is for drawing which machines leave, where the file does not say.
+    """Read a trace file of any form. `seed` draws the machines that leave, if the file does not name them.
 
-    A machine is a worker, of so many GPUs.
-
-    Raises TraceFileError, whose message names the file and the line.
+    A machine is a worker with `gpus_per_worker` GPUs. Raises TraceFileError, whose message names the file and the line.
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
@@ -98,9 +96,9 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
 
 def from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
                 notes: Sequence[str] = ()) -> AvailabilityTrace:
-    """A trace from pairs (seconds, machines alive from then on), ascending, the first at 0.
+    """Return a trace from pairs (seconds, machines alive from then on), ascending, the first at 0.
 
-    Which machines leave is drawn at random from those alive, and where new ones go from the places that are free.
+    Machines that leave are drawn at random from those alive, and the places of new ones from those that are free.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
@@ -135,14 +133,14 @@ def _from_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
 def _from_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityTrace:
     samples: list[tuple[float, int]] = []
     for number, line in lines:
-        found = _SAMPLE.fullmatch(line)
-        if found is None:
+        match = _SAMPLE.fullmatch(line)
+        if match is None:
             raise TraceFileError(f"line {number}: {_shown(line)}; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as above it")
         try:
-            time = datetime.strptime(f"{found[1]} {found[2]}", "%Y-%m-%d %H:%M:%S")
+            time = datetime.strptime(f"{match[1]} {match[2]}", "%Y-%m-%d %H:%M:%S")
         except ValueError:
             raise TraceFileError(f"line {number}: {_shown(line)}; there is no such date and time") from None
-        samples.append(((time - datetime(1970, 1, 1)).total_seconds(), int(found[3])))
+        samples.append(((time - datetime(1970, 1, 1)).total_seconds(), int(match[3])))
         if samples[-1][1] > MAX_PLACES:
             raise TraceFileError(f"line {number}: {samples[-1][1]} machines; at most {MAX_PLACES}")
     notes = _sort(samples, lambda sample: sample[0])
@@ -171,13 +169,13 @@ def _missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """A line of the events form."""
+    """One line of the events form."""
 
     seconds: float
     what: str
     machine: str
     value: float = 1.0
-    """The factor, or the number of GPUs."""
+    """Slowdown factor, or number of GPUs."""
 
 
 def _read_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
@@ -194,10 +192,10 @@ def _read_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
 
 
 def _event(line: str) -> TraceEvent | None:
-    found = _EVENT.fullmatch(line)
-    if found is None:
+    match = _EVENT.fullmatch(line)
+    if match is None:
         return None
-    seconds, what, machine = int(found[1]) / 1000, found[2], found[3]
+    seconds, what, machine = int(match[1]) / 1000, match[2], match[3]
     if what not in _VALUE:
         return TraceEvent(seconds, what, machine)
     machine, _, value = (part.strip() for part in machine.rpartition(","))
@@ -220,7 +218,7 @@ def _from_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Avai
 
 
 class _Changing(NamedTuple):
-    """What changes at one instant, by place."""
+    """Changes at one instant, by place."""
 
     removed: set[int]
     added: set[int]
@@ -229,7 +227,7 @@ class _Changing(NamedTuple):
 
 
 class _MachinePlaces:
-    """Gives each machine a place by its name: the lowest one that is free when it is added."""
+    """Assigns each named machine a place: the lowest free one when it is added."""
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -251,7 +249,7 @@ class _MachinePlaces:
         elif event.what == "add":
             place = self._free_place()
             self._place[event.machine] = place
-            # A place that is freed and taken at one instant stays in both sets: it has lost what it held.
+            # A place that is freed and taken at one instant stays in both sets: its parameters are lost.
             added.add(place)
         else:
             place = self._place.pop(event.machine)
@@ -271,12 +269,12 @@ class _MachinePlaces:
         return self._places - 1
 
     def trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
-        """The trace of all recorded events."""
+        """Return the trace of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))
             if removed & added:
-                # The new machine has nothing of the one that left, so it comes an instant later.
+                # The new machine lacks the parameters of the one that left, so it is added an instant later.
                 changes.append(Change(seconds, tuple(sorted(removed)), tuple(sorted(added - removed))))
                 changes.append(Change(seconds + 1e-3, (), tuple(sorted(removed & added)), *states))
             elif removed or added or slowed or gpus:
@@ -295,7 +293,7 @@ class _MachinePlaces:
 
 
 def _sort(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows by time. Returns a note where that changed their order."""
+    """Sort rows by time. Return a note if that changed their order."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines are sorted by it"] if backwards else []

@@ -1,4 +1,4 @@
-"""Pipelines of others beside ours, on models whose layers are unlike: `slipstream reproduce unlike-layers`.
+"""Compare published pipelines with Slipstream's on models of unequal layers: `slipstream reproduce unlike-layers`.
 
     published_orders    the orders of 1F1B, interleaved 1F1B, ZB-H1, ZB-V and DualPipe, and when their ops run
     measured_layers     times of the layers of models, as published

@@ -1,10 +1,9 @@
-"""Times of the layers of models, as published, and jobs of them.
+"""Provide published times of the layers of models, and jobs of these models.
 
-The times are those that the authors of AdaPtis (arXiv 2509.23722; since renamed OctoPipe, SC 2026) publish with their
-simulator, github.com/guojihu-hana/SimPipe, profiles/NAME.json, in milliseconds for sequences of 4,096 tokens; the
-shapes are those of its simpipe/models/hf_configs, and where it has none, of the models' own config.json. Gemma and
-DeepSeek have no published times: theirs are estimated. Parameters and memory of all are by the formulas of
-`planner.job.model_shape`.
+The authors of AdaPtis (arXiv 2509.23722; since renamed OctoPipe, SC 2026) publish the times with their simulator,
+github.com/guojihu-hana/SimPipe, profiles/NAME.json, in milliseconds for sequences of 4,096 tokens. The shapes are those
+of its simpipe/models/hf_configs, or else of the models' own config.json. Gemma and DeepSeek have no published times:
+theirs are estimated. Parameters and memory of all models follow the formulas of `planner.job.model_shape`.
 
 Kinds of layers: M Mamba, - feed-forward, * attention, # experts, T a whole transformer layer, E embedding, L head and
 loss.
@@ -23,21 +22,21 @@ from slipstream.planner.job.toml import job_text
 TOKENS = 4096
 MEGABYTE = 1e6
 LITTLE = 0.1
-"""Of F: where a published W takes less, the gradients of weights are computed in I, and nothing is held for W."""
+"""Share of F below which a published W means that I computes the weight gradients, and nothing is held for W."""
 CONVOLUTION, CHUNK = 4, 128
-"""Of Mamba layers: the width of the convolution, and tokens of a chunk."""
+"""Width of the convolution of Mamba layers, and number of tokens in a chunk."""
 ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches=1, efficiency=0.5)
-"""What times are estimated for."""
+"""Layout for which times are estimated."""
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model."""
+    """Model with the published times of its layers."""
 
     name: str
     pattern: str
-    """The kind of each layer between E and L."""
+    """Kind of each layer between E and L."""
     milliseconds: Mapping[str, tuple[float, float, float]]
-    """By kind: F, I and W of a micro-batch of one sequence."""
+    """Times of F, I and W of a micro-batch of one sequence, by kind of layer."""
     hidden: int
     vocabulary: int
     heads: int
@@ -45,21 +44,21 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 128
     ffn: int
     gated: bool = False
-    """Whether a feed-forward part has three matrices."""
+    """True if a feed-forward part has three matrices."""
     mamba: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Heads, their width, groups, and the width of the state."""
+    """Number of heads, width of a head, number of groups, and width of the state."""
     experts: tuple[int, int, int] = (0, 0, 0)
-    """How many, how many a token passes, and their width."""
+    """Number of experts, number of experts that a token passes, and width of an expert."""
     workers: int
-    """Of a pipeline, in the comparison."""
+    """Number of workers of a pipeline in the comparison."""
 
     @property
     def kinds(self) -> str:
-        """Of all layers."""
+        """Kind of each layer, E and L included."""
         return f"E{self.pattern}L"
 
     def shape(self, kind: str) -> LayerShape:
-        """What a layer has and holds."""
+        """Return the parameters, work and memory of a layer of this kind."""
         hidden, norm = self.hidden, model_shape.norm(self.hidden)
         if kind == "E":
             return model_shape.embedding(hidden, self.vocabulary)
@@ -80,7 +79,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
                                           kernel=CONVOLUTION, chunk=CHUNK)
 
     def by_layer(self, key: str) -> list[float]:
-        """Of each layer: seconds, or megabytes."""
+        """Return the value of a key of `KEYS` for each layer, in seconds or megabytes."""
         column = {"forward": 0, "backward_input": 1, "backward_weight": 2}
         values = {}
         for kind in dict.fromkeys(self.kinds):
@@ -100,7 +99,10 @@ KEYS = ("forward", "backward_input", "backward_weight", "activation", "weight_st
 
 
 def job_of(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipelines: int, room: float | None) -> str:
-    """A job file with stages of so many layers, E and L included. `room`: megabytes for weights and activations."""
+    """Return a job file whose stages have the given numbers of layers, E and L included.
+
+    `room` is the capacity for weights and activations, in megabytes. None means unlimited memory.
+    """
     edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = {key: model.by_layer(key) for key in KEYS}
     stages = {key: [round(sum(values[first:end]), 7) for first, end in pairwise(edges)]
@@ -114,7 +116,7 @@ def job_of(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipel
 
 
 def estimated(model: MeasuredModel) -> MeasuredModel:
-    """The model with times of its layers as `planner.job.estimate` makes them."""
+    """Return the model with times of its layers as `planner.job.estimate` estimates them."""
     times = {}
     for kind in dict.fromkeys(model.kinds):
         forward, backward_input, backward_weight = op_seconds(model.shape(kind), ESTIMATED_ON, TOKENS)

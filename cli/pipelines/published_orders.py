@@ -1,7 +1,7 @@
-"""Orders of ops as others publish them, in closed form, and when the ops run.
+"""Provide published orders of ops in closed form, and simulate when the ops run.
 
-Each is a list of ops for each worker of one pipeline. Virtual stages are numbered along a micro-batch's way; of two
-directions, those of the second one follow those of the first.
+An order is a list of ops for each worker of one pipeline. Virtual stages are numbered along the route of a micro-batch.
+With two directions, the stages of the second follow those of the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Op(NamedTuple):
-    """F, I, W, or B, which is I and then W, of a micro-batch at a virtual stage."""
+    """Op of a micro-batch at a virtual stage: F, I, W, or B, which is I and then W."""
 
     kind: str
     stage: int
@@ -19,64 +19,69 @@ class Op(NamedTuple):
 
 
 Orders = list[list[Op]]
-"""[worker] its ops."""
+"""Ops of each worker, of shape [workers][ops]."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Orders:
-    """1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return the order of 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
     orders = []
     for worker in range(stages):
-        ahead = min(stages - worker - 1, microbatches)
-        ops = [Op("F", worker, number) for number in range(ahead)]
+        warmup = min(stages - worker - 1, microbatches)
+        ops = [Op("F", worker, number) for number in range(warmup)]
         for number in range(microbatches):
-            if number + ahead < microbatches:
-                ops.append(Op("F", worker, number + ahead))
+            if number + warmup < microbatches:
+                ops.append(Op("F", worker, number + warmup))
             ops.append(Op("B", worker, number))
         orders.append(ops)
     return orders
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Orders:
-    """Interleaved 1F1B (Narayanan et al. 2021), as Megatron-LM runs it. Micro-batches are a multiple of the workers."""
+    """Return the order of interleaved 1F1B (Narayanan et al. 2021) as Megatron-LM runs it.
+
+    The number of micro-batches must be a multiple of the number of workers.
+    """
     total = microbatches * chunks
 
-    def op(kind: str, place: int, worker: int) -> Op:
-        group, within = divmod(place, stages * chunks)
-        chunk, number = divmod(within, stages)
+    def make_op(kind: str, place: int, worker: int) -> Op:
+        group, place_in_group = divmod(place, stages * chunks)
+        chunk, number = divmod(place_in_group, stages)
         return Op(kind, (chunks - 1 - chunk if kind == "B" else chunk) * stages + worker, group * stages + number)
 
     orders = []
     for worker in range(stages):
-        ahead = min(total, 2 * (stages - worker - 1) + (chunks - 1) * stages)
-        ops = [op("F", place, worker) for place in range(ahead)]
+        warmup = min(total, 2 * (stages - worker - 1) + (chunks - 1) * stages)
+        ops = [make_op("F", place, worker) for place in range(warmup)]
         for place in range(total):
-            if place + ahead < total:
-                ops.append(op("F", place + ahead, worker))
-            ops.append(op("B", place, worker))
+            if place + warmup < total:
+                ops.append(make_op("F", place + warmup, worker))
+            ops.append(make_op("B", place, worker))
         orders.append(ops)
     return orders
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
-    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B in which W of a worker is as many micro-batches late as workers
-    are before it, so that memory is that of 1F1B."""
+    """Return the order of ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
+
+    It is 1F1B in which the W of worker n lags n micro-batches behind, so that memory is that of 1F1B.
+    """
     orders = []
     for worker in range(stages):
-        ahead, late = min(stages - worker - 1, microbatches), worker
-        ops = [Op("F", worker, number) for number in range(ahead)]
+        warmup, lag = min(stages - worker - 1, microbatches), worker
+        ops = [Op("F", worker, number) for number in range(warmup)]
         for number in range(microbatches):
-            if number + ahead < microbatches:
-                ops.append(Op("F", worker, number + ahead))
+            if number + warmup < microbatches:
+                ops.append(Op("F", worker, number + warmup))
             ops.append(Op("I", worker, number))
-            if number >= late:
-                ops.append(Op("W", worker, number - late))
-        ops += [Op("W", worker, number) for number in range(max(0, microbatches - late), microbatches)]
+            if number >= lag:
+                ops.append(Op("W", worker, number - lag))
+        ops += [Op("W", worker, number) for number in range(max(0, microbatches - lag), microbatches)]
         orders.append(ops)
     return orders
 
 
 class _Counted:
-    """Ops of one worker, micro-batches in turn for each kind and virtual stage."""
+    """Ops of one worker, whose micro-batches are numbered consecutively for each kind and virtual stage."""
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
         self.ops: list[Op] = []
@@ -84,7 +89,7 @@ class _Counted:
         self._offset = offset or {}
 
     def add(self, kinds: str, stage: int) -> None:
-        """The next op of each of these kinds; B is the next I and W."""
+        """Append the next op of each of these kinds. B is the next I and W."""
         for kind in kinds:
             parts = "IW" if kind == "B" else kind
             numbers = [self._next.get((part, stage), self._offset.get(stage, 0)) for part in parts]
@@ -93,44 +98,46 @@ class _Counted:
             self._next |= {(part, stage): numbers[0] + 1 for part in parts}
 
     def done(self, kind: str, stage: int) -> int:
-        """How many there are."""
+        """Return the number of ops of a kind at a virtual stage."""
         return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(stage, 0)
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Orders:
-    """ZB-V (Qi et al. 2024, arXiv 2405.15362): a V of two virtual stages. At least twice as many micro-batches as
-    workers."""
+    """Return the order of ZB-V (Qi et al. 2024, arXiv 2405.15362): a V of two virtual stages per worker.
+
+    There must be at least twice as many micro-batches as workers.
+    """
     orders = []
     for worker in range(stages):
-        down, up, made = worker, 2 * stages - 1 - worker, _Counted()
+        down, up, order = worker, 2 * stages - 1 - worker, _Counted()
         for _ in range(2 * (stages - worker) - 1):
-            made.add("F", down)
+            order.add("F", down)
         for _ in range(worker):
-            made.add("F", up)
-            made.add("F", down)
+            order.add("F", up)
+            order.add("F", down)
         for _ in range(stages - worker):
-            made.add("FIW", up)
-        while made.done("F", up) < made.done("F", down) or made.done("F", down) < microbatches:
-            if made.done("F", down) < microbatches:
-                made.add("F", down)
-            made.add("IW", down)
-            made.add("FIW", up)
+            order.add("FIW", up)
+        while order.done("F", up) < order.done("F", down) or order.done("F", down) < microbatches:
+            if order.done("F", down) < microbatches:
+                order.add("F", down)
+            order.add("IW", down)
+            order.add("FIW", up)
         for _ in range(worker):
-            made.add("I", down)
-            made.add("I", up)
+            order.add("I", down)
+            order.add("I", up)
         for _ in range(stages - worker):
-            made.add("IW", down)
+            order.add("IW", down)
         for stage in (up, down):
-            while made.done("W", stage) < made.done("I", stage):
-                made.add("W", stage)
-        orders.append(made.ops)
+            while order.done("W", stage) < order.done("I", stage):
+                order.add("W", stage)
+        orders.append(order.ops)
     return orders
 
 
 def dual_pipe(stages: int, microbatches: int) -> Orders:
-    """DualPipe (DeepSeek-V3, arXiv 2412.19437): micro-batches of both directions at once, in eight steps.
+    """Return the order of DualPipe (DeepSeek-V3, arXiv 2412.19437): both directions at once, in eight steps.
 
-    An even number of workers, and at least twice as many micro-batches, evenly over both directions.
+    The number of workers must be even, with at least twice as many micro-batches, divided evenly over both directions.
     """
     half, orders = microbatches // 2, []
     for worker in range(stages):
@@ -138,37 +145,37 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
         mirrored = worker >= stages // 2
         near = min(worker, stages - 1 - worker)
         first, second = (worker, 2 * stages - 1 - worker)[::-1 if mirrored else 1]
-        made = _Counted({stage: half for stage in (first, second) if stage >= stages})
+        order = _Counted({stage: half for stage in (first, second) if stage >= stages})
         inner = stages // 2 - near - 1
         for _ in range(2 * inner):
-            made.add("F", first)
+            order.add("F", first)
         for _ in range(near + 1):
-            made.add("F", first)
-            made.add("F", second)
+            order.add("F", first)
+            order.add("F", second)
         for _ in range(inner):
-            made.add("IW", second)
-            made.add("F", second)
+            order.add("IW", second)
+            order.add("F", second)
         for _ in range(half - stages + near + 1):
-            made.add("F", first)
-            made.add("B", second)
-            made.add("F", second)
-            made.add("B", first)
-        late: list[int] = []
+            order.add("F", first)
+            order.add("B", second)
+            order.add("F", second)
+            order.add("B", first)
+        delayed_weights: list[int] = []
         for _ in range(inner):
-            made.add("B", second)
-            made.add("F", second)
-            made.add("B", first)
+            order.add("B", second)
+            order.add("F", second)
+            order.add("B", first)
         for step in range(2 * (near + 1)):
             stage, split = (second, first)[step % 2], step > near
-            made.add("I" if split else "B", stage)
-            late += [stage] * split
+            order.add("I" if split else "B", stage)
+            delayed_weights += [stage] * split
         for _ in range(inner):
-            made.add("W", late.pop(0))
-            made.add("I", first)
-            late.append(first)
-        for stage in late:
-            made.add("W", stage)
-        orders.append(made.ops)
+            order.add("W", delayed_weights.pop(0))
+            order.add("I", first)
+            delayed_weights.append(first)
+        for stage in delayed_weights:
+            order.add("W", stage)
+        orders.append(order.ops)
     return orders
 
 
@@ -176,7 +183,7 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the virtual stages, one value each."""
+    """Costs of the virtual stages, one value per stage."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -185,60 +192,63 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     weight_stash: Sequence[float]
     transfer: float = 0.0
     depth: int
-    """Virtual stages that a micro-batch passes: those of one direction."""
+    """Number of virtual stages that a micro-batch passes, which are those of one direction."""
 
 
 class Run(NamedTuple):
-    """When the ops of an iteration ran."""
+    """Times and memory of the ops of a simulated iteration."""
 
     end: float
-    """Of the last one; the first begins at 0."""
+    """End of the last op. The first one begins at 0."""
     peaks: list[float]
-    """[worker] the most that micro-batches held of its memory."""
+    """Peak memory that micro-batches held on each worker."""
 
 
 def run(orders: Orders, costs: StageCosts) -> Run | None:
-    """Each op as soon as its worker and what it waits for allow; None where ops wait for each other."""
+    """Simulate an iteration in which each op runs as soon as its worker and its inputs allow.
+
+    Returns None if the order has a deadlock.
+    """
     worker_of = {op.stage: worker for worker, ops in enumerate(orders) for op in ops}
     ends: dict[Op, float] = {}
-    places, free = [0] * len(orders), [0.0] * len(orders)
+    next_index, free_at = [0] * len(orders), [0.0] * len(orders)
     events: list[list[tuple[float, float]]] = [[] for _ in orders]
-    moved = True
-    while moved:
-        moved = False
+    has_progress = True
+    while has_progress:
+        has_progress = False
         for worker, ops in enumerate(orders):
-            while places[worker] < len(ops):
-                op = ops[places[worker]]
+            while next_index[worker] < len(ops):
+                op = ops[next_index[worker]]
                 ready = _ready(op, ends, worker_of, costs)
                 if ready is None:
                     break
-                begin = max(free[worker], ready)
+                begin = max(free_at[worker], ready)
                 end = begin + _seconds(op, costs)
                 ends[op._replace(kind="I") if op.kind == "B" else op] = end
                 events[worker] += _held(op, begin, end, costs)
-                free[worker] = end
-                places[worker] += 1
-                moved = True
-    if any(place < len(ops) for place, ops in zip(places, orders, strict=True)):
+                free_at[worker] = end
+                next_index[worker] += 1
+                has_progress = True
+    if any(place < len(ops) for place, ops in zip(next_index, orders, strict=True)):
         return None
-    return Run(max(free), [_peak(one) for one in events])
+    return Run(max(free_at), [_peak(one) for one in events])
 
 
 def _ready(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
-    """When what an op waits for is there; None where that has not run."""
+    """Return the time at which the inputs of an op are available, or None if their ops have not run yet."""
     place = op.stage % costs.depth
     if op.kind == "W":
         return ends.get(op._replace(kind="I"))
     if op.kind == "F":
         if not place:
             return 0.0
-        before = op._replace(stage=op.stage - 1)
+        source = op._replace(stage=op.stage - 1)
     elif place == costs.depth - 1:
         return ends.get(op._replace(kind="F"))
     else:
-        before = Op("I", op.stage + 1, op.microbatch)
-    end = ends.get(before)
-    hop = costs.transfer if worker_of[before.stage] != worker_of[op.stage] else 0.0
+        source = Op("I", op.stage + 1, op.microbatch)
+    end = ends.get(source)
+    hop = costs.transfer if worker_of[source.stage] != worker_of[op.stage] else 0.0
     return None if end is None else end + hop
 
 
@@ -249,7 +259,7 @@ def _seconds(op: Op, costs: StageCosts) -> float:
 
 
 def _held(op: Op, begin: float, end: float, costs: StageCosts) -> list[tuple[float, float]]:
-    """Changes of what a worker holds: (when, how much)."""
+    """Return the changes of a worker's memory by an op, as pairs of time and amount."""
     activation, stash = costs.activation[op.stage], costs.weight_stash[op.stage]
     return {"F": [(begin, activation)], "B": [(end, -activation)], "I": [(end, stash - activation)],
             "W": [(end, -stash)]}[op.kind]

@@ -1,8 +1,8 @@
-"""Ours beside the pipelines of others on models whose layers are unlike, each with its best division of the layers.
+"""Compare Slipstream's pipelines with published ones on models of unequal layers, at their best divisions.
 
-Other pipelines run the order that is published for them; ours is `planner.placement`. All have the same memory: no
-worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration lasts
-from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
+Published pipelines run their published order; Slipstream's is found by `planner.placement`. All have the same memory:
+no worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration
+lasts from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
 """
 
 import os
@@ -31,29 +31,31 @@ from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import OptimizerMode, Worker
 
 PLAN_SECONDS = 2.0
-"""Of counted steps for each search."""
+"""Seconds of counted steps for each search."""
 DIVISIONS = 200
-"""That are tried for a pipeline of others."""
+"""Number of divisions of the layers that are tried for each published pipeline."""
 CHUNKS = (2, 3, 4)
-"""Virtual stages a worker of interleaved 1F1B."""
+"""Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
 PIPELINES, DEAD_PIPELINE = 4, 1
 QUICK_SHARE = 0.25
-"""Of the steps of a search, for a plan with a dead worker."""
+"""Share of the steps of a search that a plan with a dead worker gets."""
 SMALLER, LARGER = (tuple(model for model in MODELS if model.workers == workers) for workers in (4, 8))
 OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
-"""By model: workers, micro-batches, and seconds of 1F1B and of the plan that AdaPtis' authors found, in the README of
-their simulator."""
+"""Results that AdaPtis' authors publish in the README of their simulator, by model.
+
+Each has workers, micro-batches, and the seconds of 1F1B and of the plan that they found.
+"""
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One of others."""
+    """Published pipeline."""
 
     name: str
     order: str
-    """As `[placement] order`."""
+    """Order of stages, in the form of `[placement] order`."""
     chunks: int = 1
     made: Callable[[int, int, int], Orders]
-    """Of workers, micro-batches and virtual stages a worker."""
+    """Function that builds the orders for numbers of workers, micro-batches and virtual stages per worker."""
 
 
 OTHERS = (
@@ -71,16 +73,16 @@ NAMES = tuple(dict.fromkeys(one.name for one in OTHERS))
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline of others with a division of the layers."""
+    """Pipeline with a division of the layers into stages."""
 
     arrangement: Arrangement
     seconds: float
     held: float
-    """Megabytes on the fullest worker, weights included."""
+    """Memory of the fullest worker, in megabytes, weights included."""
 
 
 class Bench:
-    """One model, and what is computed of it."""
+    """Comparison of all pipelines on one model."""
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
@@ -95,48 +97,55 @@ class Bench:
         self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
 
     def uniform(self, stages: int) -> tuple[int, ...]:
-        """As many layers between E and L in each stage as can be, the first ones one more; E and L with their ends."""
+        """Return the number of layers of each stage in a uniform division.
+
+        The layers between E and L are divided evenly, with one more in the first stages if necessary. E and L belong to
+        the first and the last stage.
+        """
         inner = self.layers - 2
         counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
         return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
 
     def best(self, name: str, *, divided: bool) -> Division | None:
-        """The best division of a pipeline of others; not `divided`: uniform. None where none has room."""
-        found = []
-        for one in OTHERS:
-            if one.name == name and self.layers >= self.workers * one.chunks:
-                uniform = self._measured(one, self.uniform(self.workers * one.chunks))
-                found += [uniform, *([self._searched(one, uniform)] if divided else [])]
-        fitting = [one for one in found if one and one.held <= self.room * (1 + 1e-9)]
-        return min(fitting, key=lambda one: one.seconds, default=None)
+        """Return the best division of a published pipeline that fits into memory, or None if none does.
+
+        Only uniform divisions are tried unless `divided`.
+        """
+        candidates = []
+        for pipeline in OTHERS:
+            if pipeline.name == name and self.layers >= self.workers * pipeline.chunks:
+                uniform = self._measured(pipeline, self.uniform(self.workers * pipeline.chunks))
+                candidates += [uniform, *([self._searched(pipeline, uniform)] if divided else [])]
+        fitting = [pipeline for pipeline in candidates if pipeline and pipeline.held <= self.room * (1 + 1e-9)]
+        return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _measured(self, one: Pipeline, counts: Sequence[int]) -> Division | None:
-        """A pipeline with a division; None where its ops would wait for each other."""
+        """Return a published pipeline with a division, or None if its order has a deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
         edges = [0, *arrangement.ends]
-        both = arrangement.chains
-        stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * both
+        directions = arrangement.chains
+        stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
                   for key, sums in self._sums.items()}
         weights = [0.0] * self.workers
         columns = arrangement.columns(self.workers)
-        columns = (*columns, *columns[::-1]) if both > 1 else columns
+        columns = (*columns, *columns[::-1]) if directions > 1 else columns
         for stage, column in enumerate(columns):
             weights[column] += stages["weights"][stage]
-        ran = published_orders.run(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
+        simulated = published_orders.run(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
             forward=stages["forward"], backward_input=stages["backward_input"],
             backward_weight=stages["backward_weight"], activation=stages["activation"],
             weight_stash=stages["weight_stash"], depth=len(counts)))
-        if ran is None:
+        if simulated is None:
             return None
-        return Division(arrangement=arrangement, seconds=ran.end,
-                        held=max(weight + peak for weight, peak in zip(weights, ran.peaks, strict=True)))
+        return Division(arrangement=arrangement, seconds=simulated.end,
+                        held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
     def _searched(self, one: Pipeline, uniform: Division | None) -> Division | None:
-        """The best of divisions that differ little from the one whose busiest worker has least to do."""
-        chance = random.Random(0)
+        """Return the best of random divisions near the one whose busiest worker has the least work."""
+        generator = random.Random(0)
 
         def rank(division: Division | None) -> tuple[float, float]:
-            """What fits before what does not, then the shorter."""
+            """Return the rank of a division: those that fit into memory come first, then shorter ones."""
             return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
 
         starts = [uniform, self._measured(one, self._loads.balanced(one.order, one.chunks).counts)]
@@ -145,34 +154,36 @@ class Bench:
             if best is None:
                 return None
             counts = list(best.arrangement.counts)
-            giving = chance.choice([stage for stage, count in enumerate(counts) if count > 1])
-            taking = chance.choice([stage for stage in range(max(0, giving - 2), min(len(counts), giving + 3))
-                                    if stage != giving])
-            counts[giving] -= 1
-            counts[taking] += 1
+            donor = generator.choice([stage for stage, count in enumerate(counts) if count > 1])
+            receiver = generator.choice([stage for stage in range(max(0, donor - 2), min(len(counts), donor + 3))
+                                         if stage != donor])
+            counts[donor] -= 1
+            counts[receiver] += 1
             best = min(best, self._measured(one, counts), key=rank)
         return best
 
     def job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """The job of an arrangement."""
+        """Return the job of an arrangement."""
         text = job_of(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
         return parse_job(MovableLayers(text).text(arrangement))
 
     def ours(self, optimizer: OptimizerMode) -> FoundPlacement:
-        """What `planner.placement` finds."""
+        """Return the placement that `planner.placement` finds."""
         text = job_of(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
         return find_placement(text, _options(optimizer))
 
     def one_dead(self, arrangement: Arrangement) -> float | None:
-        """The share of the throughput that is lost at once when one of the workers of four pipelines is dead, each
-        with the order that our planner finds; None where there is no plan."""
+        """Return the share of the throughput that is lost at once when one worker of four pipelines dies.
+
+        Each pipeline runs the order that Slipstream's planner finds. Returns None if there is no plan.
+        """
         job = self.job(arrangement, PIPELINES)
         try:
-            whole, broken = (plan_only(_options("synchronous", greedy=True), job, dead).period
-                             for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
+            unbroken, broken = (plan_only(_options("synchronous", greedy=True), job, dead).period
+                                for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
         except NoPlanError:
             return None
-        return 1 - whole / broken
+        return 1 - unbroken / broken
 
 
 def _options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
@@ -181,36 +192,37 @@ def _options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """What is found of one model."""
+    """Results of the comparison on one model."""
 
     uniform: dict[str, Division | None]
-    """By pipeline of others."""
+    """Published pipelines with uniform stages, by name."""
     divided: dict[str, Division | None]
+    """Published pipelines with their best division, by name."""
     ours: Division
     bound: float
-    """Seconds: none of any placement is shorter."""
+    """Lower bound on the seconds of any placement."""
     staggered: float
-    """Seconds, where each worker steps by itself."""
+    """Seconds if each worker steps by itself."""
     dead: float | None
-    """Share of the throughput that one dead worker costs at once in our placement;"""
+    """Share of the throughput that one dead worker costs at once in Slipstream's placement."""
     dead_of_best: float | None
-    """and in that of the best of all others."""
+    """Share of the throughput that one dead worker costs at once in the best published placement."""
 
     @property
     def base(self) -> float:
-        """Seconds of interleaved 1F1B with uniform stages, whose memory is the room of all."""
+        """Seconds of interleaved 1F1B with uniform stages, whose memory is the limit for all."""
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds
 
     @property
     def best(self) -> Division:
-        """Of all others."""
+        """Shortest of the published pipelines with their best division."""
         return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
 
 
 def compared(model: MeasuredModel) -> Compared:
-    """One model: all pipelines of others, and ours."""
+    """Compare all published pipelines and Slipstream's on one model."""
     bench = Bench(model)
     uniform, divided = ({name: bench.best(name, divided=how) for name in NAMES} for how in (False, True))
     ours, staggered = bench.ours("synchronous"), bench.ours("staggered")
@@ -225,37 +237,37 @@ def compared(model: MeasuredModel) -> Compared:
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
                             name: str = "unlike-layers") -> Figure:
-    """Milliseconds of an iteration of each pipeline, uniform and divided, and of ours."""
-    found = []
+    """Compute the throughput of each published pipeline and of Slipstream's, for each of the models."""
+    results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
         for one in pool.map(compared, models):
-            found.append(one)
-            progress(len(found), len(models))
-    over_others = [one.best.seconds / one.ours.seconds for one in found]
-    lost, lost_of_best = ([share for one in found if (share := getattr(one, key)) is not None]
+            results.append(one)
+            progress(len(results), len(models))
+    over_others = [one.best.seconds / one.ours.seconds for one in results]
+    lost, lost_of_best = ([share for one in results if (share := getattr(one, key)) is not None]
                           for key in ("dead", "dead_of_best"))
     findings = {
-        "over interleaved 1F1B with uniform stages, mean": mean(one.base / one.ours.seconds for one in found),
-        "over interleaved 1F1B with uniform stages, at most": max(one.base / one.ours.seconds for one in found),
+        "over interleaved 1F1B with uniform stages, mean": mean(one.base / one.ours.seconds for one in results),
+        "over interleaved 1F1B with uniform stages, at most": max(one.base / one.ours.seconds for one in results),
         "the same, published of AdaPtis on its models, mean": 1.42,
-        "the same with each worker stepping by itself, mean": mean(one.base / one.staggered for one in found),
+        "the same with each worker stepping by itself, mean": mean(one.base / one.staggered for one in results),
         "over the best of all others with layers divided for it, geometric mean": geometric_mean(over_others),
         "over the best of all others with layers divided for it, at least": min(over_others),
         "over the best of all others with layers divided for it, at most": max(over_others),
-        "above the bound for any placement, mean": mean(one.ours.seconds / one.bound - 1 for one in found),
+        "above the bound for any placement, mean": mean(one.ours.seconds / one.bound - 1 for one in results),
         **({"one worker of four pipelines dead, at once, ours: throughput lost, mean": mean(lost)} if lost else {}),
         **({"the same in the placement of the best of all others, by our planner": mean(lost_of_best)}
            if lost_of_best else {}),
         "the same, of all others by themselves: a replica": 1 / PIPELINES}
-    for model, one in zip(models, found, strict=True):
+    for model, one in zip(models, results, strict=True):
         findings |= _published(model, one)
     return Figure(
         name=name, title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
         y_label="throughput, interleaved 1F1B with uniform stages = 1", x=tuple(model.name for model in models),
         series=(*(Series(name=of, values=tuple(None if (best := one.divided[of]) is None else one.base / best.seconds
-                                               for one in found)) for of in NAMES),
-                Series(name="ours", values=tuple(one.base / one.ours.seconds for one in found))),
-        header=HEADER, rows=tuple(_row(model, one) for model, one in zip(models, found, strict=True)),
+                                               for one in results)) for of in NAMES),
+                Series(name="ours", values=tuple(one.base / one.ours.seconds for one in results))),
+        header=HEADER, rows=tuple(_row(model, one) for model, one in zip(models, results, strict=True)),
         findings=findings, assumptions=(
             "milliseconds from the first op of an iteration to its last",
             "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
@@ -287,7 +299,7 @@ def _row(model: MeasuredModel, one: Compared) -> tuple[str, ...]:
 
 
 def _published(model: MeasuredModel, one: Compared) -> dict[str, float]:
-    """What is published of a model, beside what is computed of it."""
+    """Return the published times of a model next to the computed ones. Empty if none are published."""
     plain = one.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
         return {}

@@ -1,1 +1,1 @@
-"""What several commands share: output, input, options."""
+"""Code that several commands share: output, input, options."""

@@ -1,7 +1,7 @@
-"""Output of all commands: the answer, refusals, durations and hints.
+"""Print the output of all commands: answers, errors, durations and hints.
 
-stdout carries the answer (with --json exactly one JSON object), stderr everything else. Exit 0: done; 1: the answer is
-no; 2: bad input.
+stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit status 0: done; 1: the
+answer is no; 2: bad input.
 """
 
 import contextlib
@@ -20,21 +20,27 @@ from rich.rule import Rule
 
 
 class _Words(Console):
-    """In a terminal, lines end between words; but the terminal folds where a long path has no room in one."""
+    """Console that wraps lines between words in a terminal.
+
+    If a word, such as a long path, does not fit into one line, the terminal folds the line instead.
+    """
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """As Rich's own."""
+        """Print as `rich.console.Console.print` does, wrapped between words if possible."""
         if self.is_terminal and how.get("soft_wrap") and all(
-                len(word) <= self.width for one in objects for word in str(one).split()):
+                len(word) <= self.width for item in objects for word in str(item).split()):
             how = {**how, "soft_wrap": False}
         super().print(*objects, **how)
 
 
 class _StandardError(_Words):
-    """Where nobody reads it any more, as when what has started a run is dead, the work goes on without a word."""
+    """Console for stderr that discards all output once nobody reads it, so that the work continues.
+
+    This happens when the process that started a run has died.
+    """
 
     def on_broken_pipe(self) -> None:
-        """Rich's own ends the program."""
+        """Discard all further output. Rich's own method ends the program."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -42,9 +48,9 @@ class _StandardError(_Words):
 
 
 class _StandardOutput(_Words):
-    """In a file or a pipe, no line is folded and no column of a table is cut, unless COLUMNS says how wide it is.
+    """Console for stdout that neither folds lines nor truncates columns in a file or pipe, unless COLUMNS is set.
 
-    `width` is still that of a usual terminal there: pictures are drawn for it.
+    `width` is still that of a usual terminal there, because pictures are drawn for it.
     """
 
     @property
@@ -53,31 +59,35 @@ class _StandardOutput(_Words):
 
     @property
     def options(self) -> ConsoleOptions:
-        """How things are rendered."""
+        """Options of rendering, without a limit of width unless lines are folded."""
         return super().options if self._folds else super().options.update(width=UNFOLDED_COLUMNS)
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """As Rich's own."""
+        """Print as `rich.console.Console.print` does, and crop only if lines are folded."""
         super().print(*objects, **{"crop": self._folds, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
-        """As Rich's own, but never wider than a usual terminal."""
+        """Print a rule that is never wider than a usual terminal."""
         self.print(Rule(title, **how), width=self.width)
 
 
 UNFOLDED_COLUMNS = 10_000
+"""Width that stands for no limit, in characters."""
 out = _StandardOutput(markup=False, highlight=False)
 err = _StandardError(stderr=True, markup=False, highlight=False)
-"""Text is printed as it is: names of files may hold brackets."""
+"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain brackets."""
 
 
 def out_of(width: int | None) -> Console:
-    """`out`, or one for so many columns."""
+    """Return `out`, or a console of the given width."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def screen(beside: Iterable[str]) -> int | None:
-    """Lines that are left on the screen beside these, folded as they are printed; None where there is no terminal."""
+    """Return the number of screen lines that these lines leave free, folded as they are printed.
+
+    None means that stdout is no terminal.
+    """
     if not out.is_terminal:
         return None
     return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2  # the file, the prompt
@@ -90,45 +100,45 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def printable(text: str) -> str:
-    """Text with control characters escaped; names of files and their contents may hold some."""
+    """Return the text with control characters escaped, which file names and file contents may contain."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
 def complain(message: object) -> None:
     """Print a line in red on stderr, after the program's name.
 
-    Under torchrun, its agent repeats the line at the end of what it prints, as the cause: it looks for it in this file
-    (`torch.distributed.elastic.multiprocessing.errors`).
+    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It reads the line from
+    the file that TORCHELASTIC_ERROR_FILE names (`torch.distributed.elastic.multiprocessing.errors`).
     """
     line = printable(f"slipstream: {message}")
     err.print(line, style="red", soft_wrap=True)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        said = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps(said), encoding="utf-8")
+            Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
 def refuse(message: object) -> NoReturn:
-    """Bad input: one line on stderr, exit 2."""
+    """Report bad input with one line on stderr, and exit with status 2."""
     complain(" ".join(str(message).split()))
     raise typer.Exit(2)
 
 
 def answer_no(message: object) -> NoReturn:
-    """The answer is no: the reason on stderr, exit 1."""
+    """Report on stderr why the answer is no, and exit with status 1."""
     complain(message)
     raise typer.Exit(1)
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where one of the words is close to `word`; otherwise empty."""
-    found = difflib.get_close_matches(word, list(words), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    """Return `; did you mean 'x'?` for the one of `words` closest to `word`, or an empty string if none is close."""
+    matches = difflib.get_close_matches(word, list(words), 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def completing(*words: str) -> Callable[[str], list[str]]:
-    """Shell completion for an option that takes one of these words."""
+    """Return a shell completion for an option that takes one of these words."""
     def offer(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
 
@@ -136,6 +146,6 @@ def completing(*words: str) -> Callable[[str], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """A time for a reader, with four digits: `30 s`, `29.7 ms`, `850 us`."""
+    """Format a time with four digits for a reader: `30 s`, `29.7 ms`, `850 us`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"

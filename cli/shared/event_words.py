@@ -1,4 +1,4 @@
-"""Events of a run in words: one line each."""
+"""Describe events of a run in words, one line each."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -31,11 +31,14 @@ from slipstream.runtime.events import (
 from slipstream.schedules.schedule import Worker
 
 Group = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "other"]
-"""What a mark on the page looks like."""
+"""Kinds of marks that events have on the page of a run."""
 
 
 def group(event: Kind) -> Group | None:
-    """Of an event's mark; None: it has none, as it repeats what another says or is one of many."""
+    """Return the kind of an event's mark.
+
+    Returns None for events without a mark, which repeat what another one says or are one of many.
+    """
     match event:
         case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
             return "failure"
@@ -56,7 +59,7 @@ def group(event: Kind) -> Group | None:
 
 
 def sentence(event: Kind) -> str:
-    """What happened."""
+    """Return what happened, in one line."""
     match event:
         case Started():
             return "started" if event.iteration == 0 else f"started again, from iteration {event.iteration}"
@@ -96,6 +99,7 @@ def sentence(event: Kind) -> str:
 
 def _layers_sentence(event: SettlingChosen | FetchBegun | FetchProgressed | FetchAbandoned | HandedOver | WentBack
                      ) -> str:
+    """Return what happened to layers, in one line."""
     match event:
         case SettlingChosen():
             pays = "" if event.pays_after is None else f", which pays after {event.pays_after} iterations"

@@ -1,4 +1,4 @@
-"""How `slipstream train` goes on from a checkpoint: from which, with what command, or that nothing is left to do."""
+"""Resume a run in `slipstream train`: choose the checkpoint, tell the command, or find that nothing is left to do."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -34,7 +34,9 @@ from slipstream.schedules.document import DocumentError
 
 
 def how_to_resume(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:
-    """How to go on after a run that ended early, as a clause, and from whose checkpoint: its own, or that of its start.
+    """Return a clause that says how to resume a run that ended early.
+
+    It names the newest checkpoint of the run, or else the one it started from.
     """
     with suppress(CheckpointError):
         newest = latest(folder / CHECKPOINTS)
@@ -48,7 +50,7 @@ def how_to_resume(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) 
 
 
 def _command(ctx: typer.Context, source: Path) -> str:
-    """The command line that was given, with another --resume."""
+    """Return the command line of this run with another --resume."""
     return shlex.join(["slipstream", "train", str(ctx.params["job"]), "--resume", str(source), *_options(ctx)])
 
 
@@ -58,32 +60,35 @@ def _options(ctx: typer.Context) -> Iterator[str]:
         source = ctx.get_parameter_source(name)
         if name in ("job", "resume", "force") or source is None or source.name != "COMMANDLINE":
             continue
-        for one in value if isinstance(value, (list, tuple)) else (value,):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
             yield option.opts[0]
-            if not isinstance(one, bool):
-                yield str(one)
+            if not isinstance(item, bool):
+                yield str(item)
 
 
 def is_same(resume: Path | None, folder: Path) -> bool:
-    """Whether a run goes on in its own folder: schedulers repeat commands, also of runs that have hardly begun."""
+    """Return whether a run resumes in its own folder.
+
+    Schedulers repeat commands, also those of runs that have hardly begun.
+    """
     return resume is not None and resume.resolve() == folder.resolve()
 
 
 def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there.
+    """Return the checkpoint to start from, or None if a run resumes in its own folder and has saved nothing there.
 
-    Where that is `needed`, the checkpoint is whole: damaged ones are named, and those of the run's own folder are set
-    aside. Exits 2 where all are damaged.
+    If a checkpoint is `needed`, it must be whole: damaged checkpoints are reported, and those in the run's own folder
+    are set aside. Exits 2 if all are damaged.
     """
     if needed:
-        whole = _whole_or_refuse(resume, folder)
-        if whole is not None:
-            return whole
+        checkpoint = _whole_or_refuse(resume, folder)
+        if checkpoint is not None:
+            return checkpoint
     if is_same(resume, folder) and not saved(folder):
-        done = iterations_done(folder)
+        completed = iterations_done(folder)
         if needed:
-            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
-                                       "iterations again, from iteration 0" if done else
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {completed} "
+                                       "iterations again, from iteration 0" if completed else
                                        "nothing is there to go on from; starts with iteration 0"),
                       style="yellow", soft_wrap=True)
         return None
@@ -96,7 +101,7 @@ def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | 
 
 
 def _whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in a folder, or that folder itself; None where there is none at all."""
+    """Return the checkpoint in a folder, or the newest whole one below it, or None. Exits 2 if all are damaged."""
     with refusals():
         if (resume / MANIFEST).exists():
             return require_whole(open_checkpoint(resume))
@@ -105,10 +110,10 @@ def _whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
 
 
 def take_whole(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
-    """Find the newest whole checkpoint, for a run in `folder`; None where there is none at all.
+    """Return the newest whole checkpoint for a run in `folder`, or None if there is no checkpoint.
 
-    Damaged ones are named. Those of the run's own folder are set aside. Raises CheckpointError where all are damaged,
-    and FolderError while another run writes there.
+    Damaged checkpoints are reported, and those in the run's own folder are set aside. Raises CheckpointError if all are
+    damaged, and FolderError while another run writes there.
     """
     whole, damaged = newest_whole(source)
     if whole is None and damaged:
@@ -123,7 +128,7 @@ def take_whole(source: Path, folder: Path, say: Callable[[str], object]) -> Chec
 
 
 def require_folder(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
-    """Refuse what `run` will refuse, before the time for planning is spent."""
+    """Raise what `run` will raise about the folder, before time is spent on planning."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if folder.is_dir():
@@ -132,37 +137,37 @@ def require_folder(folder: Path, resume: Checkpoint | None, config: RunConfig, *
 
 
 def nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
-    """Say so where a checkpoint has seen all iterations; whether its parameters are there, too."""
+    """Report if a checkpoint has seen all iterations. Returns True if its parameters are written, too."""
     if resume.iteration < iterations:
         return False
-    left = left_by(folder, resume, iterations)
+    answer = left_by(folder, resume, iterations)
     err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
-              f"{'' if left else ' but to write the parameters'}; --iterations trains further", style="yellow",
+              f"{'' if answer else ' but to write the parameters'}; --iterations trains further", style="yellow",
               soft_wrap=True)
-    if left is not None and json:
-        print_json(left)
-    return left is not None
+    if answer is not None and json:
+        print_json(answer)
+    return answer is not None
 
 
 def done_without_this_node(folder: Path, resume: Path | None, iterations: int) -> bool:
-    """Whether node 0 finds nothing left to do, as far as its files are seen here: it would be waited for in vain."""
+    """Return whether the files that this node sees show a finished run, so that node 0 will not come."""
     with suppress(CheckpointError, OSError):
-        found = None if resume is None or left_behind(folder) is not None else find_checkpoint(resume)
-        return found is not None and all_done(folder, found, iterations)
+        checkpoint = None if resume is None or left_behind(folder) is not None else find_checkpoint(resume)
+        return checkpoint is not None and all_done(folder, checkpoint, iterations)
     return False
 
 
 def all_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Whether a run in the folder has done all iterations, and written its parameters. Raises CheckpointError."""
+    """Return whether the run in a folder has done all iterations and written its parameters. Raises CheckpointError."""
     newest = latest(folder / CHECKPOINTS)
     return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
             and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
 
 
 def left_by(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
-    """The answer of `train --json` where a run in the folder has done all iterations; None where something is left.
+    """Return the answer of `train --json` for a run that has nothing left to do, or None if something is left.
 
-    Also a run that has done them all leaves something to do where its parameters are missing.
+    A run whose iterations are all done still has something to do if its parameters are missing.
     """
     with suppress(CheckpointError, DocumentError, TensorError, OSError):
         if not all_done(folder, resume, iterations):

@@ -1,4 +1,5 @@
-"""Input of all commands: options and files. Each function exits 2 with one line where the input cannot be used."""
+"""Read the input of all commands: options and files. Each function exits 2 with one line if the input cannot be
+used."""
 
 import errno
 import os
@@ -17,11 +18,11 @@ from slipstream.schedules.tables.file import ENTRIES, INDEX, TableError, entry_f
 from slipstream.schedules.tables.table import Table, library, library_names
 
 FEW = 4
-"""Choices that are told with `or` between them."""
+"""Maximum number of choices that an error lists with `or` between them."""
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
-    """Workers that an option gives as D.S, sorted, each once."""
+    """Return the workers that an option gives as D.S, sorted and without duplicates."""
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
@@ -29,7 +30,7 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
-    """Workers given as --failed options, and those of the nodes of --failed-node; sorted, each once."""
+    """Return the workers given by --failed, and those of the nodes given by --failed-node, sorted, each once."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
         named = parse_workers("--failed", workers or [])
@@ -40,14 +41,14 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
 
 
 def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:
-    """Refuse a value that the option does not know."""
+    """Exit 2 if a value is not among the choices of its option."""
     if value is not None and value not in choices:
         known = " or ".join(choices) if len(choices) <= FEW else f"one of {', '.join(choices)}"
         refuse(f"{option} {value}: expected {known}{near(value, choices)}")
 
 
 def table_or_refuse(folder: Path, option: str = "") -> Table:
-    """The table in a folder, or the one of this name that comes with Slipstream."""
+    """Return the table in a folder, or the table of this name that comes with Slipstream."""
     path = folder if is_there(folder) else library(str(folder))
     if path is None:
         known = library_names()
@@ -63,7 +64,7 @@ def table_or_refuse(folder: Path, option: str = "") -> Table:
 
 
 def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
-    """The job in a file, with the keys of --set."""
+    """Return the job in a file, with the keys of --set applied."""
     try:
         return read_job(path, settings or ())
     except JobError as error:
@@ -72,7 +73,7 @@ def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job
 
 
 def require_trainable_tables(path: Path, job: Job) -> None:
-    """Refuse a job whose `[model]` or `[training]` the runtime would refuse: planners read little of them."""
+    """Exit 2 if the runtime would reject the job's `[model]` or `[training]`, which planners hardly read."""
     from slipstream.runtime.config import ConfigError, parse_run_config
 
     try:
@@ -82,7 +83,7 @@ def require_trainable_tables(path: Path, job: Job) -> None:
 
 
 def read_schedule_or_refuse(path: Path) -> Schedule:
-    """The schedule in a file."""
+    """Return the schedule in a file."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -90,16 +91,16 @@ def read_schedule_or_refuse(path: Path) -> Schedule:
 
 
 class ScheduleInFile(NamedTuple):
-    """A file from the command line, or an entry of a table, and what is in it."""
+    """Schedule with the file that holds it: one from the command line, or an entry of a table."""
 
     path: Path
     schedule: Schedule
 
 
 def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
-    """The schedule in a file, which may be an entry of a table; all of a table where it is the folder of one.
+    """Yield the schedule in a file, which may be an entry of a table, or all schedules of a table's folder.
 
-    Raises ScheduleError and TableError, in one line.
+    Raises ScheduleError and TableError with one-line messages.
     """
     try:
         is_folder, is_entry = path.is_dir(), path.parent.name == ENTRIES and (path.parent.parent / INDEX).is_file()
@@ -125,13 +126,13 @@ def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
 
 
 def as_refused(path: Path, error: ValueError) -> str:
-    """What is said of a file that is no schedule."""
+    """Return the message for a file that is no schedule, with a hint if it is a job file."""
     is_job = path.suffix == ".toml" and is_there(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
 
 def is_there(path: Path) -> bool:
-    """Whether the path exists. True also where that cannot be found out, so that opening it gives the reason."""
+    """Return whether the path exists, and True if that cannot be found out, so that opening it gives the reason."""
     try:
         return path.exists()
     except OSError:
@@ -139,9 +140,9 @@ def is_there(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Refuse a path that no file can be written to, before the work whose result it is to hold.
+    """Exit 2 if no file can be written to a path, before the work whose result it will hold.
 
-    It is tried, with a file that is gone at once, in its folder or in the nearest one above that is there.
+    This function creates a temporary file in the folder of the path, or in its nearest existing parent.
     """
     if path is None:
         return
@@ -158,7 +159,7 @@ def require_writable(path: Path | None) -> None:
 
 
 def encoded_or_refuse(schedule: Schedule) -> bytes:
-    """The bytes of a schedule's file, which may be too large for one."""
+    """Return the bytes of a schedule's file. Exits 2 if the schedule is too large for one."""
     try:
         return encode(schedule)
     except ScheduleError as error:

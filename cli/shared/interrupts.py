@@ -1,4 +1,4 @@
-"""Ctrl-C during imports and long work: noted, and acted upon at a safe place."""
+"""Delay Ctrl-C during imports and long work until it can be handled safely."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from slipstream.planner.budget import interruptible
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For imports. Ctrl-C is acted upon after them: some modules swallow it, and are then half imported."""
+    """Delay KeyboardInterrupt until imports are done: some modules swallow it, and are then half imported."""
     with interruptible() as interrupted:
         yield
     if interrupted.is_set():
@@ -17,7 +17,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def checking_interrupts() -> Iterator[Callable[[], None]]:
-    """For long work: gives a function that raises KeyboardInterrupt after a Ctrl-C. A second one raises it at once."""
+    """Yield a function that raises KeyboardInterrupt after a Ctrl-C. A second Ctrl-C raises it at once."""
     with interruptible() as interrupted:
         def check_interrupt() -> None:
             if interrupted.is_set():

@@ -1,4 +1,5 @@
-"""Which node of a run this process is: from the options of `slipstream train`, or from the launcher's environment."""
+"""Find out which node of a run this process is, from the options of `slipstream train` or the launcher's
+environment."""
 
 from msgspec.structs import replace
 
@@ -12,9 +13,10 @@ from slipstream.schedules.schedule import Schedule
 
 
 def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> Launched | None:
-    """Which node this process is; None: none, as `ranks` were started for each worker, and it is not the first.
+    """Return the node of a run that this process is.
 
-    Options have precedence. Exits 2 when options or environment make no sense.
+    Options take precedence over the environment. Returns None if `ranks` processes were started for each worker and
+    this process is not the first of its worker. Exits 2 if options or environment are inconsistent.
     """
     if nodes is None and node is None and rendezvous is None:
         try:
@@ -38,15 +40,15 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ran
 
 
 def with_machines(job: Job, first: Schedule, here: Launched) -> Job:
-    """The job with the workers of each machine: those of its [topology], else as the nodes of this run have them."""
+    """Return the job with the workers of each machine: of its [topology], or else of the nodes of this run."""
     if job.nodes or here.nodes == 1:
         return job
-    shares = shares_of_nodes([seat.worker for seat in first.seats], here.nodes, ())
-    return replace(job, nodes=find_domains(first.grid, shares, here.local.processes, ()).domains)
+    node_shares = shares_of_nodes([seat.worker for seat in first.seats], here.nodes, ())
+    return replace(job, nodes=find_domains(first.grid, node_shares, here.local.processes, ()).domains)
 
 
 def given_secret_or_refuse(here: Launched) -> Secret | None:
-    """The secret that the environment gives. Exits 2 where there is none and several nodes need one."""
+    """Return the secret given by the environment. Exits 2 if it is missing and several nodes need one."""
     try:
         secret = given_secret()
     except SecretError as error:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Define arguments and options that several commands take."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from slipstream.cli.shared.console import completing
 PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""
 PLACEMENTS = ("given", "any")
-"""What --placement may say."""
+"""Values of --placement."""
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=(

@@ -1,4 +1,4 @@
-"""No command writes over what it reads, nor over a file of a table or of a run."""
+"""Prevent a command from overwriting what it reads, or a file of a table, run or checkpoint."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,9 +10,9 @@ from slipstream.planner.job.file import extended_files
 OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg")
 """Options that name a file to write."""
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
-"""Options that name a folder to write to: what it has already is that command's affair."""
+"""Options that name a folder to write to. The command itself decides about the folder's contents."""
 FOLDER = "DIR"
-"""What the help says that such an option takes."""
+"""Metavar of options that take a folder."""
 TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})
 RUN_FILES = frozenset({"schedule.json", ".running.json", "losses.jsonl", "metrics.jsonl", "events.jsonl", "schedules",
                        "trace.json", "parameters", "hugging-face", "checkpoints", "logs"})
@@ -21,10 +21,10 @@ CHECKPOINT = "manifest.json"
 
 
 def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> None:
-    """Refuse an output of a command that is one of its inputs, another output, or a file of a table, run or checkpoint.
+    """Exit 2 if an output of a command is also an input, another output, or a file of a table, run or checkpoint.
 
-    `params`: the command's parameters, as click has them; `values`: what they were given, by name. Files are compared
-    as the file system does, whatever they are called; pipes and devices may be both.
+    The command's parameters are `params`, as click has them, and `values` maps their names to their values. Files are
+    compared by identity in the file system, whatever their names. Pipes and devices may be both input and output.
     """
     given = [(param, value) for param in params for value in _texts(values.get(param.name))]
     outputs = [(param, Path(value)) for param, value in given if is_output_file(param)]
@@ -42,12 +42,12 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
 
 
 def is_output_file(param: Any) -> bool:
-    """Whether a parameter names a file that the command writes."""
+    """Return whether a parameter names a file that the command writes."""
     return param.opts[0] in OUTPUT_FILES and param.metavar != FOLDER
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts and paths in the value of a parameter, which may be a list or a tuple."""
+    """Yield all texts and paths in the value of a parameter, which may be a list or a tuple."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, list | tuple):
@@ -56,7 +56,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_same(one: Path, other: Path, *, new: bool = False) -> bool:
-    """Whether both names are of one regular file; with `new`, also of one that is not there yet."""
+    """Return whether both names denote one regular file. With `new`, it need not exist yet."""
     try:
         if new and not one.exists() and not other.exists():
             return one.resolve() == other.resolve()
@@ -66,7 +66,7 @@ def _is_same(one: Path, other: Path, *, new: bool = False) -> bool:
 
 
 def _owner(path: Path) -> str | None:
-    """The table, run or checkpoint that a file is part of, in words."""
+    """Describe the table, run or checkpoint that a file is part of. None if it is part of none."""
     try:
         target = path.resolve()
         if not target.is_file():

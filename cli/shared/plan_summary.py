@@ -1,4 +1,4 @@
-"""A plan in a few lines for a reader: what it is, how good it is, what it moves, and what else could be done."""
+"""Summarise a plan in a few lines: what it is, how good it is, what it moves, and what the alternatives are."""
 
 from collections.abc import Sequence
 
@@ -13,23 +13,23 @@ from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays
 from slipstream.schedules.layers import joined_ranges, short
 
 NARROW = 0.01
-"""A range of throughput that needs no explanation."""
+"""Largest range of throughput, as a share, that needs no explanation."""
 BUSY = 0.97
-"""A worker that is busy for this share of the period hardly has time for more."""
+"""Share of the period from which on a worker counts as fully busy."""
 CLOSE = 0.01
-"""A gap to the bound from which on the plan may be to blame."""
+"""Gap to the bound above which the plan itself may be the limit."""
 NAMED = 3
-"""Workers that are named, of many."""
+"""Maximum number of workers that a line names."""
 WORTH = 1.0005
-"""A gain in throughput that is worth a word."""
+"""Smallest gain in throughput, as a factor, that is worth mentioning."""
 FEW_BYTES = 1e6
-"""No layers are smaller: the job's memory is in other units than bytes."""
+"""Lower limit of the bytes of layers. A smaller number shows that the job's memory is not in bytes."""
 
 
 def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Three lines to act on: the period, what it keeps of the throughput, what limits it and what would help.
+    """Return three lines to act on: the period, the throughput it keeps, and what limits it and would help.
 
-    `options`: those of the command line that say what may move.
+    `options` are those of the command line that say what may move.
     """
     schedule = made.schedule
     proof = "proven optimal" if schedule.status == "optimal" else \
@@ -40,7 +40,7 @@ def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) ->
 
 
 def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
-    """How the plan was found, what it re-routes and moves, and what else could be done."""
+    """Return lines on how the plan was found, what it re-routes and moves, and what the alternatives are."""
     schedule = made.schedule
     bound = "" if schedule.status == "optimal" else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
@@ -57,7 +57,7 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
 
 
 def tally_lines(made: Plan) -> list[str]:
-    """How often each technique was tried in the search for this schedule, and made a plan shorter."""
+    """Return lines on how often each technique of the search was tried, and how often it made a plan shorter."""
     if made.tally is None or not made.tally.tried:
         return []
     return ["tried, and made a plan shorter:", *(
@@ -69,7 +69,7 @@ def _runs(count: int) -> str:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """What a plan for workers of several processes counts."""
+    """Return a line on the units of times and memory, if workers have several ranks."""
     if job.ranks == 1:
         return []
     return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
@@ -77,7 +77,7 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Which pipeline was found, what the job's own would have had, and what failures cost, where that was asked for."""
+    """Return lines on the placement found, the job's own, and the cost of failures. Empty if none was searched for."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
@@ -92,7 +92,7 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:
-    """Which stages compute their activations again, and what that brings, where the planner has chosen."""
+    """Return a line on the stages that recompute their activations. Empty unless the planner made this choice."""
     if again is None:
         return []
     if not again.stages:
@@ -106,7 +106,7 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
 
 
 def _kept(made: Plan) -> str:
-    """The throughput, and the share of workers that make it."""
+    """Return the throughput as a share of fault-free, and the share of workers that are live."""
     schedule = made.schedule
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
@@ -119,12 +119,12 @@ def _kept(made: Plan) -> str:
 
 
 def _range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Throughput against fault-free: by the best fault-free plan known, and by its bound."""
+    """Return the throughput relative to fault-free: by the best known fault-free plan, and by its bound."""
     return whole.period / period, whole.bound / period
 
 
 def _uncertain(made: Plan) -> list[str]:
-    """Why the throughput is a range, where that is wide."""
+    """Return a line that explains why the throughput is a range, if that range is wide."""
     if made.fault_free is None or made.fault_free.close:
         return []
     best, least = _range(made.fault_free, made.period)
@@ -135,6 +135,7 @@ def _uncertain(made: Plan) -> list[str]:
 
 
 def _limit(made: Plan, others: Sequence[Alternative]) -> str:
+    """Return what limits the period, as a noun phrase."""
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY]
     if busy:
@@ -149,7 +150,7 @@ def _limit(made: Plan, others: Sequence[Alternative]) -> str:
 
 
 def _moved(made: Plan, moved: Transition) -> list[str]:
-    """What the plan moves; empty where every worker holds what it held."""
+    """Return a line on what the plan moves. Empty if every worker keeps its layers."""
     if not moved.layers:
         return []
     line = f"layers to move: {moved.layers}"
@@ -164,35 +165,35 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
 
 
 def _instead(made: Plan, others: Sequence[Alternative]) -> list[str]:
-    """What else could be done, in one line."""
+    """Return a line on the alternatives."""
     if not others or made.fault_free is None:
         return []
-    said = []
+    texts = []
     for other in sorted(others, key=lambda other: -other.throughput):
         text = f"{other.what} {other.throughput:.1%}"
-        said.append(text + (f" ({other.option})" if other.option else
-                            f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
-    return [f"instead, by quick plans: {'; '.join(said)}"]
+        texts.append(text + (f" ({other.option})" if other.option else
+                             f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
+    return [f"instead, by quick plans: {'; '.join(texts)}"]
 
 
 def _best(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """What gives the most, for the whole batch and for less; and whether memory would help."""
+    """Return clauses on the best option, for the whole batch and for a smaller one, and on the effect of memory."""
     if not others or made.fault_free is None:
         return []
-    own = made.fault_free.period / made.period
+    present = made.fault_free.period / made.period
     lines = []
     planned = [other for other in others if other.option]
     dropped = [other for other in others if other.batch < 1]
-    best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # of equals what may do more
-    less = max(dropped, key=lambda other: other.throughput, default=None)
-    if best and best.throughput > own * WORTH and f"{best.throughput:.1%}" != f"{own:.1%}":
-        lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {own:.1%}")
+    best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # the last of equal ones
+    smaller_batch = max(dropped, key=lambda other: other.throughput, default=None)
+    if best and best.throughput > present * WORTH and f"{best.throughput:.1%}" != f"{present:.1%}":
+        lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {present:.1%}")
     elif made.schedule.failed:
-        lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {own:.1%}")
-    if less and less.throughput > max(own, best.throughput if best else 0.0) * WORTH:
-        lines.append(f"where a smaller batch will do: {less.what}, {less.throughput:.1%}")
+        lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
+    if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * WORTH:
+        lines.append(f"where a smaller batch will do: {smaller_batch.what}, {smaller_batch.throughput:.1%}")
     for other in others:
-        if other.what == MORE_MEMORY and other.throughput > own * WORTH:
+        if other.what == MORE_MEMORY and other.throughput > present * WORTH:
             lines.append(f"{MORE_MEMORY} would give {other.throughput:.1%}" if made.schedule.failed else
-                         f"{MORE_MEMORY} would make it {other.throughput / own - 1:.1%} faster")
+                         f"{MORE_MEMORY} would make it {other.throughput / present - 1:.1%} faster")
     return lines

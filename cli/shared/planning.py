@@ -1,4 +1,4 @@
-"""Planning for several commands: options are checked, progress is shown, and failures to plan end the program."""
+"""Plan for several commands: check options, show progress, and end the program if planning fails."""
 
 import os
 import time
@@ -35,7 +35,7 @@ _REFERENCE = msgspec.json.Decoder(FaultFree)
 def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
                  steps: int | None = None, layers: str = "fixed", slices: bool = True,
                  from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
-    """The planner's options from those of the command line. Exits 2 where one has an unknown value."""
+    """Return the planner's options from those of the command line. Exits 2 if a value is unknown."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
@@ -46,7 +46,7 @@ def plan_options(*, backward: str | None, optimizer: str | None, method: str, ti
 
 
 def search_params(path: Path | None) -> SearchParams:
-    """What steers the search, from a file where one is given. Exits 2 where it cannot be read."""
+    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot be read."""
     try:
         return DEFAULTS if path is None else read_params(path)
     except ParamsError as error:
@@ -57,26 +57,26 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
               ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
     """Plan with progress on stderr, which says what Ctrl-C does.
 
-    Exits 2 where the job has no such worker, 1 where no plan can exist.
+    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
     try:
-        known = _known_reference(options, job)
+        reference = _known_reference(options, job)
         with planning(ctrl_c) as progress:
-            made = normalised(job, failed, options, known=known, progress=progress, clock=clock) \
+            plan = normalised(job, failed, options, known=reference, progress=progress, clock=clock) \
                 if normalise or options.layers == "move" else \
-                plan_with(options, job, failed, known=known, progress=progress, clock=clock)
+                plan_with(options, job, failed, known=reference, progress=progress, clock=clock)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
-    if made.fault_free is not None:
-        _keep_reference(options, job, made.fault_free)
-    return made
+    if plan.fault_free is not None:
+        _keep_reference(options, job, plan.fault_free)
+    return plan
 
 
 @contextmanager
 def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
-    """Those who plan in place of processes of this machine; None: nobody does. Exits 2 where they cannot be had."""
+    """Yield the executor that plans instead of local processes, or None for none. Exits 2 if it is unavailable."""
     with ExitStack() as stack:
         try:
             executor = stack.enter_context(executor_of(name))
@@ -87,9 +87,9 @@ def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
 
 def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = DOWN,
                   clock: Clock | None = None) -> FoundPlacement:
-    """The best pipeline for the job in a text, with progress on stderr. `path`: of the job, for messages.
+    """Return the best pipeline for the job in a text, with progress on stderr. Messages name the job by `path`.
 
-    Exits 2 where a stage has no layer, 1 where nothing fits.
+    Exits 2 if a stage has no layer, and 1 if nothing fits.
     """
     try:
         with planning("ends it, and nothing is written") as progress:
@@ -104,14 +104,14 @@ def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0
 
 
 def compile_planner() -> None:
-    """Compile the planner's inner loops where that was not done before, with a line on stderr."""
+    """Compile the planner's inner loops, with a line on stderr, unless that was done before."""
     ready(lambda line: err.print(line, style="dim"))
 
 
 def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
-    """The stages that compute their activations again, where the job leaves that to the planner.
+    """Return the stages that recompute their activations, or None unless the job leaves that choice to the planner.
 
-    Exits 2 where the job does not say enough for it, 1 where no plan can exist.
+    Exits 2 if the job does not say enough for it, and 1 if no plan can exist.
     """
     if not chooses_recomputation(job):
         return None
@@ -126,20 +126,20 @@ def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomput
 
 @contextmanager
 def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Show what the planner reports on stderr, with the time since it began, and what Ctrl-C does."""
-    began = time.monotonic()
+    """Show on stderr what the planner reports, with the time since the start, and what Ctrl-C does."""
+    start_time = time.monotonic()
     with err.status("planning") as status:
         def report(message: str) -> None:
             status.update(f"planning: {message} (Ctrl-C {ctrl_c})")
-            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", soft_wrap=True)
+            err.print(f"{time.monotonic() - start_time:7.2f} s  {message}", style="dim", soft_wrap=True)
 
         yield report
 
 
 def _known_reference(options: PlanOptions, job: Job) -> FaultFree | None:
-    """The fault-free period that earlier commands found, in the user's cache folder: a file a job.
+    """Return the fault-free period that earlier commands found, from a file for each job in the user's cache folder.
 
-    Nothing depends on it but comparisons: where the folder cannot be read or written, it is planned again.
+    Only comparisons depend on it: if the folder cannot be read or written, it is planned again.
     """
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
         return _REFERENCE.decode(read_at_most(_reference_file(options, job), _MOST_BYTES, ValueError))
@@ -147,7 +147,7 @@ def _known_reference(options: PlanOptions, job: Job) -> FaultFree | None:
 
 
 def _keep_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
-    """Keep what is better than what is known."""
+    """Store a fault-free period if it is better than the known one."""
     with suppress(NoPlanError, OSError):
         better = found.better(_known_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))

@@ -1,4 +1,4 @@
-"""How a run ends that cannot begin, fails or is interrupted: with one line, and an exit status."""
+"""End the program with one line and an exit status when a run cannot begin, fails or is interrupted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,10 @@ from slipstream.schedules.codec import ScheduleError
 
 @contextmanager
 def refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
-    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143)."""
+    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143).
+
+    `goes_on` returns a clause that says how to resume the run.
+    """
     try:
         yield
     except (JobError, ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError,

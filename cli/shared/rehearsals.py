@@ -1,4 +1,4 @@
-"""What `slipstream train` is told to do to its workers on purpose: --kill, --return and --slow."""
+"""Define rehearsals, which `slipstream train` inflicts on its workers on purpose: --kill, --return and --slow."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -14,19 +14,19 @@ from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.schedules.schedule import Worker
 
 KILL_BEFORE_OP = 2
-"""--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
+"""Index of the op of a worker's program before which --kill kills it, in the middle of the iteration."""
 MOST_SLOW = 1000
-"""Factor of a worker that is slow on purpose, at most."""
+"""Maximum factor of a worker that is slow on purpose."""
 _FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
 _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """An event of an option, as it is written."""
+    """Event that an option asks for."""
 
     option: str
     name: str
-    """Of a worker, D.S, or of a node, nodeN."""
+    """Name as written: D.S of a worker, or nodeN of a node."""
     workers: tuple[Worker, ...]
     iteration: int
 
@@ -35,13 +35,13 @@ class _Rehearsal(NamedTuple):
 
     @property
     def of_node(self) -> bool:
-        """Whether it is of all workers of a node."""
+        """True if the event concerns all workers of a node."""
         return _NODE.fullmatch(self.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsals:
-    """All of a run."""
+    """All rehearsals of a run."""
 
     kills: tuple[_Rehearsal, ...]
     returned: tuple[_Rehearsal, ...]
@@ -59,33 +59,36 @@ class Rehearsals:
 
     @property
     def node_failures(self) -> tuple[NodeFailure, ...]:
-        """Nodes all of whose workers are killed at once."""
-        return tuple(NodeFailure(one.workers, one.iteration) for one in self.kills if one.of_node)
+        """Nodes whose workers are all killed at once."""
+        return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.of_node)
 
     @property
     def returns(self) -> tuple[Return, ...]:
         """Workers that are started again."""
-        return tuple(Return(worker, one.iteration) for one in self.returned for worker in one.workers)
+        return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
     def impossible(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
-        """Lines on those that cannot happen, and on those that contradict each other.
+        """Yield lines on rehearsals that cannot happen or contradict each other.
 
-        The first iteration is 0; `absent` workers are down from the start.
+        Iterations count from 0, and `absent` workers are down from the start.
         """
-        for one in chain(self.kills, self.returned, (slow for slow, _ in self.slowed)):
-            if one.iteration >= iterations:
-                yield f"{one} cannot happen: the last iteration is {iterations - 1}"
-        for worker in sorted({worker for one in chain(self.kills, self.returned) for worker in one.workers}):
+        for event in chain(self.kills, self.returned, (slow for slow, _ in self.slowed)):
+            if event.iteration >= iterations:
+                yield f"{event} cannot happen: the last iteration is {iterations - 1}"
+        for worker in sorted({worker for event in chain(self.kills, self.returned) for worker in event.workers}):
             yield from self._out_of_turn(worker, is_down=worker in absent)
         factors: dict[tuple[Worker, int], float] = {}
         for slow in self.slowdowns:
-            before = factors.setdefault((slow.worker, slow.iteration), slow.factor)
-            if before != slow.factor:
+            earlier = factors.setdefault((slow.worker, slow.iteration), slow.factor)
+            if earlier != slow.factor:
                 yield (f"--slow {slow.worker}={slow.factor:g}@{slow.iteration} contradicts "
-                       f"--slow {slow.worker}={before:g}@{slow.iteration}")
+                       f"--slow {slow.worker}={earlier:g}@{slow.iteration}")
 
     def _out_of_turn(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
-        """A worker must be alive to be killed, and down to be started again. It may be both in one iteration."""
+        """Yield lines on rehearsals of a worker that is dead when it is to be killed, or alive when it is to return.
+
+        Both may happen in one iteration.
+        """
         events = sorted((one.iteration, one.option != "--kill", one) for one in chain(self.kills, self.returned)
                         if worker in one.workers)
         for _, is_return, one in events:
@@ -98,23 +101,26 @@ class Rehearsals:
 
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
                     slow: list[str] | None) -> Rehearsals:
-    """What the options say. Exits 2 when one is malformed."""
+    """Return the rehearsals that the options ask for. Exits 2 if one is malformed."""
     return Rehearsals(tuple(_read("--kill", kill or (), job)), tuple(_read("--return", bring_back or (), job)),
                       tuple(chain(*(_slowdowns(text, job) for text in slow or ()))))
 
 
 def _slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
-    """Workers that are slow on purpose, given as D.S=FACTOR@ITERATION."""
+    """Yield rehearsals given as D.S=FACTOR@ITERATION, with their factors."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MOST_SLOW:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MOST_SLOW}, for "
                "example 1.2=2@10")
-    for one in _read("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
-        yield one, float(factor)
+    for event in _read("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
+        yield event, float(factor)
 
 
 def _read(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
-    """Events given as D.S@ITERATION or nodeN@ITERATION; `said` is what was written, where that is another text."""
+    """Yield rehearsals given as D.S@ITERATION or nodeN@ITERATION.
+
+    `said` is the text that the user wrote, if it differs from the one given here.
+    """
     for text in texts:
         name, at, iteration = text.partition("@")
         if not (at and iteration.isascii() and iteration.isdecimal() and len(iteration) < 14):

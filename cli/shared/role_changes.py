@@ -1,11 +1,11 @@
-"""Which workers take over another role, as text."""
+"""Describe which workers take over another role."""
 
 from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.tables.relabel import layers_to_load
 
 
 def role_change_lines(schedule: Schedule) -> list[str]:
-    """One line for each worker that plays a role other than its own; empty where all keep theirs."""
+    """Return one line for each worker that plays a role other than its own. Empty if all keep theirs."""
     lines = []
     for seat in schedule.moves:
         loads = layers_to_load(schedule.grid, seat.worker, seat.role)

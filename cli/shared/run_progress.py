@@ -1,4 +1,4 @@
-"""What `slipstream train` shows while it runs: phase, live workers and throughput, from the events of the run."""
+"""Show the progress of `slipstream train` from the events of the run: phase, live workers and throughput."""
 
 import time
 from collections import deque
@@ -25,16 +25,16 @@ from slipstream.runtime.events import (
 )
 
 RECENT = 10
-"""Iterations over which the throughput is taken."""
+"""Number of iterations over which the throughput is averaged."""
 
 
 class RunProgress:
-    """Is told of each event and each committed iteration.
+    """Progress of a run, updated by each event and each committed iteration.
 
     Parameters
     ----------
     tokens
-        Of a sample.
+        Number of tokens in a sample.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -44,13 +44,13 @@ class RunProgress:
         self._planned: float | None = None
         self._phase: Phase | None = None
         self._fetched: float | None = None
-        """The share of a fetch that settles; None: there is none."""
+        """Share of the layers that a settling fetch has copied, or None if none is in progress."""
         self._fetch = 0
         self._committed: deque[float] = deque(maxlen=RECENT + 1)
-        """When the last iterations were, of this order."""
+        """Times at which the last iterations of this generation were committed."""
 
     def observe(self, event: Event) -> None:
-        """Something has happened."""
+        """Update the progress by an event."""
         match event:
             case Started():
                 self._workers, self._samples, self._fault_free = event.workers, event.samples, event.fault_free_period
@@ -67,24 +67,24 @@ class RunProgress:
                 self._fetched = None
 
     def committed(self, iteration: int) -> None:
-        """An iteration was committed."""
+        """Record that an iteration was committed."""
         self._done = iteration + 1
         self._committed.append(time.monotonic())
 
     @property
     def phase(self) -> str:
-        """In words, with how much of the layers has come; empty before the first order."""
+        """Name of the phase, with the share of layers that has arrived. Empty before the first generation."""
         return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last iterations; None: two have not been committed yet by the present workers."""
+        """Throughput over the last iterations, or None until the present workers have committed two of them."""
         seconds = self._iteration_seconds
         return None if seconds is None else self._tokens * self._samples / seconds
 
     @property
     def seconds_left(self) -> float | None:
-        """If the iterations to come take as long as the last ones."""
+        """Remaining time, in seconds, if further iterations take as long as the last ones. None if that is unknown."""
         seconds = self._iteration_seconds
         return None if seconds is None else seconds * (self._iterations - self._done)
 
@@ -97,25 +97,25 @@ class RunProgress:
     def __str__(self) -> str:
         if self._phase is None:
             return ""
-        told = [self.phase, f"{self._live} of {self._workers} workers"]
-        rate, left = self.tokens_per_second, self.seconds_left
-        told += [] if rate is None else [f"{_count(rate)} tokens/s"]
-        told += [] if not left else [f"{clock(left)} left"]
+        parts = [self.phase, f"{self._live} of {self._workers} workers"]
+        rate, seconds_left = self.tokens_per_second, self.seconds_left
+        parts += [] if rate is None else [f"{_count(rate)} tokens/s"]
+        parts += [] if not seconds_left else [f"{clock(seconds_left)} left"]
         if self._fault_free and self._planned:
-            told.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
-        return ", ".join(told)
+            parts.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
+        return ", ".join(parts)
 
 
 def _count(number: float) -> str:
-    """With three digits at least, and thousands apart."""
+    """Format a number with at least three digits, and with commas between thousands."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A progress bar on stderr, and above it a line for each iteration and for each change of workers.
+    """Progress bar on stderr, with a line above it for each iteration and for each change of workers.
 
-    All in a thread: whoever tells it of something does not wait for the terminal.
+    A thread prints everything, so that callers do not wait for the terminal.
     """
 
     bar: Progress
@@ -124,15 +124,15 @@ class Shown:
     write: WriterThread
 
     def committed(self, iteration: int, loss: float) -> None:
-        """Show an iteration. Where there is no bar, its line says what the bar would."""
+        """Show an iteration. Without a progress bar, its line also has what the bar would show."""
         self.write(partial(self._committed, iteration, loss))
 
     def observe(self, event: Event) -> None:
-        """Something has happened."""
+        """Update the progress bar by an event."""
         self.write(partial(self._observe, event))
 
     def say(self, news: object) -> None:
-        """Show what has changed, or gone wrong."""
+        """Print a line about a change or a problem."""
         self.write(lambda: self.bar.console.print(str(news), style="yellow", soft_wrap=True))
 
     def _committed(self, iteration: int, loss: float) -> None:
@@ -148,7 +148,10 @@ class Shown:
 
 @contextmanager
 def shown(iterations: int, tokens: int) -> Iterator[Shown]:
-    """While a run of so many iterations lasts; `tokens`: of a sample."""
+    """Show a progress bar while a run lasts.
+
+    `iterations` is the number of iterations of the run, and `tokens` the number of tokens in a sample.
+    """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
             WriterThread() as write:
@@ -158,9 +161,12 @@ def shown(iterations: int, tokens: int) -> Iterator[Shown]:
 @contextmanager
 def in_thread(tell: Callable[..., object],
               complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
-    """The same in a thread: whoever calls it does not wait for the terminal. At the end, `complain` has its errors."""
+    """Yield a function that calls `tell` in a thread, so that its callers do not wait for the terminal.
+
+    At the end, `complain` receives the errors of the thread.
+    """
     with WriterThread(complain) as write:
-        def told(*what: Any) -> None:
+        def call_later(*what: Any) -> None:
             write(partial(tell, *what))
 
-        yield told
+        yield call_later

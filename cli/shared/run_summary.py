@@ -1,4 +1,4 @@
-"""A run summarised: as numbers for JSON, and as text."""
+"""Summarise a run, as numbers for JSON and as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from slipstream.runtime.events import EVENTS, SCHEDULES, Failed, Resumed
 from slipstream.runtime.run_record import Happened, RunRecord, Stretch
 
 MOST_LINES = 60
-"""Orders and events in a terminal, the last ones of each."""
+"""Maximum number of generations, and of events, that are listed in a terminal: the last ones."""
 
 
 def run_summary(run: RunRecord) -> dict[str, object]:
-    """The answer of `slipstream show --run --json`; durations in seconds."""
+    """Return the answer of `slipstream show --run --json`, with durations in seconds."""
     newest = run.starts[-1]
     return {
         "job": newest.job,
@@ -26,10 +26,10 @@ def run_summary(run: RunRecord) -> dict[str, object]:
         "seconds": run.seconds,
         "starts": len(run.starts),
         "state": state(run),
-        "failures": sum(isinstance(one.event, Failed) for one in run.events),
-        "longest_pause": max((one.event.pause for one in run.events if isinstance(one.event, Resumed)), default=0.0),
+        "failures": sum(isinstance(item.event, Failed) for item in run.events),
+        "longest_pause": max((item.event.pause for item in run.events if isinstance(item.event, Resumed)), default=0.0),
         "throughput": throughput(run),
-        "orders": [_order(run, one) for one in run.stretches],
+        "orders": [_order(run, item) for item in run.stretches],
         "events": str(run.folder / EVENTS),
     }
 
@@ -46,29 +46,29 @@ def _order(run: RunRecord, stretch: Stretch) -> dict[str, object]:
 
 
 def schedule_file(run: RunRecord, stretch: Stretch) -> Path:
-    """Where the schedule of an order is."""
+    """Return the path of the schedule of a generation."""
     return run.folder / SCHEDULES / f"{stretch.order.schedule}.json"
 
 
 def throughput(run: RunRecord) -> float | None:
-    """Samples a second, over all of the run."""
+    """Return the mean throughput of the whole run, in samples per second, or None for a run of no length."""
     return len(run.committed) * run.starts[-1].samples / run.seconds if run.seconds else None
 
 
 def rate(run: RunRecord, stretch: Stretch) -> float | None:
-    """Samples a second under an order, as a rule."""
+    """Return the usual throughput of a generation, in samples per second, or None if it is unknown."""
     return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
 
 
 def state(run: RunRecord) -> str:
-    """Whether the run has ended."""
+    """Describe whether the run has ended."""
     if run.finished is None:
         return "goes on, or was killed"
     return "finished" if run.finished.error is None else "ended early"
 
 
 def clock(seconds: float) -> str:
-    """Run seconds for a reader: `12.3 s`, `4:05`, `26:04:05`."""
+    """Format a time of the run for a reader: `12.3 s`, `4:05`, `26:04:05`."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -77,17 +77,17 @@ def clock(seconds: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share for a reader; empty where there is none."""
+    """Format a share for a reader. None gives an empty string."""
     return "" if share is None else f"{100 * share:.0f} %"
 
 
 def told(run: RunRecord) -> list[Happened]:
-    """The events that are worth a line."""
-    return [one for one in run.events if group(one.event) is not None]
+    """Return the events that are worth a line."""
+    return [happened for happened in run.events if group(happened.event) is not None]
 
 
 def headline(run: RunRecord) -> str:
-    """The run in one line."""
+    """Return the run in one line."""
     newest, mean = run.starts[-1], throughput(run)
     failures = sum(isinstance(one.event, Failed) for one in run.events)
     return printable(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "
@@ -96,7 +96,7 @@ def headline(run: RunRecord) -> str:
 
 
 def print_run(run: RunRecord, console: Console) -> None:
-    """The run as text."""
+    """Print the run as text."""
     console.print(headline(run), style="bold", soft_wrap=True)
     console.print(_table(run.stretches[-MOST_LINES:], run))
     console.print("Shares are of the throughput with all workers, planned and measured; above 100 % where "

@@ -1,4 +1,4 @@
-"""A schedule summarised: as numbers for JSON, and as one line."""
+"""Summarise a schedule, as numbers for JSON and as one line."""
 
 from slipstream.cli.shared.console import duration
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
@@ -7,24 +7,24 @@ from slipstream.schedules.schedule import Schedule, Worker, period_ticks
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """The part of the period in which each live worker runs ops, but for what goes on beside others."""
+    """Return the share of the period in which each live worker runs ops, without ops that overlap with others."""
     return schedule.of_each(lambda worker: sum(
         op.end_ticks - op.start_ticks for op in schedule.occupying(worker)) / (schedule.period_ticks or 1))
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """The part of the live workers' time, over one period, in which no op runs."""
+    """Return the share of the live workers' time, over one period, in which no op runs."""
     shares = busy_shares(schedule)
     return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 
 
 def measured_period(iteration: MeasuredIteration) -> float:
-    """The longest busy window of a worker in a measured iteration, in seconds."""
+    """Return the longest busy window of a worker in a measured iteration, in seconds."""
     return period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
 
 
 def summary(schedule: Schedule) -> dict[str, object]:
-    """The answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
+    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
     peaks = memory_peaks(schedule).values()
     return {
         "job": schedule.job,
@@ -48,7 +48,7 @@ def summary(schedule: Schedule) -> dict[str, object]:
 
 
 def summary_line(schedule: Schedule) -> str:
-    """The summary as one line."""
+    """Return the summary as one line."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
         parts.append(f"proven optimal {schedule.scope.words}")

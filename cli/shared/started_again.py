@@ -1,7 +1,7 @@
-"""Started again: the process that leads a run, where a signal has ended it that nobody meant, as for want of memory.
+"""Supervise the process that leads a run, and restart it after an unintended signal, as for lack of memory.
 
-`slipstream train` on node 0 is two processes: one that leads the run, and its parent, which does nothing but wait for
-it. What has been killed leaves its workers alive, and the next one goes on with them
+On node 0, `slipstream train` consists of two processes: one that leads the run, and its parent, which only waits for
+it. When the leading process is killed, its workers live on, and the next one adopts them
 (`runtime.coordinator.decisions.failover`).
 """
 
@@ -20,15 +20,16 @@ from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS, SIGNALS
 from slipstream.runtime.run_folder import left_behind
 
 MEANT = (signal.SIGHUP, signal.SIGQUIT)
-"""Further signals that tell a run to end."""
+"""Further signals that intentionally end a run."""
 PASSED_ON = set(SIGNALS)
 
 
 def started_again(folder: Path, say: Callable[[str], None]) -> None:
-    """Return in a process of its own, once for each time that it is started; `folder` is that of the run.
+    """Fork a child that leads the run in `folder`, and restart it when it is killed.
 
-    The process that calls this never returns: it ends as the last one of these does. Nothing happens on other systems
-    than Linux, where no process ends with its parent.
+    This function returns only in the child, once for each start. The calling process never returns: it ends the way the
+    last child ended. On systems other than Linux, where no process ends with its parent, nothing is forked and the
+    function returns at once.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -46,33 +47,35 @@ def started_again(folder: Path, say: Callable[[str], None]) -> None:
         status = _wait_for(child)
         if status >= 0:
             os._exit(status)
-        if -status in SIGNALS:  # told to end while it took over no signals, as at its very beginning or end
+        if -status in SIGNALS:  # told to end while it handled no signals, as at its very start or end
             os._exit(128 - status)
         pause = None if -status in MEANT or left_behind(folder) is None else restarts.failed()
         if pause is None:
-            with suppress(OSError):  # what cannot be caught
+            with suppress(OSError):  # signals that cannot be caught
                 signal.signal(-status, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.kill(parent, -status)
             os._exit(128 - status)  # the first process of a container is not killed
         say(f"node 0 was killed by {signal.Signals(-status).name}, and is started again; its workers live")
-        if (told := signal.sigtimedwait(PASSED_ON, pause)) is not None:
-            os._exit(128 + told.si_signo)
+        if (received := signal.sigtimedwait(PASSED_ON, pause)) is not None:
+            os._exit(128 + received.si_signo)
 
 
 def end_with_status() -> None:
-    """Have what schedulers send end this process with status 128 + N, while no run takes it over."""
+    """Make signals that schedulers send end this process with status 128 + N, until a run takes over their handling."""
     for number in FROM_SCHEDULERS:
-        signal.signal(number, lambda told, _: os._exit(128 + told))
+        signal.signal(number, lambda received, _: os._exit(128 + received))
 
 
 def _wait_for(child: int) -> int:
-    """Its exit status, once it has ended. Until then it gets the signals that this process gets, but those of a
-    terminal, which gives them to both."""
+    """Return the exit status of a child once it has ended.
+
+    Until then, signals to this process are passed on to the child, except those of a terminal, which reach both anyway.
+    """
     while True:
-        told = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
-        if told.si_signo != signal.SIGCHLD:
-            if told.si_code <= 0:
-                os.kill(child, told.si_signo)
+        received = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code <= 0:
+                os.kill(child, received.si_signo)
         elif (ended := os.waitpid(child, os.WNOHANG)) != (0, 0):
             return os.waitstatus_to_exitcode(ended[1])

@@ -1,4 +1,4 @@
-"""What `slipstream train` answers in the end: as numbers for JSON, and as text."""
+"""Summarise the result of `slipstream train`, as numbers for JSON and as text."""
 
 import math
 
@@ -7,7 +7,7 @@ from slipstream.runtime.launch import RunResult
 
 
 def report(result: RunResult) -> dict[str, object]:
-    """The answer of `slipstream train --json`; durations in seconds."""
+    """Return the answer of `slipstream train --json`, with durations in seconds."""
     return {
         "iterations": len(result.losses),
         "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
@@ -30,7 +30,7 @@ def report(result: RunResult) -> dict[str, object]:
 
 
 def summary(result: RunResult) -> str:
-    """A few lines for a reader: the losses, the periods, and where the files are."""
+    """Return a few lines for a reader: the losses, the periods, and where the files are."""
     lines = []
     if result.losses and result.measured_period_seconds is not None:
         count = len(result.losses)
@@ -38,8 +38,8 @@ def summary(result: RunResult) -> str:
         lines.append(f"period {duration(result.measured_period_seconds)} measured, "
                      f"{duration(result.planned_period_seconds)} planned with the job file's times")
     if result.recoveries:
-        worst = max(one.seconds for one in result.recoveries)
-        gap = max(one.commit_gap_seconds or 0.0 for one in result.recoveries)
+        worst = max(recovery.seconds for recovery in result.recoveries)
+        gap = max(recovery.commit_gap_seconds or 0.0 for recovery in result.recoveries)
         times = "once" if len(result.recoveries) == 1 else f"{len(result.recoveries)} times"
         lines.append(f"the workers changed {times}, the longest pause was {duration(worst)}"
                      + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))

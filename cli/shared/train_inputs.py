@@ -1,4 +1,4 @@
-"""What `slipstream train` reads besides the job: tables and checkpoints."""
+"""Read the inputs of `slipstream train` besides the job: tables and checkpoints."""
 
 from pathlib import Path
 
@@ -28,20 +28,20 @@ from slipstream.schedules.tables.table import Table
 
 
 def require_fit(path: Path, grid: Grid, job: Job) -> None:
-    """Exits 2 unless a schedule's grid has the shape of this job."""
-    for what, of_schedule, of_job in (
+    """Exit 2 unless the grid of a schedule has the shape of this job."""
+    for property_name, of_schedule, of_job in (
             ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
             ("micro-batches", list(grid.microbatches), list(job.microbatches)),
             ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns)),
             ("directions of micro-batches", grid.chains, job.chains)):
         if of_schedule != of_job:
-            refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
+            refuse(f"{path}: made for another job: its {property_name} are {of_schedule}, the job's {of_job}")
 
 
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
-    """What `run` will refuse of the model and the data, told before the time for planning is spent.
+    """Raise what `run` will raise about the model and the data, before time is spent on planning.
 
-    Returns a line where the job counts other layers than the model. Raises ConfigError and PlacementError.
+    Returns a line if the number of layers in the job differs from the model's. Raises ConfigError and PlacementError.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with standing_in(training.tensor_parallel):
@@ -56,7 +56,7 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
 
 
 def read_table(path: Path, job: Job) -> Table:
-    """A table that fits the job; exits 2 otherwise."""
+    """Return a table that fits the job. Exits 2 if it does not."""
     table = table_or_refuse(path)
     require_fit(path, table.basis.grid, job)
     return table
@@ -64,32 +64,33 @@ def read_table(path: Path, job: Job) -> Table:
 
 def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """The table's schedule to begin with, None where it has none; `settled`: with layers moved.
+    """Return the first schedule from the table, or None if it has none. With `settled`, layers have moved.
 
-    Roles may have moved: before a run has begun, nobody holds a layer yet. Exits 2 for workers outside its grid.
+    Roles may have moved, because no worker holds layers before a run begins. Exits 2 for workers outside the table's
+    grid.
     """
     if table is None:
         return None
     try:
-        found = table.lookup(down, settled=settled, roles_move=True, nodes=nodes)
+        result = table.lookup(down, settled=settled, roles_move=True, nodes=nodes)
     except ValueError as error:  # also TableError
         refuse(error)
-    return None if found is None else found.schedule
+    return None if result is None else result.schedule
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or the newest of several; None where there is none. Raises CheckpointError."""
+    """Return the checkpoint in a folder, or the newest of several, or None if there is none. Raises CheckpointError."""
     if is_there(folder / MANIFEST):
         return open_checkpoint(folder)
     return latest(folder / "checkpoints") or latest(folder)
 
 
 def checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
-    """The checkpoint in a folder, or the newest of several. Exits 2 where there is none that can be read."""
+    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read."""
     try:
-        found = find_checkpoint(folder)
+        checkpoint = find_checkpoint(folder)
     except CheckpointError as error:
         refuse(error)
-    if found is None:
+    if checkpoint is None:
         refuse(f"{option}{folder}: no checkpoint is there, nor in its folder checkpoints")
-    return found
+    return checkpoint

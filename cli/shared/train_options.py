@@ -1,4 +1,4 @@
-"""The options of `slipstream train`, in the groups of its help."""
+"""Define the options of `slipstream train`, in the groups of its help."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Which version of Slipstream this is."""
+"""Tell the version of Slipstream."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
@@ -8,7 +8,7 @@ DISTRIBUTION = "slipstream-train"
 
 
 def version() -> str:
-    """The installed version, or what the source tree says where it is used without being installed."""
+    """Return the installed version, or that of the source tree if Slipstream is used without being installed."""
     try:
         return distribution(DISTRIBUTION).version
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Placements of the literature, and divisions of a job's layers over their virtual stages: what promises most.
+"""List placements of the literature, and find promising divisions of a job's layers over their virtual stages.
 
-A division is worth as much as the work of its busiest worker, in the mean of a micro-batch: no order of the ops counts.
+A division is ranked by the mean work of its busiest worker per micro-batch. The order of ops does not count.
 """
 
 import random
@@ -12,11 +12,11 @@ import msgspec
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
 
 MOST_CHUNKS = 6
-"""Virtual stages a worker, at most."""
+"""Most virtual stages of a worker."""
 
 
 def placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Those of the literature, as (order, virtual stages a worker)."""
+    """Iterate over the placements of the literature, as (order, virtual stages per worker)."""
     yield "linear", 1
     for chunks in range(2, min(MOST_CHUNKS, layers // stages) + 1):
         yield "interleaved", chunks
@@ -27,7 +27,7 @@ def placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 
 class StageLoads:
-    """What the workers of a pipeline have to do for a micro-batch, in seconds, by placement and division."""
+    """Work of the workers of a pipeline per micro-batch, in seconds, by placement and division."""
 
     def __init__(self, layers: MovableLayers) -> None:
         self._stages = layers.job.stages
@@ -37,26 +37,25 @@ class StageLoads:
         self.count = layers.layers
 
     def columns(self, arrangement: Arrangement) -> list[float]:
-        """The mean of each column's worker for a micro-batch."""
-        found = [0.0] * self._stages
+        """Return the mean work of each column's worker per micro-batch."""
+        loads = [0.0] * self._stages
         for (first, end), column in zip(pairwise([0, *arrangement.ends]), arrangement.columns(self._stages),
                                         strict=True):
             work = self.before[end] - self.before[first]
-            found[column] += work / arrangement.chains
+            loads[column] += work / arrangement.chains
             if arrangement.chains > 1:
-                found[self._stages - 1 - column] += work / 2
-        return found
+                loads[self._stages - 1 - column] += work / 2
+        return loads
 
     def rank(self, arrangement: Arrangement) -> tuple[float, float]:
-        """The less the better: the busiest worker, then how uneven the virtual stages are."""
+        """Return a sort key, best first: the work of the busiest worker, then how uneven the virtual stages are."""
         edges = [0, *arrangement.ends]
         columns = self.columns(arrangement)
         return max(columns), sum(load * load for load in columns) + sum(
             (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
 
     def balanced(self, order: str, chunks: int) -> Arrangement:
-        """The division of a placement in which the busiest worker has least to do, as far as moves of one layer tell.
-        """
+        """Return a division of a placement with little work for the busiest worker, improved by moves of one layer."""
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
         for stage in range(1, virtual):
@@ -65,7 +64,7 @@ class StageLoads:
         edges = [*ends, self.count]
         best = Arrangement(order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges)))
         for _ in range(8 * virtual):
-            better = min((self.rank(one), one.counts, one) for one in [best, *neighbours(best)])
+            better = min((self.rank(near), near.counts, near) for near in [best, *neighbours(best)])
             if better[2] is best or better[0] >= self.rank(best):
                 break
             best = better[2]
@@ -73,7 +72,7 @@ class StageLoads:
 
 
 def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """With one layer more in a virtual stage, and one less in the next one or the one before, or further away."""
+    """Iterate over arrangements with one layer moved from a virtual stage to another one at most four stages away."""
     counts = arrangement.counts
     for stage, count in enumerate(counts):
         for other in range(max(0, stage - 4), min(len(counts), stage + 5)):
@@ -84,9 +83,9 @@ def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
 
 
 def changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: random.Random) -> Arrangement | None:
-    """Change an arrangement at random, in one or two steps; None where no layer can go.
+    """Change an arrangement at random, in one or two steps; None if no layer can be moved.
 
-    A step puts a layer into another virtual stage, or two virtual stages on each other's workers.
+    A step moves a layer to another virtual stage, or swaps the workers of two virtual stages.
     """
     for _ in range(chance.choice((1, 1, 2))):
         if arrangement.chunks > 1 and chance.random() < 0.15:
@@ -96,13 +95,13 @@ def changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: ra
             arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
             continue
         counts = list(arrangement.counts)
-        giving = [stage for stage, count in enumerate(counts) if count > 1]
-        if not giving or len(counts) < 2:
+        donors = [stage for stage, count in enumerate(counts) if count > 1]
+        if not donors or len(counts) < 2:
             return None
-        busy = loads.columns(arrangement)
+        column_loads = loads.columns(arrangement)
         columns = list(arrangement.columns(stages))
-        stage = max(chance.sample(giving, min(2, len(giving))), key=lambda place: busy[columns[place]]) \
-            if chance.random() < 0.5 else chance.choice(giving)
+        stage = max(chance.sample(donors, min(2, len(donors))), key=lambda place: column_loads[columns[place]]) \
+            if chance.random() < 0.5 else chance.choice(donors)
         other = chance.choice([place for place in range(max(0, stage - 2), min(len(counts), stage + 3))
                                if place != stage])
         counts[stage] -= 1

@@ -1,9 +1,9 @@
-"""Estimates a job file for a model that has not been measured: stage times and memory from shapes and data sheets.
+"""Estimate a job file for a model that was not measured: stage times and memory from shapes and data sheets.
 
-`model_shape` says what a layer does and holds for each token. I costs as much as F in the products and twice as much in
-attention and scans; W as much in the products and nothing in the others. Products take as long as it takes to read
-their weights, or in W to add to their gradients, at least: what experts with few tokens each are bound by. Element-wise
-ops are not counted but for the loss, so a measured W is shorter, relative to its F, than the estimate.
+`model_shape` gives the work and memory of a layer per token. I costs as much as F in matrix products and twice as much
+in attention and scans; W costs as much in products and nothing in the others. A product takes at least as long as
+reading its weights or, in W, adding to their gradients, which limits experts that have few tokens each. Element-wise
+ops are not counted except for the loss, so a measured W is shorter, relative to its F, than the estimate.
 """
 
 import math
@@ -20,31 +20,31 @@ from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLay
 from slipstream.planner.job.toml import rounded
 
 BYTES_HELD = 18
-"""For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
+"""Bytes per parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
-"""For each parameter: the copies by which a step can be undone, of master weight and moments."""
+"""Bytes per parameter of the undo copies: of the master weight and the moments."""
 BYTES_WHOLE = 6
-"""Of these, what is not sharded with the optimizer's state: weight and gradient."""
+"""Bytes per parameter that are not sharded with the optimizer state: weight and gradient."""
 BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
-"""What is."""
+"""Bytes per parameter that are sharded with the optimizer state."""
 UNIT_BYTES = 10**6
-"""The unit of memory, on each GPU."""
+"""Unit of memory, on each GPU."""
 BYTES_READ = 2
-"""Moved by F and by I for each parameter in products: the bf16 weight, read once."""
+"""Bytes that F, and also I, moves per parameter in products: the bf16 weight, read once."""
 BYTES_ADDED = 8
-"""Moved by W: the float32 gradient, read and written."""
+"""Bytes that W moves per parameter in products: the float32 gradient, read and written."""
 BYTES_STEPPED = 34
-"""Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
+"""Bytes that an AdamW step moves per parameter: reads gradient, master weight, moments; writes the latter two."""
 BYTES_MOMENT = 4
-"""Of each parameter that Muon steps, what is not kept, and of the copies, not copied: it has one moment."""
+"""Bytes saved per parameter that Muon steps, and again in its undo copy, because Muon has only one moment."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU by its data sheet."""
+    """Data sheet of a GPU."""
 
     name: str
     flops: float
-    """bf16 operations per second, without sparsity."""
+    """Floating-point operations per second in bf16, without sparsity."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
@@ -59,11 +59,11 @@ GPUS = {gpu.name: gpu for gpu in (
     GpuSpec(name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9),
     GpuSpec(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
 )}
-"""By name, from NVIDIA's data sheets. Network: one port of 200 Gb/s (A100) or 400 Gb/s for each GPU."""
+"""GPUs by name, from NVIDIA's data sheets. Network: one port of 200 Gb/s (A100) or 400 Gb/s per GPU."""
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is distributed, and over which GPUs. `tensor_parallel` GPUs together are one worker."""
+    """Distribution of a model over GPUs. A worker is `tensor_parallel` GPUs."""
 
     gpu: GpuSpec
     pipelines: int
@@ -74,9 +74,9 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float = 0.5
     """Share of the peak that matrix products reach."""
     shard_optimizer: bool = False
-    """Whether the workers of a stage share its optimizer state: each keeps a part, and a copy of another's."""
+    """True if the workers of a stage share its optimizer state: each keeps a part, and a copy of another part."""
     muon: bool = False
-    """Whether Muon steps the matrices of layers, and AdamW embedding and head. It needs whole matrices."""
+    """True if Muon steps the matrices of layers, and AdamW steps embedding and head. Muon needs whole matrices."""
 
     @property
     def stepped(self) -> float:
@@ -85,35 +85,35 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_bytes(self) -> float:
-        """For each parameter, all the time; where state is sharded, while all workers of the stage are there."""
+        """Bytes held permanently per parameter; with sharded state, while all workers of the stage are alive."""
         return BYTES_WHOLE + BYTES_STATE * self.stepped
 
 
 class _Cost(NamedTuple):
-    """What some layers need for one micro-batch, on each GPU of a worker."""
+    """Cost of some layers for one micro-batch, on each GPU of a worker."""
 
     forward: float
-    """Seconds; so are the two below."""
+    """Seconds of F. `backward_input` and `backward_weight` are in seconds, too."""
     backward_input: float
     backward_weight: float
     activation: float
-    """Bytes; so is the stash."""
+    """Bytes of activations. `stash` is in bytes, too."""
     stash: float
     recomputed: float
-    """As `activation`, where it is computed again: what each layer takes."""
+    """Bytes of activations if each layer recomputes its own."""
     parameters: float
     held_bytes: float
-    """All the time."""
+    """Bytes held permanently."""
     by_muon: float
-    """Of the parameters, those that Muon steps."""
+    """Number of the parameters that Muon steps."""
     orthogonal: float
-    """Seconds of Muon's products."""
+    """Seconds of Muon's matrix products."""
 
 
 def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The tables of a job file, and the comments that say how they were made.
+    """Return the tables of a job file, and the comments that say how they were made.
 
-    Raises ValueError, with one line, where there are more stages than layers or the model does not fit.
+    Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
     """
     if layout.muon and (layout.shard_optimizer or layout.tensor_parallel > 1):
         raise ValueError("Muon needs whole matrices; expected no shared optimizer state, and one GPU a worker")
@@ -127,8 +127,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     stages = [_Cost(*map(sum, zip(*layers[begin:end], strict=True))) for begin, end in pairwise(ends)]
     by_layer: dict[str, Sequence[float]] = {**_times(layers, layout), **_sizes(layers)}
 
-    def summed(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """By stage: the sums over its layers, exactly, so that plans that cut stages need no finer clock."""
+    def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Return exact sums over the layers of each stage, so that plans that cut stages need no finer ticks."""
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}
 
@@ -136,8 +136,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
     tables: dict[str, Any] = {
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
-        "time": {**summed(_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
-        "memory": {"capacity": _capacity(stages, layout.gpu), **summed(_sizes(layers)),
+        "time": {**sum_by_stage(_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
+        "memory": {"capacity": _capacity(stages, layout.gpu), **sum_by_stage(_sizes(layers)),
                    **({"state": [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]}
                       if layout.shard_optimizer else {}), "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
@@ -155,7 +155,7 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
 
 
 def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
-    """What F, I and W of a layer take for so many tokens, where its input needs a gradient."""
+    """Return the seconds of F, I and W of a layer for `tokens` tokens, if its input needs a gradient."""
     gpus, bandwidth = layout.tensor_parallel, layout.gpu.memory_bandwidth * layout.tensor_parallel
     rate = layout.gpu.flops * layout.efficiency * gpus
     products, mixing = 2 * layer.used * tokens, layer.mixing * tokens
@@ -165,9 +165,9 @@ def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[flo
 
 
 def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
-    """What a layer needs.
+    """Return the cost of a layer.
 
-    `whole`: the first stage's input needs no gradient, so torch leaves its whole backward to W.
+    If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the whole backward to W.
     """
     forward, backward_input, backward_weight = op_seconds(layer, layout, tokens)
     activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
@@ -181,11 +181,11 @@ def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -
 
 
 def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
-    """Seconds of each op, by stage or by layer."""
+    """Return the seconds of each op, by stage or by layer."""
     gpu = layout.gpu
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
     step, gather = layout.stepped * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
-    if layout.shard_optimizer:  # reduced to the owner of each part, then copied to its buddy; bf16 weights are gathered
+    if layout.shard_optimizer:  # reduce to the owner of each part, copy to its buddy, gather bf16 weights
         ring, gather = 4 / gpu.network, 2 * (layout.pipelines - 1) / layout.pipelines / gpu.network
     return {
         "forward": rounded([cost.forward for cost in costs]),
@@ -198,7 +198,7 @@ def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]
 
 
 def _capacity(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
-    """What is left on each GPU beside a stage. Raises ValueError where a stage does not fit."""
+    """Return the memory that a stage leaves on each GPU. Raises ValueError if a stage does not fit."""
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
             raise ValueError(f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each GPU, "
@@ -207,7 +207,7 @@ def _capacity(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
 
 
 def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
-    """What is held on each GPU, by stage or by layer."""
+    """Return the memory held on each GPU, by stage or by layer."""
     return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
             "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
             "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs],
@@ -215,6 +215,7 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
 
 
 def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
+    """Return the comments of a job file, by table."""
     gpu = layout.gpu
     held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]
@@ -266,15 +267,15 @@ def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
 
 
 def divide_layers(work: Sequence[float], stages: int) -> list[int]:
-    """Layers of each stage, at least one, for the least work of the busiest stage.
+    """Return the number of layers of each stage, at least one, such that the busiest stage has the least work.
 
-    Of such divisions, one with the least sum of squares of the stages' work, so that the others are even, too.
+    Among these divisions, one with the least sum of squares of the stages' work is chosen, so that all are even.
     """
     inner = work[1:-1]
     if inner and max(inner) <= min(inner) == work[0]:
         return _layers_by_stage(len(work), stages, work[0], work[-1] - work[0])
     ends = np.concatenate([[0.0], np.cumsum(work)])
-    load = np.tril(ends[:, None] - ends[None, :]).astype(float)  # of layers from the column's to before the row's
+    load = np.tril(ends[:, None] - ends[None, :]).astype(float)  # [row, column]: work of layers column to row - 1
     load[np.triu_indices(len(ends))] = np.inf
     longest = load[:, 0]
     for _ in range(stages - 1):
@@ -292,7 +293,7 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
 
 
 def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Layers of each stage, for the least work of the busiest stage; the last stage has the head, too."""
+    """Divide equal layers over stages for the least work of the busiest one. The last stage also has the head."""
     last = max(1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer)))
     if stages == 1:
         return [layers]

@@ -1,4 +1,4 @@
-"""The job file: reads TOML into a checked `Job`, in the user's units (seconds, any one unit of memory).
+"""Read job files: TOML into a checked `Job`, in the user's units (seconds, any one unit of memory).
 
 Errors are one line that names the file, the key, the value and what was expected.
 """
@@ -22,12 +22,12 @@ from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
 
 Nodes = tuple[tuple[Worker, ...], ...]
-"""The workers of each node, ascending; each worker of the job once."""
+"""Workers of each node (machine), ascending. Each worker of the job is in exactly one node."""
 _FORM = 'a list of nodes, each a list of its workers, such as [["0.0", "0.1"], ["1.0", "1.1"]]'
 
 
 def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
-    """The nodes that the table gives, as `workers_per_node` or as `node`. Raises JobError."""
+    """Read the nodes from a `[topology]` table, given as `workers_per_node` or as `node`. Raises JobError."""
     size, listed = table.take("workers_per_node"), table.take("node")
     table.finish()
     if (size is None) == (listed is None):
@@ -41,7 +41,7 @@ def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
 
 
 def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
-    """The `[topology]` table of a job; empty where it does not say which workers share a node."""
+    """Return the `[topology]` table of a job. Empty if the job does not say which workers share a node."""
     if not nodes:
         return {}
     if nodes == _by_size(len(nodes[0]), pipelines, stages):
@@ -50,7 +50,7 @@ def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
 
 
 def workers_of_nodes(nodes: Nodes, numbers: Iterable[int], option: str) -> tuple[Worker, ...]:
-    """All workers of these nodes, ascending. Raises JobError that names the option for a node that is not there."""
+    """Return all workers of these nodes, ascending. Raises JobError, which names the option, for an unknown node."""
     chosen = sorted(set(numbers))
     if chosen and not nodes:
         raise JobError(f"{option}: the job file does not say which workers share a node; add [topology] "
@@ -69,12 +69,13 @@ def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> N
 
 
 def _by_size(size: int, pipelines: int, stages: int) -> Nodes:
-    """Nodes of so many workers, in the order of the grid; the last one may have fewer."""
+    """Return nodes of `size` workers each, in the order of the grid. The last node may have fewer."""
     workers = _grid(pipelines, stages)
     return tuple(tuple(workers[first:first + size]) for first in range(0, len(workers), size))
 
 
 def _listed(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
+    """Read the nodes that `topology.node` lists. Raises JobError unless they have each worker once."""
     node_of: dict[Worker, int] = {}
     for node, names in enumerate(listed):
         path = f"topology.node[{node}]"
@@ -90,11 +91,12 @@ def _listed(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
     for worker in _grid(pipelines, stages):
         if worker not in node_of:
             raise JobError(f"topology.node: worker {worker} is in no node; expected each worker once")
-    return tuple(tuple(sorted(worker for worker, of in node_of.items() if of == node))
+    return tuple(tuple(sorted(worker for worker, own_node in node_of.items() if own_node == node))
                  for node in range(len(listed)))
 
 
 def _worker(path: str, name: object) -> Worker:
+    """Parse the name of a worker. Raises JobError, which names the key."""
     if not isinstance(name, str):
         raise JobError(f"{path} has {shortened(name)}; expected a worker as a text, PIPELINE.STAGE")
     try:
@@ -104,6 +106,7 @@ def _worker(path: str, name: object) -> Worker:
 
 
 def _grid(pipelines: int, stages: int) -> list[Worker]:
+    """Return all workers of the job, ascending."""
     return [Worker(pipeline, column) for pipeline in range(pipelines) for column in range(stages)]
 
 
@@ -112,14 +115,14 @@ def _grid(pipelines: int, stages: int) -> list[Worker]:
 
 MAX_JOB_BYTES = 2**20
 EXTENDS = "extends"
-"""The key with the file whose tables hold where this one says nothing else."""
+"""Key that names another job file, whose tables apply wherever this file does not override them."""
 MAX_BASES = 8
 MAX_RANKS = 1024
-"""Processes of a worker in a plan; a run takes fewer (`runtime.config`)."""
+"""Most processes of a worker in a plan. A run allows fewer (`runtime.config`)."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds, one value for each virtual stage except where noted."""
+    """Times in seconds, one value per virtual stage unless noted otherwise."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -127,41 +130,42 @@ class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[float, ...]
     all_reduce: tuple[float, ...]
     transfer: float
-    """One activation or gradient between two workers."""
+    """Time to send one activation or gradient between two workers."""
     slow: tuple[tuple[Worker, float], ...] = ()
     """Slow workers, each with the factor by which its ops take longer."""
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory for activations, in any one unit. One value for each virtual stage except where noted."""
+    """Memory of the workers, in any one unit. One value per virtual stage unless noted otherwise."""
 
     capacity: tuple[float, ...]
-    """Room on a worker, one value for each column."""
+    """Room for activations on a worker, one value per column."""
     activation: tuple[float, ...]
     weight_stash: tuple[float, ...]
     weights: tuple[float, ...] = ()
-    """Parameters, gradients, optimizer state and undo copies of a stage; `capacity` is what is left beside them. A
-    worker that takes over layers has less room by their weights. Empty where the job does not say: then they take none.
+    """Memory of parameters, gradients, optimizer state and undo copies of a stage, which `capacity` excludes.
+
+    A worker that takes over layers loses room by their weights. If empty, layers weigh nothing.
     """
     unit_bytes: float = 1.0
-    """Bytes on a worker that are one unit."""
+    """Bytes on a worker that make up one unit."""
     recomputed: tuple[float, ...] = ()
-    """As `activation`, of a stage that computes its activations again. Empty where the job does not say."""
+    """Value of `activation` if the stage recomputes its activations. Empty if the job does not say."""
     state: tuple[float, ...] = ()
-    """Optimizer state of a stage that all who hold it share (`[training] shard_optimizer`), undo copies included, as
-    one would have it alone. `weights` have what each has of it while all are there. Empty where it is not shared.
+    """Whole optimizer state of a stage that all of its holders share (`[training] shard_optimizer`).
+
+    It includes undo copies; `weights` include each worker's share while all are alive. Empty if not shared.
     """
     capacity_of: tuple[tuple[Worker, float], ...] = ()
-    """Workers that have another capacity than their column."""
+    """Workers whose capacity differs from that of their column."""
     reserve: tuple[float, ...] = ()
-    """One value for each column: what `capacity` leaves for a layer whose activations are computed again. Not in a
-    file: `planner.recompute` chooses stages."""
+    """Room in `capacity` for a layer that is recomputed, one value per column. Set by `planner.recompute` only."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage's values are divided over its layers: in proportion to these, one for each layer of the model.
+    """Weights by which a stage's values are divided over its layers, one value per layer of the model.
 
-    None: evenly. See `planner.job.layers`.
+    None: values are divided evenly. See `planner.job.layers`.
     """
 
     forward: tuple[float, ...] | None = None
@@ -176,63 +180,63 @@ class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A training job: pipelines x stages of workers, its times and its memory."""
+    """Training job: a grid of pipelines x stages of workers, with its times and its memory."""
 
     name: str
     pipelines: int
     stages: int
-    """Workers a pipeline (columns)."""
+    """Number of workers of a pipeline (columns)."""
     microbatches: tuple[int, ...]
-    """Micro-batches per iteration, one number for each pipeline."""
+    """Number of micro-batches per iteration, one value per pipeline."""
     time: StageTimes
     memory: StageMemory | None = None
     columns: tuple[int, ...]
-    """The worker column of each virtual stage."""
+    """Worker column of each virtual stage."""
     chains: int = 1
-    """Into how many runs of equal length the virtual stages fall; a micro-batch passes one (see `Grid`)."""
+    """Number of runs of equal length that the virtual stages form. A micro-batch passes one run (see `Grid`)."""
     layers: tuple[int, ...] | None = None
-    """Model layers of each virtual stage, where the job says so."""
+    """Number of model layers of each virtual stage. None if the job does not say."""
     layer_values: LayerValues | None = None
-    """The `[layers]` table."""
+    """Contents of the `[layers]` table."""
     network: Network = Network()
-    """The `[network]` table."""
+    """Contents of the `[network]` table."""
     nodes: Nodes = ()
-    """The workers that share a node, and so fail together. Empty where the job does not say."""
+    """Workers of each node, which fail together. Empty if the job does not say."""
     model: Mapping[str, Any] = {}
-    """The `[model]` table, unchecked; the runtime reads it."""
+    """Contents of the `[model]` table, unchecked. The runtime reads it."""
     training: Mapping[str, Any] = {}
-    """The `[training]` table, unchecked but for `tensor_parallel`; the runtime reads it."""
+    """Contents of the `[training]` table, unchecked except for `tensor_parallel`. The runtime reads it."""
 
     @property
     def ranks(self) -> int:
-        """Processes of a worker, one device each: `[training] tensor_parallel`.
+        """Number of processes of a worker, one device each: `[training] tensor_parallel`.
 
         Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r of one worker sends
-        to rank r of another, and reduces with it, all ranks at the same time.
+        to rank r of another worker, and reduces with it. All ranks do so at the same time.
         """
         ranks: int = self.training.get("tensor_parallel", 1)
         return ranks
 
     @property
     def depth(self) -> int:
-        """Virtual stages that a micro-batch passes: those of one chain."""
+        """Number of virtual stages that a micro-batch passes: those of one chain."""
         return len(self.columns) // self.chains
 
 
 def read_job(path: Path, settings: Sequence[str] = ()) -> Job:
-    """Read a job file, with keys set to other values as KEY=VALUE. Raises JobError."""
+    """Read a job file. `settings` override keys, as KEY=VALUE. Raises JobError."""
     return parse_job(read_job_text(path, settings), str(path))
 
 
 def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
-    """The text of a job file, not yet parsed, without a byte-order mark. Raises JobError.
+    """Return the text of a job file, not yet parsed, without a byte-order mark. Raises JobError.
 
-    Where it extends another file, or keys are set, it is written anew as one file that needs no other.
+    If it extends another file, or keys are overridden, the text is rewritten as one file that needs no other.
     """
     text = _file_text(path)
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError):  # `parse_job` says why
+    except (ValueError, RecursionError):  # `parse_job` raises the error
         return text
     if EXTENDS not in table and not settings:
         return text
@@ -243,7 +247,7 @@ def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
 
 
 def extended_files(path: Path) -> tuple[Path, ...]:
-    """The files that a job file extends, the nearest first, as far as they can be read."""
+    """Return the files that a job file extends, nearest first, as far as they can be read."""
     found: list[Path] = []
     with suppress(JobError, ValueError, RecursionError):
         while isinstance(name := tomllib.loads(_file_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:
@@ -253,7 +257,7 @@ def extended_files(path: Path) -> tuple[Path, ...]:
 
 
 def _with_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The tables of a file over those of the file that it extends."""
+    """Return the tables of a file merged over those of the file that it extends."""
     own = {key: value for key, value in table.items() if key != EXTENDS}
     if EXTENDS not in table:
         return own
@@ -262,19 +266,19 @@ def _with_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) ->
         raise JobError(f"{path}: {EXTENDS} is {shortened(name)}; expected the path of a job file, from "
                        "this one's folder")
     base = path.parent / name
-    if len(seen) > MAX_BASES or any(base.resolve() == one.resolve() for one in seen):
+    if len(seen) > MAX_BASES or any(base.resolve() == file.resolve() for file in seen):
         raise JobError(f"{path}: {EXTENDS} is {shortened(name)}, which goes round or too far; expected a file that "
                        f"does not extend this one, over {MAX_BASES} files at most")
     try:
-        below = tomllib.loads(_file_text(base))
+        base_table = tomllib.loads(_file_text(base))
     except (ValueError, RecursionError) as error:
-        told = str(error) if isinstance(error, JobError) else f"{base}: not readable as TOML: {error}"
-        raise JobError(f"{path}: {EXTENDS}: {told}") from None
-    return _merged(_with_bases(base, below, (*seen, base)), own)
+        reason = str(error) if isinstance(error, JobError) else f"{base}: not readable as TOML: {error}"
+        raise JobError(f"{path}: {EXTENDS}: {reason}") from None
+    return _merged(_with_bases(base, base_table, (*seen, base)), own)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables with others over them: key by key, and a value takes the place of the other."""
+    """Merge the tables `above` into `below`, key by key. A value from `above` replaces the one from `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -283,7 +287,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _setting(text: str) -> dict[str, Any]:
-    """KEY=VALUE as tables: the key as TOML has it, with dots; the value as TOML, or else as text."""
+    """Parse KEY=VALUE into tables. The key is dotted as in TOML; the value is TOML, or text if it is not valid TOML."""
     key, equals, value = text.partition("=")
     for written in (value, msgspec.json.encode(value).decode()):
         try:
@@ -295,7 +299,7 @@ def _setting(text: str) -> dict[str, Any]:
 
 
 def _file_text(path: Path) -> str:
-    """The text in a file."""
+    """Return the text of a file. Raises JobError if it cannot be read, is too large, or is not UTF-8."""
     try:
         return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -303,7 +307,7 @@ def _file_text(path: Path) -> str:
 
 
 def parse_job(text: str, source: str = "job") -> Job:
-    """Read a job from TOML text; `source` names it in errors. Raises JobError."""
+    """Parse a job from TOML text. `source` names it in errors. Raises JobError."""
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of more than 4,300 digits
@@ -315,6 +319,7 @@ def parse_job(text: str, source: str = "job") -> Job:
 
 
 def _job(table: TomlTable) -> Job:
+    """Read a job from the table of a whole file. Raises JobError."""
     name = table.take("name", "job")
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
         raise JobError(f"name is {shortened(name)}; expected a text of 1 to 200 printable characters")
@@ -360,17 +365,17 @@ _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "v": lambda stages, chunks: tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
                                       for index in range(chunks * stages)),
 }
-"""The column of each virtual stage, given stages and chunks."""
+"""Functions from stages and chunks to the column of each virtual stage, by name of the order."""
 ORDERS = (*_ORDERED, "bidirectional")
 
 
 def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """The column of each virtual stage of a chain; of a bidirectional placement, those of the first chain."""
+    """Return the column of each virtual stage of a chain. For a bidirectional placement, it is the first chain."""
     return _ORDERED["linear" if order == "bidirectional" else order](stages, chunks)
 
 
 def placement_table(job: Job) -> dict[str, Any]:
-    """The `[placement]` table of a job; empty where it has the defaults."""
+    """Return the `[placement]` table of a job. Empty if the job has the default placement."""
     table: dict[str, Any] = {}
     chunks = job.depth // job.stages
     if chunks > 1:
@@ -386,7 +391,7 @@ def placement_table(job: Job) -> dict[str, Any]:
 
 
 def _placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
-    """The column of each virtual stage, the number of chains, and the layers of each virtual stage where given."""
+    """Read the column of each virtual stage, the number of chains, and the layers of each virtual stage if given."""
     layers = None
     if isinstance(layout := table.value("layers"), str):
         columns, layers = _megatron_layout(table, layout, stages)
@@ -400,21 +405,21 @@ def _placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tup
 
 
 def _megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The column and the layers of each stage of a layout, which Megatron-LM deals to the columns in turn."""
+    """Read the column and layers of each stage from a layout, which Megatron-LM assigns to columns round-robin."""
     layers = layout_counts("placement.layers", layout)
     for key in ("chunks", "order"):
         if table.has(key):
             raise JobError(f"placement.{key} is given beside a layout in placement.layers, which says it; leave it out")
     table.take("layers")
-    chunks, rest = divmod(len(layers), stages)
-    if rest:
+    chunks, remainder = divmod(len(layers), stages)
+    if remainder:
         raise JobError(f"placement.layers has {len(layers)} stages for {stages} workers; expected the same number of "
                        "stages for each")
     return _ORDERED["interleaved"](stages, chunks), layers
 
 
 def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
-    """The column of each virtual stage, and the number of chains."""
+    """Read the column of each virtual stage, and the number of chains."""
     given = table.has("chunks")
     chunks = table.count("chunks", 1, high=64)
     order = table.take("order", "linear")
@@ -436,6 +441,7 @@ def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 
 
 def _times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
+    """Read the `[time]` table. Raises JobError."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
@@ -449,6 +455,7 @@ def _times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: 
 
 
 def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
+    """Read the factors of slow workers. Raises JobError unless they are whole thousandths up to 1000."""
     slow = _by_worker(table, "slow", pipelines, stages, 0.001)
     for worker, factor in slow:
         if factor > 1000:
@@ -461,23 +468,24 @@ def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, 
 
 def _by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
                ) -> tuple[tuple[Worker, float], ...]:
-    """Numbers by the names of workers, sorted; by default, of none."""
+    """Read numbers by worker, sorted by worker. Empty if the key is missing."""
     path, values = table.path(key), table.take(key, {})
     if not isinstance(values, dict):
         raise JobError(f"{path} is {shortened(values)}; expected a table of workers and numbers, such as "
                        '{"1.2" = 1.5}')
-    found = []
-    for name, given in values.items():
+    numbers = []
+    for name, value in values.items():
         try:
             worker = Worker.parse(name)
         except ValueError as error:
             raise JobError(f"{path}: {error}") from None
         require_in_grid(path, worker, pipelines, stages)
-        found.append((worker, number(f"{path}.{name}", given, low)))
-    return tuple(sorted(found))
+        numbers.append((worker, number(f"{path}.{name}", value, low)))
+    return tuple(sorted(numbers))
 
 
 def _memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
+    """Read the `[memory]` table. Raises JobError."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
@@ -492,12 +500,13 @@ def _memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) 
 
 
 def _layer_values(table: TomlTable, layers: int) -> LayerValues:
+    """Read the `[layers]` table. Raises JobError."""
     values = {key: table.numbers(key, layers, "layer") for key in LayerValues.__struct_fields__ if table.known(key)}
     table.finish()
     return LayerValues(**values)
 
 
 def require_known(failed: Sequence[Worker], job: Job, name: str = "failed") -> None:
-    """Raise JobError, with the name of the argument or option, unless the job has each of these workers."""
+    """Raise JobError unless the job has each of these workers. `name` is the argument or option that names them."""
     for worker in failed:
         require_in_grid(name, worker, job.pipelines, job.stages)

@@ -1,7 +1,7 @@
-"""What each layer of the model costs: a stage's times and memory, divided over its layers.
+"""Compute the cost of each layer: a stage's times and memory, divided over its layers.
 
-A stage's value is the sum over its layers. `[layers]` says how it is divided: in proportion to the values there, evenly
-where it has none.
+A stage's value is the sum over its layers. The `[layers]` table says how to divide it: in proportion to the values
+there, or evenly if it has none.
 """
 
 import math
@@ -17,7 +17,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """One value for each of the L layers of the model; times in seconds, memory in the job's unit."""
+    """Costs with one value per layer of the model: times in seconds, memory in the job's unit."""
 
     forward: tuple[Fraction, ...]
     backward_input: tuple[Fraction, ...]
@@ -25,18 +25,18 @@ class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[Fraction, ...]
     all_reduce: tuple[Fraction, ...]
     activation: tuple[Fraction, ...]
-    """0 without `[memory]`; so is the next."""
+    """Activation memory of each layer. `activation` and `weight_stash` are 0 without `[memory]`."""
     weight_stash: tuple[Fraction, ...]
     weights: tuple[Fraction, ...]
-    """0 where the job does not say; so is the next."""
+    """Memory of each layer's parameters and state. `weights` and `recomputed` are 0 if the job does not say."""
     recomputed: tuple[Fraction, ...]
 
 
 def layer_costs(job: Job) -> LayerSeconds:
-    """The cost of each layer, 0..L-1: exact, so that the layers of a stage add up to the stage.
+    """Return the exact cost of each layer, 0..L-1, so that the layers of a stage add up to the stage.
 
-    Without `placement.layers` every stage of a chain is one layer. Raises JobError where a stage has no layer: its
-    costs belong to none.
+    Without `placement.layers`, every stage of a chain is one layer. Raises JobError if a stage has no layer, because
+    its costs then belong to none.
     """
     counts = layer_counts(job)
     if not all(counts):
@@ -56,32 +56,32 @@ def layer_costs(job: Job) -> LayerSeconds:
 
 
 def layer_counts(job: Job) -> tuple[int, ...]:
-    """Layers of each stage of a chain."""
+    """Return the number of layers of each stage of a chain."""
     return (1,) * job.depth if job.layers is None else job.layers[:job.depth]
 
 
 @lru_cache(maxsize=4096)
 def exact(value: float) -> Fraction:
-    """The decimal number that the user wrote, not the binary one that stands for it."""
+    """Return the decimal number that the user wrote, not the binary number that approximates it."""
     return Fraction(repr(value))
 
 
 def ratio(one: float, other: float) -> Fraction:
-    """Of two ticks or units, which were rounded to floats: a ratio of numbers that a file can hold."""
+    """Return the ratio of two ticks or units that were rounded to floats, as a fraction that a file can hold."""
     if one < other:
         return 1 / ratio(other, one)
     return Fraction(one / other).limit_denominator(10**6)
 
 
 def added(one: float, other: float) -> float:
-    """The sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
+    """Return the sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
     return float(exact(one) + exact(other))
 
 
 @lru_cache(maxsize=256)
 def _divided(stages: tuple[float, ...], counts: tuple[int, ...],
              values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
-    """Each stage's value over its layers, in proportion to `values`, which are by layer; evenly where these are 0."""
+    """Divide each stage's value over its layers, in proportion to `values` of the layers, or evenly if these are 0."""
     divided: list[Fraction] = []
     for stage, count in zip(stages, counts, strict=True):
         first = len(divided)
@@ -96,34 +96,34 @@ def _divided(stages: tuple[float, ...], counts: tuple[int, ...],
 
 
 COPIES = 2
-"""Of each part: the owner's and its buddy's."""
+"""Copies of each part of sharded state: the owner's and its buddy's."""
 FINE = 1000
-"""What is added is rounded up to such a part of the job's unit: thirds of a byte would need a very fine one."""
+"""Fractions of the job's unit to which added memory is rounded up: thirds of a byte would need a very fine unit."""
 
 
 def share(holders: int) -> Fraction:
-    """What each of so many holders keeps of the whole."""
+    """Return the share of the whole state that each of `holders` holders keeps."""
     return min(Fraction(1), Fraction(COPIES, holders))
 
 
 def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
-    """A job while some workers are down: whoever holds their stages keeps more state, and has that much less room.
+    """Return the job while some workers are down: holders of their stages keep more state and have that much less room.
 
-    Layers that move are taken to have as many holders as their stage has left.
+    A layer that moves is assumed to have as many holders as its stage has left.
     """
     memory = job.memory
     if memory is None or not memory.state or not failed:
         return job
-    weights, less = list(memory.weights), [0.0] * job.stages
+    weights, taken = list(memory.weights), [0.0] * job.stages
     for stage, state in enumerate(memory.state):
         columns = [column for other, column in enumerate(job.columns) if other % job.depth == stage % job.depth]
         holders = job.pipelines * len(columns)
-        left = max(1, holders - sum(columns.count(worker.column) for worker in failed))
-        more = math.ceil(FINE * exact(state) * (share(left) - share(holders))) / FINE
-        less[job.columns[stage]] += more
+        live = max(1, holders - sum(columns.count(worker.column) for worker in failed))
+        extra = math.ceil(FINE * exact(state) * (share(live) - share(holders))) / FINE
+        taken[job.columns[stage]] += extra
         if weights:
-            weights[stage] = added(weights[stage], more)
+            weights[stage] = added(weights[stage], extra)
     return replace(job, memory=replace(
         memory, weights=tuple(weights),
-        capacity=tuple(added(room, -more) for room, more in zip(memory.capacity, less, strict=True)),
-        capacity_of=tuple((worker, added(room, -less[worker.column])) for worker, room in memory.capacity_of)))
+        capacity=tuple(added(room, -extra) for room, extra in zip(memory.capacity, taken, strict=True)),
+        capacity_of=tuple((worker, added(room, -taken[worker.column])) for worker, room in memory.capacity_of)))

@@ -1,9 +1,9 @@
-"""A model's split into stages as Megatron-LM's `--pipeline-model-parallel-layout` writes it: `Et*3|(t*2|)*29,t|L`.
+"""Parse the split of a model into stages as Megatron-LM's `--pipeline-model-parallel-layout` writes it.
 
-E is the embedding, t a decoder layer, L the head with the loss; `|` ends a stage, `x*3` is three of a letter, `(..)*3`
-three of what is within, and commas mean nothing. Stages are dealt to ranks in turn. From Megatron Core's user guide
-("Custom Pipeline Model Parallel Layout", docs.nvidia.com/megatron-core) and
-`megatron/core/transformer/pipeline_parallel_layer_layout.py`.
+An example is `Et*3|(t*2|)*29,t|L`. E is the embedding, t a decoder layer, L the head with the loss; `|` ends a stage,
+`x*3` repeats a letter three times, `(..)*3` repeats what is within, and commas mean nothing. Stages are assigned to
+ranks round-robin. Sources: Megatron Core's user guide ("Custom Pipeline Model Parallel Layout",
+docs.nvidia.com/megatron-core) and `megatron/core/transformer/pipeline_parallel_layer_layout.py`.
 """
 
 import re
@@ -16,10 +16,10 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
 
 
 def layout_counts(key: str, layout: str) -> tuple[int, ...]:
-    """The layers of each stage of a layout, embedding and head counted as one each.
+    """Return the number of layers of each stage of a layout. Embedding and head count as one layer each.
 
-    `key` names the text in the job file. Raises JobError where it is not a layout, or has layers for multi-token
-    prediction, which no job has.
+    The argument `key` names the text in the job file. Raises JobError if the text is not a layout, or has layers for
+    multi-token prediction, which jobs do not support.
     """
     text = layout.replace(",", "")
     for repeated in (_REPEATED_GROUP, _REPEATED_LETTER):

@@ -1,9 +1,9 @@
-"""Reads the config.json of a model, as transformers writes it, into the shapes of its layers.
+"""Convert the config.json of a model, as transformers writes it, to the shapes of its layers.
 
-The embedding is the first layer and the head with the loss the last one. Between them are the decoder's layers, and
+The embedding is the first layer, and the head with the loss is the last one. Between them are the decoder's layers and
 those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): such a layer holds a copy of the
-embedding, and the head makes one more prediction for each. What is handed on beside its output, for the other
-predictions, is not counted.
+embedding, and the head makes one more prediction for each. What layers pass on for the further predictions, besides
+their output, is not counted.
 """
 
 import json
@@ -32,22 +32,22 @@ from slipstream.schedules.files import read_at_most
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS = 1000
 MOST = 2**24
-"""The largest number that a key may have."""
+"""Largest number that a key may have."""
 
 
 class ModelKeys:
-    """The keys of a config.json, each read with a check. Raises JobError that names the key."""
+    """Keys of a config.json, each read with a check. Raises JobError, which names the key."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
         self._source = source
 
     def known(self, key: str) -> bool:
-        """Whether the key has a value."""
+        """Return whether the key has a value."""
         return self._values.get(key) is not None
 
     def count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """A whole number of at least `low`."""
+        """Return an integer of at least `low`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -56,7 +56,7 @@ class ModelKeys:
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -65,32 +65,32 @@ class ModelKeys:
         return value
 
     def list_of(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
-        """A list of such items."""
+        """Return a list whose items are of type `item`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, list) or not all(isinstance(one, item) for one in value):
+        if not isinstance(value, list) or not all(isinstance(element, item) for element in value):
             raise self.wrong(key, f"a list of {'texts' if item is str else 'whole numbers'}")
         return value
 
     def text(self, key: str) -> str:
-        """A text."""
+        """Return a string."""
         value = self._values.get(key)
         if not isinstance(value, str):
             raise self.wrong(key, "a text")
         return value
 
     def is_automatic(self, key: str) -> bool:
-        """Whether the key is missing or leaves its value to others."""
+        """Return whether the key is missing or "auto", so that its value follows from other keys."""
         return self._values.get(key) in (None, "auto")
 
     def wrong(self, key: str, expected: str) -> JobError:
-        """An error that names the key and what was expected."""
+        """Build an error that names the key and what was expected."""
         return JobError(f"{self._source}: {key} is {shortened(self._values.get(key))}; expected {expected}")
 
 
 def read_model(path: Path, sequence: int) -> ModelLayers:
-    """The layers of a model by its config.json, or by the folder with it. Raises JobError."""
+    """Read the layers of a model from its config.json, or from the folder that has it. Raises JobError."""
     source = path / "config.json" if path.is_dir() else path
     try:
         document = json.loads(read_at_most(source, MAX_CONFIG_BYTES, JobError, "; a config.json is a page of JSON"))
@@ -102,31 +102,32 @@ def read_model(path: Path, sequence: int) -> ModelLayers:
 
 
 def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
-    """The layers of a model by the content of its config.json. Raises JobError."""
+    """Return the layers of a model, given the content of its config.json. Raises JobError."""
     if not isinstance(document, dict):
         raise JobError(f"{source}: no JSON object; expected a model's config.json")
-    if isinstance(document.get("text_config"), dict):  # of a model that sees images, too: its language part
+    if isinstance(document.get("text_config"), dict):  # the language part of a model that also sees images
         document = {"tie_word_embeddings": document.get("tie_word_embeddings"), **document["text_config"]}
-    kind, keys = document.get("model_type"), ModelKeys(document, source)
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    family, keys = document.get("model_type"), ModelKeys(document, source)
+    if not isinstance(family, str) or family not in FAMILIES:
         raise keys.wrong("model_type", f"one of {', '.join(FAMILIES)}")
     hidden, vocabulary = keys.count("hidden_size"), keys.count("vocab_size")
-    decoder = FAMILIES[kind](keys, hidden, sequence)
+    decoder = FAMILIES[family](keys, hidden, sequence)
     if len(decoder) > MAX_LAYERS:
         raise JobError(f"{source}: {len(decoder)} layers; expected at most {MAX_LAYERS}")
-    tied = keys.flag("tie_word_embeddings", default=kind in TIED)
-    further = keys.count("num_nextn_predict_layers", 0, low=0) if kind in PREDICTING else 0
-    if further > MAX_LAYERS:
+    tied = keys.flag("tie_word_embeddings", default=family in TIED)
+    more = keys.count("num_nextn_predict_layers", 0, low=0) if family in PREDICTING else 0
+    if more > MAX_LAYERS:
         raise keys.wrong("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
-    looked_up = embedding(hidden, vocabulary)
-    predicting = [named("multi-token prediction", looked_up, norm(hidden), norm(hidden), norm(hidden),
-                        products(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * further
-    layers = (looked_up, *decoder, *predicting, head_and_loss(hidden, vocabulary, predicted=1 + further))
+    lookup = embedding(hidden, vocabulary)
+    predicting = [named("multi-token prediction", lookup, norm(hidden), norm(hidden), norm(hidden),
+                        products(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * more
+    layers = (lookup, *decoder, *predicting, head_and_loss(hidden, vocabulary, predicted=1 + more))
     return ModelLayers(layers=layers, hidden=hidden, sequence=sequence,
-                       copies=(tied + further) * looked_up.parameters)
+                       copies=(tied + more) * lookup.parameters)
 
 
 def _layer_count(keys: ModelKeys) -> int:
+    """Read the number of decoder layers."""
     count = keys.count("num_hidden_layers")
     if count > MAX_LAYERS:
         raise keys.wrong("num_hidden_layers", f"a whole number, 1 to {MAX_LAYERS}")
@@ -134,7 +135,7 @@ def _layer_count(keys: ModelKeys) -> int:
 
 
 def _listed_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
-    """The kind of each layer, by a list in the file."""
+    """Read the kind of each layer, from a list with one item per layer."""
     kinds: list[str] = keys.list_of(key, str, default)
     if len(kinds) != _layer_count(keys):
         raise keys.wrong(key, f"{_layer_count(keys)} kinds of layers, as num_hidden_layers says")
@@ -143,7 +144,7 @@ def _listed_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -
 
 def _attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
                output_bias: bool | None = None) -> LayerShape:
-    """Attention as most models write its keys; `bias`: what the family has, else what the file says."""
+    """Read attention, as most models name its keys. If `bias` is None, the file decides whether there are biases."""
     heads = keys.count("num_attention_heads")
     kv_heads, width = keys.count("num_key_value_heads", heads), keys.count("head_dim", max(1, hidden // heads))
     if heads % kv_heads or (hidden % heads and not keys.known("head_dim")):
@@ -156,14 +157,15 @@ def _attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None
 
 
 def _window(keys: ModelKeys, kind: str, sequence: int) -> float:
+    """Return the average number of tokens that a token attends to in a layer of this kind."""
     window = keys.count("sliding_window") if kind == "sliding_attention" else None
     return mixed_tokens(sequence, window)
 
 
 def _transformer(bias: bool | None = None, *, head_norms: bool = False
                  ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Llama and its relatives; `bias`: of queries, keys and values, and of nothing else."""
-    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Return a reader for Llama and similar models. `bias`, if given, is that of queries, keys and values only."""
+    def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         window = keys.count("sliding_window") if keys.known("sliding_window") \
             and keys.flag("use_sliding_window", default=bias is None and not head_norms) else None
         mixer = _attention(keys, hidden, mixed_tokens(sequence, window), bias=bias, head_norms=head_norms,
@@ -172,66 +174,69 @@ def _transformer(bias: bool | None = None, *, head_norms: bool = False
                              bias=keys.flag("mlp_bias", default=False))
         return [named("attention + MLP", norm(hidden), mixer, norm(hidden), dense,
                       recomputed=2 * hidden)] * _layer_count(keys)
-    return layers
+    return read_layers
 
 
 def _gemma(norms: int, *, head_norms: bool = False, pattern: int = 1
            ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Gemma: all but every `pattern`-th layer attend to a window alone."""
-    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Return a reader for Gemma: all layers except every `pattern`-th attend to a window only."""
+    def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         every = keys.count("sliding_window_pattern", pattern)
-        usual = ["sliding_attention" if (layer + 1) % every else "full_attention"
-                 for layer in range(_layer_count(keys))]
-        kinds = _listed_kinds(keys, "layer_types", usual)
+        default = ["sliding_attention" if (layer + 1) % every else "full_attention"
+                   for layer in range(_layer_count(keys))]
+        kinds = _listed_kinds(keys, "layer_types", default)
         dense = feed_forward(hidden, keys.count("intermediate_size"), gated=True)
         return [named(f"{kind.replace('_', ' ')} + MLP", *[norm(hidden)] * norms,
                       _attention(keys, hidden, _window(keys, kind, sequence), head_norms=head_norms), dense,
                       recomputed=2 * hidden) for kind in kinds]
-    return layers
+    return read_layers
 
 
 def _mixture(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
              ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Mixtral and Qwen's mixtures: experts in most layers; `number` and `width` are the keys that say how many."""
-    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Return a reader for Mixtral and Qwen's mixtures, whose layers mostly have experts.
+
+    The arguments `number` and `width` are the keys for the number of experts and their width.
+    """
+    def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _attention(keys, hidden, mixed_tokens(sequence, None), bias=bias, head_norms=head_norms,
                            output_bias=None if bias is None else False)
-        many = experts(hidden, keys.count(width), number=keys.count(number), gated=True,
-                       chosen=keys.count("num_experts_per_tok"))
+        sparse_part = experts(hidden, keys.count(width), number=keys.count(number), gated=True,
+                              chosen=keys.count("num_experts_per_tok"))
         if shared:
             width_of_shared = keys.count("shared_expert_intermediate_size")
-            many += feed_forward(hidden, width_of_shared, gated=True) + products(hidden, 1)
+            sparse_part += feed_forward(hidden, width_of_shared, gated=True) + products(hidden, 1)
         dense, step = set(keys.list_of("mlp_only_layers", int, [])), keys.count("decoder_sparse_step", 1)
         found = []
         for layer in range(_layer_count(keys)):
             sparse = layer not in dense and (layer + 1) % step == 0
-            part = many if sparse else feed_forward(hidden, keys.count("intermediate_size"), gated=True)
+            part = sparse_part if sparse else feed_forward(hidden, keys.count("intermediate_size"), gated=True)
             found.append(named(f"attention + {'experts' if sparse else 'MLP'}", norm(hidden), mixer, norm(hidden), part,
                                recomputed=2 * hidden))
         return found
-    return layers
+    return read_layers
 
 
 def _deepseek(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """DeepSeek-V2 and V3: latent attention, dense layers first, then experts with shared ones."""
-    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Return a reader for DeepSeek-V2 and V3: latent attention; dense layers first, then experts with shared ones."""
+    def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = latent_attention(
             hidden, keys.count("num_attention_heads"), mixed_tokens(sequence, None), kv_rank=keys.count("kv_lora_rank"),
             query_rank=keys.count("q_lora_rank") if keys.known("q_lora_rank") else None,
             rotary=keys.count("qk_rope_head_dim"), plain=keys.count("qk_nope_head_dim"), value=keys.count("v_head_dim"))
         width = keys.count("moe_intermediate_size")
-        many = experts(hidden, width, number=keys.count("n_routed_experts"), gated=True, router_bias=router_bias,
-                       chosen=keys.count("num_experts_per_tok")) \
+        sparse = experts(hidden, width, number=keys.count("n_routed_experts"), gated=True, router_bias=router_bias,
+                         chosen=keys.count("num_experts_per_tok")) \
             + feed_forward(hidden, width * keys.count("n_shared_experts", 1), gated=True)
         dense, first = feed_forward(hidden, keys.count("intermediate_size"), gated=True), \
             keys.count("first_k_dense_replace", 0, low=0)
         return [named(f"latent attention + {'MLP' if layer < first else 'experts'}", norm(hidden), mixer, norm(hidden),
-                      dense if layer < first else many, recomputed=2 * hidden) for layer in range(_layer_count(keys))]
-    return layers
+                      dense if layer < first else sparse, recomputed=2 * hidden) for layer in range(_layer_count(keys))]
+    return read_layers
 
 
 def _nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Nemotron-H (arXiv 2504.03624): each layer is one of Mamba-2, attention, MLP and experts."""
+    """Read the layers of Nemotron-H (arXiv 2504.03624): each is one of Mamba-2, attention, MLP and experts."""
     names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
              "linear_attention": "mamba", "full_attention": "attention"}
     key = "hybrid_override_pattern" if keys.known("hybrid_override_pattern") else "layers_block_type"
@@ -246,19 +251,19 @@ def _nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]
         "moe": lambda: experts(hidden, keys.count("moe_intermediate_size"), number=keys.count("n_routed_experts"),
                                chosen=keys.count("num_experts_per_tok"), gated=False, router_bias=True)
         + feed_forward(hidden, keys.count("moe_shared_expert_intermediate_size"), gated=False)}
-    kinds = [names.get(one, one) for one in pattern]
+    kinds = [names.get(name, name) for name in pattern]
     if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
         raise keys.wrong(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
     if keys.known("moe_latent_size"):
         raise keys.wrong("moe_latent_size", "none: experts of a latent width are not known")
     shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
-    made = {kind: named(shown[kind], norm(hidden), makers[kind](), recomputed=2 * hidden) for kind in set(kinds)}
-    return [made[kind] for kind in kinds]
+    shapes = {kind: named(shown[kind], norm(hidden), makers[kind](), recomputed=2 * hidden) for kind in set(kinds)}
+    return [shapes[kind] for kind in kinds]
 
 
 def _mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str, chunk: str,
            convolution_bias: str) -> LayerShape:
-    """A Mamba-2 mixer by the keys that say its sizes."""
+    """Read a Mamba-2 mixer. The arguments are the keys of its sizes."""
     number = keys.count(heads)
     each = hidden * keys.count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.count(width)
     return mamba_2(hidden, heads=number, head_width=each, groups=keys.count(groups, 1),
@@ -268,7 +273,7 @@ def _mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str,
 
 
 def _granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Granite 4 and Bamba: Mamba-2 or attention in each layer, then an MLP or experts with a shared one."""
+    """Read the layers of Granite 4 and Bamba: Mamba-2 or attention, then an MLP or experts with a shared one."""
     count = _layer_count(keys)
     if keys.known("layer_types"):
         kinds = _listed_kinds(keys, "layer_types")
@@ -305,8 +310,8 @@ FAMILIES: Mapping[str, Callable[[ModelKeys, int, int], list[LayerShape]]] = {
     "deepseek_v2": _deepseek(router_bias=False), "deepseek_v3": _deepseek(router_bias=True),
     "nemotron_h": _nemotron_h, "granitemoehybrid": _granite_hybrid, "bamba": _granite_hybrid,
 }
-"""How the decoder layers of a model follow from its config.json, by `model_type`."""
+"""Functions that read a model's decoder layers from its config.json, by `model_type`."""
 TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
-"""Whose head has the embedding's weights, unless the file says otherwise."""
+"""Model types whose head uses the embedding's weights unless the file says otherwise."""
 PREDICTING = frozenset({"deepseek_v3"})
-"""Whose `num_nextn_predict_layers` follow the decoder."""
+"""Model types with `num_nextn_predict_layers` layers of multi-token prediction after the decoder."""

@@ -1,11 +1,11 @@
-"""The layers of a model, whose shapes are public: parameters, work and memory of each, by formulas.
+"""Compute parameters, work and memory of the layers of models with public shapes, by formulas.
 
-Floating-point operations are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 for each parameter and
-token in matrix products, 4 s h for each token in attention, without the half that a causal mask saves. Mamba-2 layers
-run the chunks of Dao and Gu (2024, arXiv 2405.21060, section 6). Activations are what the backward reads, 2 bytes a
-value, with attention and Mamba-2's scan each one fused op: for a usual transformer layer the 34 s b h bytes of
-Korthikanti et al. (2022, arXiv 2205.05198). From I to W, inputs of products and the gradients of their outputs are
-held (Qi et al. 2023, arXiv 2401.10241).
+Floating-point operations are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 per parameter and token
+in matrix products, 4 s h per token in attention, without the half that a causal mask saves. Mamba-2 layers run the
+chunks of Dao and Gu (2024, arXiv 2405.21060, section 6). Activations are what the backward reads, 2 bytes per value;
+attention and Mamba-2's scan are one fused op each. For a usual transformer layer these are the 34 s b h bytes of
+Korthikanti et al. (2022, arXiv 2205.05198). From I to W, inputs of products and the gradients of their outputs are held
+(Qi et al. 2023, arXiv 2401.10241).
 """
 
 from collections import Counter
@@ -14,91 +14,98 @@ from collections.abc import Sequence
 import msgspec
 
 VALUE_BYTES = 2
-"""Of a value in bf16."""
+"""Bytes of a value in bf16."""
 LOGIT_BYTES = 4
-"""Of a logit that the loss keeps: float32."""
+"""Bytes of a logit that the loss keeps: float32."""
 MUON_STEPS = 5
-"""Of the polynomial by which Muon makes a matrix orthogonal: of its default options."""
+"""Number of steps of the polynomial with which Muon orthogonalizes a matrix, by its default options."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layer has, and what it does and holds for each token."""
+    """Size of a layer, and its work and memory per token."""
 
     kind: str
-    """In words."""
+    """Description in words."""
     parameters: int = 0
-    """All that the layer holds."""
+    """Number of parameters that the layer holds."""
     matrices: int = 0
-    """Of these, those in matrix products."""
+    """Number of parameters in matrix products."""
     used: int = 0
-    """The parameters that a token meets in products: of experts, those that it is sent to; a matrix that it meets
-    twice counts twice."""
+    """Number of parameters by which a token is multiplied in products.
+
+    Of experts, only the chosen ones count. A matrix that is used twice counts twice.
+    """
     mixing: float = 0.0
-    """Floating-point operations of the forward besides products with parameters: attention, scans. The backward for
-    the input has twice as many."""
+    """Floating-point operations of the forward besides products with parameters: attention, scans.
+
+    The backward for the input has twice as many.
+    """
     loss_bytes: int = 0
-    """Read and written by the loss, in the forward and as much in the backward for the input."""
+    """Bytes that the loss reads and writes in the forward, and again in the backward for the input."""
     activation: int = 0
-    """Bytes from F to I; so are the two below."""
+    """Bytes held from F to I. `stash` and `recomputed` are in bytes, too."""
     stash: int = 0
-    """From I to W."""
+    """Bytes held from I to W."""
     recomputed: int = 0
-    """As `activation`, where activations are computed again."""
+    """Value of `activation` if activations are recomputed."""
     experts: int = 0
-    """Parts of which a token meets some; 0: it meets all of the layer."""
+    """Number of experts, of which a token uses some. 0: a token uses the whole layer."""
     chosen: int = 0
-    """How many it meets."""
+    """Number of experts that a token uses."""
     expert_activation: int = 0
-    """Of `activation`, what each of these holds; so is the stash."""
+    """Bytes of `activation` of each chosen expert. `expert_stash` is that of `stash`."""
     expert_stash: int = 0
     by_muon: int = 0
-    """Of the parameters, those that Muon steps where it is chosen: matrices of all but embedding and head."""
+    """Number of parameters that Muon steps if it is used: matrices of all layers except embedding and head."""
     orthogonal: float = 0.0
-    """Floating-point operations of such a step."""
+    """Floating-point operations of a Muon step."""
 
     def crowded(self, gpus: int) -> tuple[int, int]:
-        """Activation and stash of a token on all GPUs of a worker, each of which has equally many of the experts, and
-        room for all choices that may be among them: on one GPU, as many as a token makes, and on more hardly fewer."""
-        more = gpus * min(self.chosen, self.experts // gpus) - self.chosen
-        return self.activation + more * self.expert_activation, self.stash + more * self.expert_stash
+        """Return the bytes of activation and stash per token on all GPUs of a worker, in the worst case of routing.
+
+        Each GPU has equally many of the experts, and needs room for all choices that can fall on these: on one GPU as
+        many as a token makes, on more GPUs up to that many on each.
+        """
+        extra = gpus * min(self.chosen, self.experts // gpus) - self.chosen
+        return self.activation + extra * self.expert_activation, self.stash + extra * self.expert_stash
 
     def __add__(self, other: "LayerShape") -> "LayerShape":
-        """Both, one after the other, as one layer."""
+        """Return both layers, one after the other, as one layer."""
         return LayerShape(kind=f"{self.kind} and {other.kind}", **{
             key: getattr(self, key) + getattr(other, key) for key in self.__struct_fields__ if key != "kind"})
 
 
 class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only model, layer by layer."""
+    """Layers of a decoder-only model."""
 
     layers: tuple[LayerShape, ...]
     hidden: int
-    """Width of what one layer hands to the next."""
+    """Width of the activation that one layer passes to the next."""
     sequence: int
-    """Tokens."""
+    """Length of a sequence in tokens."""
     copies: int = 0
-    """Parameters that several layers hold though the model has them once."""
+    """Number of parameters that several layers hold although the model has them once."""
     ends_merged: bool = False
-    """Whether the embedding is a part of the first layer and the head of the last, instead of layers themselves."""
+    """True if embedding and head are part of the first and the last layer, instead of layers of their own."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, each once."""
+        """Number of parameters of the whole model, each counted once."""
         return sum(layer.parameters for layer in self.layers) - self.copies
 
     @property
     def used(self) -> int:
-        """Parameters that a token meets in products, once for each time."""
+        """Number of parameters by which a token is multiplied in products, counted once per use."""
         return sum(layer.used for layer in self.layers)
 
     def describe(self) -> str:
-        """How many layers there are of each kind, in the order in which the kinds come first."""
+        """Describe how many layers there are of each kind, in the order of first appearance."""
         kinds = Counter(layer.kind for layer in self.layers)
         return ", ".join(kind if number == 1 else f"{number} x {kind}" for kind, number in kinds.items())
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer whose layers are alike."""
+    """Decoder-only transformer whose layers are alike."""
 
     layers: int
     hidden: int
@@ -106,28 +113,28 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     vocabulary: int
     kv_heads: int | None = None
-    """Heads of keys and values; None: as many as of queries."""
+    """Number of heads of keys and values. None: as many as of queries."""
     ffn: int | None = None
-    """Width of the feed-forward part; None: 4 x hidden."""
+    """Width of the feed-forward part. None: 4 x hidden."""
     gated: bool = False
-    """Whether the feed-forward part has three matrices (SwiGLU) instead of two."""
+    """True if the feed-forward part has three matrices (SwiGLU) instead of two."""
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of the matrices of one layer."""
+        """Number of parameters in the matrices of one layer."""
         attention = 2 * self.hidden**2 * (1 + (self.kv_heads or self.heads) / self.heads)
         return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
 
     @property
     def _sides(self) -> list[int]:
-        """The other side of each matrix of a layer."""
+        """Size of the dimension of each matrix of a layer that is not `hidden`."""
         keys, wide = self.hidden // self.heads * (self.kv_heads or self.heads), self.ffn or 4 * self.hidden
         return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
 
     def by_layer(self) -> ModelLayers:
-        """Each decoder layer, with separate embedding and head, which are parts of the first and the last.
+        """Return the decoder layers. Embedding and head are separate parameters, in the first and the last layer.
 
-        Raises ValueError, with one line, where heads do not divide the width.
+        Raises ValueError with a message of one line if the number of heads does not divide the width.
         """
         if self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"hidden size {self.hidden}, {self.heads} heads, {self.kv_heads or self.heads} heads of "
@@ -150,13 +157,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def muon_operations(one: int, other: int) -> float:
-    """Floating-point operations that make a matrix orthogonal: X X', its square, and that times X, five times."""
+    """Return the operations that orthogonalize a matrix: five times X X', its square, and that times X."""
     short, long = sorted((one, other))
     return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
 
 
 def products(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
-    """Matrices that multiply the same input, which is held for them, and their outputs' gradients, from I to W."""
+    """Return the shape of matrices that multiply one input. Input and outputs' gradients are held from I to W."""
     weights = inputs * sum(outputs)
     return LayerShape(kind="product", parameters=weights + bias * sum(outputs), matrices=weights, used=weights,
                       activation=VALUE_BYTES * inputs, stash=VALUE_BYTES * (inputs + sum(outputs)), by_muon=weights,
@@ -164,24 +171,24 @@ def products(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
 
 
 def norm(width: int) -> LayerShape:
-    """A norm that scales, of which the backward reads the input."""
+    """Return the shape of a norm with scales, whose input the backward reads."""
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
 def held_values(number: int) -> LayerShape:
-    """Values that the backward reads besides the inputs of products and norms."""
+    """Return the shape of values that the backward reads besides the inputs of products and norms."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
 def mixed_tokens(sequence: int, window: int | None) -> float:
-    """Tokens whose keys a token meets on average, twice what a causal mask leaves: s, or 2 w - w^2 / s in a window."""
+    """Return twice the mean number of tokens attended to with a causal mask: s, or 2 w - w^2 / s in a window."""
     width = min(window or sequence, sequence)
     return 2 * width - width**2 / sequence
 
 
 def attention(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: float, *, bias: bool = False,
               output_bias: bool = False, head_norms: int = 0) -> LayerShape:
-    """Attention with grouped heads; `head_norms`: the width of norms of queries and keys each, if they have any."""
+    """Return the shape of attention with grouped heads. Queries and keys have a norm of width `head_norms` if not 0."""
     queries, keys = heads * head_width, kv_heads * head_width
     together = products(hidden, queries, keys, keys, bias=bias) + products(queries, hidden, bias=output_bias) \
         + held_values(queries + 2 * keys) + LayerShape(kind="scores", mixing=4 * tokens * queries)
@@ -192,7 +199,7 @@ def attention(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: f
 
 def latent_attention(hidden: int, heads: int, tokens: float, *, query_rank: int | None, kv_rank: int, rotary: int,
                      plain: int, value: int) -> LayerShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), its keys and values unfolded."""
+    """Return the shape of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values expanded."""
     query = heads * (plain + rotary)
     if query_rank is None:
         part = products(hidden, query, kv_rank + rotary)
@@ -204,29 +211,35 @@ def latent_attention(hidden: int, heads: int, tokens: float, *, query_rank: int 
 
 
 def feed_forward(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
-    """A feed-forward part: two matrices with a function between, or three, two of which are multiplied."""
+    """Return the shape of a feed-forward part.
+
+    It has two matrices with a function between them or, if gated, three, of which the outputs of two are multiplied.
+    """
     widths = [width] * (2 if gated else 1)
     return products(hidden, *widths, bias=bias) + products(width, hidden, bias=bias) + held_values(sum(widths))
 
 
 def experts(hidden: int, width: int, *, number: int, chosen: int, gated: bool, router_bias: bool = False) -> LayerShape:
-    """Experts, of which each token meets some; the outputs are held, as the backward of their weights reads them."""
-    one = feed_forward(hidden, width, gated=gated)
-    router, activation = products(hidden, number), one.activation + VALUE_BYTES * hidden
+    """Return the shape of experts, of which each token uses some.
+
+    The experts' outputs are held, because the backward of their weights in the sum reads them.
+    """
+    expert = feed_forward(hidden, width, gated=gated)
+    router, activation = products(hidden, number), expert.activation + VALUE_BYTES * hidden
     return LayerShape(
-        kind="experts", parameters=router.parameters + router_bias * number + number * one.parameters,
-        matrices=router.matrices + number * one.matrices, used=router.used + chosen * one.used,
-        activation=router.activation + chosen * activation, stash=router.stash + chosen * one.stash,
-        experts=number, chosen=chosen, expert_activation=activation, expert_stash=one.stash,
-        by_muon=router.by_muon + number * one.by_muon, orthogonal=router.orthogonal + number * one.orthogonal)
+        kind="experts", parameters=router.parameters + router_bias * number + number * expert.parameters,
+        matrices=router.matrices + number * expert.matrices, used=router.used + chosen * expert.used,
+        activation=router.activation + chosen * activation, stash=router.stash + chosen * expert.stash,
+        experts=number, chosen=chosen, expert_activation=activation, expert_stash=expert.stash,
+        by_muon=router.by_muon + number * expert.by_muon, orthogonal=router.orthogonal + number * expert.orthogonal)
 
 
 def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,
             convolution_bias: bool = True, bias: bool = False) -> LayerShape:
-    """A Mamba-2 mixer: within chunks of q tokens products as in attention, between them through states.
+    """Return the shape of a Mamba-2 mixer: products as in attention in chunks of q tokens, states between chunks.
 
-    For each token: 2 q g n for the scores, 2 q p for their values, 4 p n into states and out, with g groups, states of
-    n and p channels. The fused op keeps what it is given and its output, and computes the convolution again.
+    Operations per token: 2 q g n for the scores, 2 q p for their values, 4 p n into states and out, with g groups and
+    states of n and p channels. The fused op keeps its inputs and its output, and recomputes the convolution.
     """
     inner = heads * head_width
     convolved = inner + 2 * groups * state
@@ -239,27 +252,30 @@ def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int
 
 
 def embedding(hidden: int, vocabulary: int) -> LayerShape:
-    """A lookup: no product, and a gradient for few of its rows."""
+    """Return the shape of a lookup: it has no product, and a gradient for only a few of its rows."""
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 
 
 def head_and_loss(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
-    """The last norm, the logits of so many tokens each, and their loss: it reads bf16 logits and keeps float32."""
+    """Return the shape of the last norm, the logits of `predicted` tokens per position, and their loss.
+
+    The loss reads bf16 logits and keeps float32.
+    """
     product = products(hidden, vocabulary)
     loss = (VALUE_BYTES + LOGIT_BYTES) * vocabulary
     each = LayerShape(kind="head", used=product.used, stash=product.stash, loss_bytes=loss,
                       activation=product.activation + LOGIT_BYTES * vocabulary)
-    whole = LayerShape(kind="weights", parameters=product.parameters, matrices=product.matrices) + norm(hidden)
+    layer = LayerShape(kind="weights", parameters=product.parameters, matrices=product.matrices) + norm(hidden)
     for _ in range(predicted):
-        whole += each
-    return named("head", whole, recomputed=whole.activation)
+        layer += each
+    return named("head", layer, recomputed=layer.activation)
 
 
 def named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """A layer of such parts, and what it holds where its activations are computed again."""
+    """Combine parts into a layer with a name. `recomputed` is what it holds if its activations are recomputed."""
     return msgspec.structs.replace(total(parts), kind=kind, recomputed=recomputed)
 
 
 def total(parts: Sequence[LayerShape]) -> LayerShape:
-    """All of them together."""
+    """Combine parts into one layer."""
     return sum(parts[1:], start=parts[0])

@@ -1,7 +1,7 @@
-"""Stage times from Chrome traces: of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
+"""Read stage times from Chrome traces of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
 
-Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names them `PP:2F0`, and
-Slipstream `F 0.3` with the stage among the arguments. For other tools the caller gives a pattern.
+Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names them `PP:2F0`;
+Slipstream names them `F 0.3` and has the stage among the arguments. For other tools the caller gives a pattern.
 """
 
 import gzip
@@ -22,11 +22,11 @@ MAX_BYTES = 2**30
 PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"
 OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
 GPU = "gpu_user_annotation"
-"""The category under which the PyTorch profiler repeats ranges with their times on the GPU."""
+"""Category under which the PyTorch profiler repeats ranges with their times on the GPU."""
 
 
 class ProfilerTraceError(ValueError):
-    """No stage times can be read from the trace. The message is one line."""
+    """Error: no stage times can be read from the trace. The message is one line."""
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -55,18 +55,18 @@ class OpRange(NamedTuple):
 
 
 def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
-    """The runs of ops in a trace file, `.json` or `.json.gz`.
+    """Read the runs of ops from a trace file, `.json` or `.json.gz`.
 
-    `pattern` is a regular expression for an op's whole name, with groups `kind` (F, I, W or B), `stage` and optionally
-    `microbatch`. Where the trace has ranges with their times on the GPU, only these are read. Raises
-    ProfilerTraceError.
+    The argument `pattern` is a regular expression for the whole name of an op, with groups `kind` (F, I, W or B),
+    `stage` and optionally `microbatch`. If the trace has ranges with their times on the GPU, only these are read.
+    Raises ProfilerTraceError.
     """
-    wanted = _compiled(pattern or PYTORCH)
+    name_pattern = _compiled(pattern or PYTORCH)
     events = _events(path)
-    on_gpu = any(event.cat == GPU and _range(event, wanted) for event in events)
-    found = [_range(event, wanted) for event in events
-             if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
-    ranges = [one for one in found if one is not None]
+    on_gpu = any(event.cat == GPU and _range(event, name_pattern) for event in events)
+    candidates = [_range(event, name_pattern) for event in events
+                  if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
+    ranges = [candidate for candidate in candidates if candidate is not None]
     if not ranges:
         raise ProfilerTraceError(f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 "
                                  "are known, others need --pattern")
@@ -74,18 +74,18 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
 
 
 def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
-    """(times, micro-batches, whether backwards were whole) of a trace; `source` names it in errors.
+    """Return (times, number of micro-batches, whether backwards were whole) of a trace. `source` names it in errors.
 
-    Times are median seconds for each stage, as in the `[time]` table. The first run of each op, which warms up, is
-    left out where there are others. The number of micro-batches is None where names do not tell it. Where the trace has
-    whole backwards only, half of each is taken for I and half for W. Raises ProfilerTraceError where a stage lacks ops.
+    Times are median seconds per stage, as in the `[time]` table. The first run of each op is a warm-up and left out if
+    there are others. The number of micro-batches is None if the names do not contain it. If the trace has whole
+    backwards only, half of each counts as I and half as W. Raises ProfilerTraceError if a stage lacks ops.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)
-    for one in ranges:
-        seconds[one.kind, one.stage].append(one.seconds)
-        if one.microbatch is not None:
-            microbatches[one.stage].add(one.microbatch)
+    for op_range in ranges:
+        seconds[op_range.kind, op_range.stage].append(op_range.seconds)
+        if op_range.microbatch is not None:
+            microbatches[op_range.stage].add(op_range.microbatch)
     stages = 1 + max(stage for _, stage in seconds)
     median = {key: statistics.median(values[1:] or values) for key, values in seconds.items()}
     whole = not any(kind is OpKind.W for kind, _ in median)
@@ -110,12 +110,13 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
 
 def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
                transfer: float) -> dict[str, Any]:
-    """The tables of a job file with these stage times, one stage on each worker."""
+    """Return the tables of a job file with these stage times, one stage on each worker."""
     return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
             "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
 
 
 def _events(path: Path) -> list[_Event]:
+    """Read the events of a trace file. Raises ProfilerTraceError."""
     try:
         with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             data = file.read(MAX_BYTES + 1)
@@ -132,6 +133,7 @@ def _events(path: Path) -> list[_Event]:
 
 
 def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
+    """Return the run of an op that an event records; None if the event is not an op of a micro-batch."""
     if not isinstance(event.name, str):
         return None
     seconds = event.dur / 1e6
@@ -139,14 +141,15 @@ def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
     if match:
         groups = match.groupdict()
         return OpRange(OpKind(groups["kind"]), int(groups["stage"]), groups.get("microbatch"), seconds)
-    ours = OURS.fullmatch(event.name)
+    own_match = OURS.fullmatch(event.name)
     stage = (event.args or {}).get("stage")
-    if ours and isinstance(stage, int) and 0 <= stage < 2**17:
-        return OpRange(OpKind(ours[1]), stage, ours[2].partition(".")[2], seconds)
+    if own_match and isinstance(stage, int) and 0 <= stage < 2**17:
+        return OpRange(OpKind(own_match[1]), stage, own_match[2].partition(".")[2], seconds)
     return None
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern. Raises ProfilerTraceError if it is invalid or lacks a group."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

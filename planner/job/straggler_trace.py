@@ -1,7 +1,7 @@
-"""Op times of ByteDance's StragglerAnalysis: parquet files with a row an op (arXiv 2505.05713).
+"""Read op times of ByteDance's StragglerAnalysis: parquet files with one row per op (arXiv 2505.05713).
 
-Columns that are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id. Chunks of interleaved
-stages (mc) beyond the first are refused.
+These columns are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id. Traces with chunks of
+interleaved stages (mc) beyond the first are refused.
 """
 
 from collections import defaultdict
@@ -18,45 +18,49 @@ SUFFIX = ".parquet"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "mc")
 KINDS = ("forward-compute", "backward-compute")
 HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
-"""The two ends of a transfer, and the stage that it goes to."""
+"""Kinds of both ends of a transfer, and the direction in which it goes: the offset of the receiving stage."""
 MOST_SLOW = 1.15
-"""A worker that takes so many times as long as the middle of its stage is slow."""
+"""Factor above which a worker is slow: its time relative to the median of its stage."""
 
 
 class StragglerTrace(NamedTuple):
     """Measured op times of a job."""
 
     seconds: npt.NDArray[np.float64]
-    """[iterations, pipelines, stages, micro-batches, 2]: forward and whole backward."""
+    """Seconds of F and of the whole backward, [iterations, pipelines, stages, micro-batches, 2]."""
     optimizer: float
-    """Seconds of an iteration before its first and after its last computing op: parameters are gathered, gradients
-    reduced, the optimizer steps. Mean over iterations."""
+    """Mean seconds of an iteration before its first and after its last computing op.
+
+    In this time parameters are gathered, gradients reduced, and the optimizer steps.
+    """
     transfer: float
-    """Seconds that a tensor takes from stage to stage: the median. Of the two ends of a transfer, the one that waits
-    less for the other says it. 0 where none is recorded."""
+    """Median seconds that a tensor takes from stage to stage; 0 if none is recorded.
+
+    Of both ends of a transfer, the shorter one counts, which waits less for the other.
+    """
     measured: npt.NDArray[np.float64]
-    """[iterations]: seconds from the first op to the end of the last."""
+    """Seconds from the start of the first op to the end of the last, [iterations]."""
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
-        """[stages, 2]: means over iterations, micro-batches and the workers that are not slow."""
+        """Return mean seconds over iterations, micro-batches and the workers that are not slow, [stages, 2]."""
         usual = self._factors() == 1
         totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
-        found: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
+        means: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
             self.seconds.shape[0] * self.seconds.shape[3])
-        return found
+        return means
 
     def slow(self) -> dict[str, float]:
-        """By worker, how many times as long it takes as the middle of its stage, where that is much."""
+        """Return the slow workers, each with its time relative to the median of its stage."""
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
         return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
                 for pipeline, stage in np.argwhere(factors > MOST_SLOW).tolist()}
 
     def costs(self) -> npt.NDArray[np.float64]:
-        """[iterations, samples, stages, 3]: of F, I and W, as multiples of what its stage takes.
+        """Return F, I and W of samples as multiples of the usual time of their stage, [iterations, samples, stages, 3].
 
-        A worker that is slow is so for all samples: that is not theirs. A replay of the job with these costs runs the
-        traced times.
+        The factor of a slow worker applies to all of its samples, so it is not part of their costs. A replay of the job
+        with these costs reproduces the traced times.
         """
         iterations, pipelines, stages, microbatches, _ = self.seconds.shape
         usual = self.stage_seconds() * self._factors()[:, :, None]
@@ -65,16 +69,16 @@ class StragglerTrace(NamedTuple):
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
 
     def _factors(self) -> npt.NDArray[np.float64]:
-        """[pipelines, stages]: `slow`, else 1."""
-        found = np.ones(self.seconds.shape[1:3])
+        """Return the factor of each worker as in `slow`, or 1, [pipelines, stages]."""
+        factors = np.ones(self.seconds.shape[1:3])
         for worker, factor in self.slow().items():
             pipeline, stage = map(int, worker.split("."))
-            found[pipeline, stage] = factor
-        return found
+            factors[pipeline, stage] = factor
+        return factors
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
-    """Read a file. Raises ProfilerTraceError, also where pyarrow is not installed."""
+    """Read a trace file. Raises ProfilerTraceError, also if pyarrow is not installed."""
     column = read_columns(path, COLUMNS)
     kinds = column["optype"]
     computing = np.isin(kinds, KINDS)
@@ -86,13 +90,13 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     pipelines, stages, microbatches = (int(column[name][computing].max()) + 1 for name in ("dp_rank", "stage", "mb_id"))
     seconds = np.full((len(steps), pipelines, stages, microbatches, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
-        of = kinds == kind
-        seconds[np.searchsorted(steps, column["step"][of]), column["dp_rank"][of], column["stage"][of],
-                column["mb_id"][of], number] = column["duration"][of]
+        is_kind = kinds == kind
+        seconds[np.searchsorted(steps, column["step"][is_kind]), column["dp_rank"][is_kind], column["stage"][is_kind],
+                column["mb_id"][is_kind], number] = column["duration"][is_kind]
     if not np.isfinite(seconds).all() or (seconds < 0).any():
-        lacking = np.argwhere(~np.isfinite(seconds) | (seconds < 0))[0].tolist()
-        raise ProfilerTraceError(f"{path}: no {KINDS[lacking[4]]} of micro-batch {lacking[3]} on worker "
-                                 f"{lacking[1]}.{lacking[2]} in step {steps[lacking[0]]}, or no time of it")
+        missing = np.argwhere(~np.isfinite(seconds) | (seconds < 0))[0].tolist()
+        raise ProfilerTraceError(f"{path}: no {KINDS[missing[4]]} of micro-batch {missing[3]} on worker "
+                                 f"{missing[1]}.{missing[2]} in step {steps[missing[0]]}, or no time of it")
     begin, end = column["start_ts"].astype(np.float64), column["start_ts"].astype(np.float64) + column["duration"]
     number_of = np.searchsorted(steps, column["step"])
     known = (number_of < len(steps)) & (steps[np.minimum(number_of, len(steps) - 1)] == column["step"])
@@ -102,7 +106,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Columns of a file, all as long. Raises ProfilerTraceError, also where pyarrow is not installed."""
+    """Read columns of equal length from a file. Raises ProfilerTraceError, also if pyarrow is not installed."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -111,35 +115,35 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
                                  "-e '.[parquet]'") from None
     try:
         table: Any = parquet.read_table(path, columns=list(names))
-        found = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()
-                 for name in names if name in table.column_names}
+        columns = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()
+                   for name in names if name in table.column_names}
     except (OSError, KeyError, pyarrow.ArrowException) as error:
         raise ProfilerTraceError(f"{path}: no trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in columns]:
         raise ProfilerTraceError(f"{path}: no column {missing[0]}; expected those of StragglerAnalysis")
-    return found
+    return columns
 
 
 def spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
           some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
-    """[steps]: from the first begin to the last end of some ops."""
+    """Return the seconds from the first start to the last end of the ops that `some` selects, [steps]."""
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])
     np.maximum.at(last, step[some], end[some])
-    found: npt.NDArray[np.float64] = last - first
-    return found
+    lengths: npt.NDArray[np.float64] = last - first
+    return lengths
 
 
 def _transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Sends and receives have no micro-batch; the n-th send between two workers belongs to the n-th receive."""
-    found = []
+    """Return the median seconds of a transfer. The n-th send between two workers is matched with the n-th receive."""
+    seconds = []
     for send, receive, towards in HOPS:
         ends: list[dict[tuple[int, int, int], list[float]]] = []
         for kind, moved in ((send, towards), (receive, 0)):
             ends.append(defaultdict(list))
-            of = np.flatnonzero(kinds == kind)
-            for row in of[np.argsort(column["start_ts"][of], kind="stable")].tolist():
-                at = int(column["step"][row]), int(column["dp_rank"][row]), int(column["stage"][row]) + moved
-                ends[-1][at].append(float(column["duration"][row]))
-        found += [min(pair) for at, sent in ends[0].items() for pair in zip(sent, ends[1][at], strict=False)]
-    return float(np.median(found)) if found else 0.0
+            rows = np.flatnonzero(kinds == kind)
+            for row in rows[np.argsort(column["start_ts"][rows], kind="stable")].tolist():
+                target = int(column["step"][row]), int(column["dp_rank"][row]), int(column["stage"][row]) + moved
+                ends[-1][target].append(float(column["duration"][row]))
+        seconds += [min(pair) for target, sent in ends[0].items() for pair in zip(sent, ends[1][target], strict=False)]
+    return float(np.median(seconds)) if seconds else 0.0

@@ -1,4 +1,4 @@
-"""Reads TOML tables key by key and checks every value; writes job files."""
+"""Read TOML tables key by key, with a check of every value; write job files."""
 
 import difflib
 import math
@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 MAX_NUMBER = 1e18
 ALIKE = 0.8
-"""Likeness of a key that is taken for a misspelt one: more than that of any two keys of a job."""
+"""Similarity above which an unknown key is taken for a misspelt one. No two keys of a job are that similar."""
 _T = TypeVar("_T")
 
 
 class JobError(ValueError):
-    """A job that cannot be used. The message is one line."""
+    """Error: a job cannot be used. The message is one line."""
 
 
 class TomlTable:
-    """One table. Each key is taken once; `finish` refuses the keys that nothing has asked for.
+    """Table of a job file. Each key is taken once; `finish` refuses keys that were never requested.
 
-    All methods that read a value raise JobError where it is missing or not as expected.
+    All methods that read a value raise JobError if it is missing or not as expected.
     """
 
     def __init__(self, name: str, values: object) -> None:
-        """`name` is the table's path in the file, "" for the whole file."""
+        """Wrap a table. `name` is its path in the file, "" for the whole file."""
         if not isinstance(values, dict):
             raise JobError(f"{name} is {shortened(values)}; expected a table")
         self._name = name
@@ -34,60 +34,60 @@ class TomlTable:
         self._known: list[str] = []
 
     def path(self, key: str) -> str:
-        """The path of a key in the file, for messages."""
+        """Return the path of a key in the file, for messages."""
         return f"{self._name}.{key}" if self._name else key
 
     def has(self, key: str) -> bool:
-        """Whether the key is given."""
+        """Return whether the key is given and not yet taken."""
         return key in self._left
 
     def known(self, key: str) -> bool:
-        """Whether an optional key is given; messages about unknown keys name it either way."""
+        """Return whether an optional key is given. Messages about unknown keys name it in both cases."""
         self._known.append(key)
         return key in self._left
 
     def value(self, key: str) -> Any:
-        """The value as it stands, to be taken later; None where it is missing."""
+        """Return a value unchecked without taking it; None if it is missing."""
         return self._left.get(key)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value as it stands, unchecked."""
+        """Take a value unchecked."""
         self._known.append(key)
         return self._left.pop(key, default)
 
     def table(self, key: str, *, required: bool = False) -> "TomlTable":
-        """A table within; an empty one where it is missing, and may be."""
+        """Take a nested table. If it is missing and not required, an empty table is returned."""
         given = self._required(key, None if required else {})
         if given is None:
             raise JobError(f"key {self.path(key)!r} is missing; expected a table")
         return TomlTable(self.path(key), given)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number of at least 0."""
+        """Take a number of at least 0."""
         return number(self.path(key), self._required(key, default))
 
     def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
-        """A whole number from `low` to `high`."""
+        """Take an integer from `low` to `high`."""
         return count(self.path(key), self._required(key, default), low, high)
 
     def counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
-        """Whole numbers: a list of `length`, one a `per`, or a single value for all."""
+        """Take integers: a list of `length` values, one per `per`, or a single value for all."""
         return _repeated(self.path(key), self._required(key, None), length, per,
                          lambda name, value: count(name, value, low, high))
 
     def numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
-        """Numbers of at least 0: a list of `length`, one a `per`, or a single value for all."""
+        """Take numbers of at least 0: a list of `length` values, one per `per`, or a single value for all."""
         return _repeated(self.path(key), self._required(key, default), length, per, number)
 
     def _required(self, key: str, default: object) -> object:
-        """The value; JobError where there is none, but a key that looks like a slip of this one."""
+        """Take a value. Raises JobError if it is missing and a similar key, probably a misspelling, is given."""
         value = self.take(key, default)
         if value is None and (near := difflib.get_close_matches(key, self._left, 1, ALIKE)):
             raise JobError(f"key {self.path(key)!r} is missing; is {near[0]!r} meant for it?")
         return value
 
     def finish(self) -> None:
-        """Refuse keys that were not taken. Raises JobError that names the nearest known key."""
+        """Refuse keys that were not taken. Raises JobError, which names the most similar known key."""
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
             hint = f"did you mean {self.path(near[0])!r}?" if near else f"known: {', '.join(sorted(set(self._known)))}"
@@ -95,7 +95,7 @@ class TomlTable:
 
 
 def number(path: str, value: object, low: float = 0.0) -> float:
-    """A finite number of at least `low`. `path` names it in the message. Raises JobError."""
+    """Return a value as a float. Raises JobError, which names `path`, unless it is finite and at least `low`."""
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
@@ -106,7 +106,7 @@ def number(path: str, value: object, low: float = 0.0) -> float:
 
 
 def count(path: str, value: object, low: int, high: int) -> int:
-    """A whole number from `low` to `high`. `path` names it in the message. Raises JobError."""
+    """Return an integer. Raises JobError, which names `path`, unless it is from `low` to `high`."""
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -115,13 +115,13 @@ def count(path: str, value: object, low: int, high: int) -> int:
 
 
 def shortened(value: object) -> str:
-    """A value as a message shows it, 60 characters at most."""
+    """Return a value as shown in a message, 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _repeated(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
-    """One value for all, or a list with one each."""
+    """Read a list of `length` values, or a single value for all."""
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
@@ -134,11 +134,11 @@ def _repeated(path: str, value: object, length: int, per: str, read: Callable[[s
 
 
 DIGITS = 4
-"""Digits of the longest time of a job. Finer times are below what is measured, and slow the planner down."""
+"""Digits of the longest time of a job. Finer times are below measurement accuracy, and slow down the planner."""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """A job file. `comments`: the lines above each table by its name; "" for those at the top of the file."""
+    """Return the text of a job file. `comments` are the lines above each table by its name; "" is the top."""
     lines = [f"# {line}" for line in comments.get("", ())]
     lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
@@ -149,9 +149,8 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
 
 
 def table_comments(text: str) -> dict[str, list[str]]:
-    """The lines of a job file that are only comments, by the table that they are above or in, as `job_text` takes them.
-    """
-    found: dict[str, list[str]] = {"": []}
+    """Return the comment lines of a job file, by the table that they are above or in, as `job_text` takes them."""
+    comments: dict[str, list[str]] = {"": []}
     table, above = "", list[str]()
     for line in map(str.strip, text.splitlines()):
         if line.startswith("#"):
@@ -159,14 +158,14 @@ def table_comments(text: str) -> dict[str, list[str]]:
             continue
         if header := re.match(r"\[+\s*([A-Za-z0-9_-]+)", line):
             table = header[1]
-        found.setdefault(table, []).extend(above)
+        comments.setdefault(table, []).extend(above)
         above = []
-    found[table] += above
-    return found
+    comments[table] += above
+    return comments
 
 
 def rounded(seconds: Sequence[float], longest: float | None = None) -> list[float]:
-    """Times rounded to a common step, so that ticks stay coarse: `DIGITS` digits of the longest (default: of these)."""
+    """Round times to a common step, so that ticks stay coarse: `DIGITS` digits of `longest` (default: of these)."""
     longest = max(seconds) if longest is None else longest
     if not longest:
         return [0.0] * len(seconds)
@@ -175,16 +174,17 @@ def rounded(seconds: Sequence[float], longest: float | None = None) -> list[floa
 
 
 def _key(key: str) -> str:
+    """Format a key in TOML, quoted if necessary."""
     return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
 
 
 def _toml(value: Any) -> str:
-    """A value of a job file's table, in TOML."""
+    """Format a value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(one if one.isprintable() else f"\\U{ord(one):08X}" for one in escaped) + '"'
+        return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):

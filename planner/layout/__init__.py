@@ -1,8 +1,8 @@
-"""Which live worker holds which layers, and the route of each micro-batch: what is decided before any order in time.
+"""Layouts: which live worker holds which layers, and the route of each micro-batch, chosen before any order in time.
 
     candidates     layouts, the most promising first; in large clusters group by group
-    fixed          nobody holds more than before: live holders share the work of a stage
-    division       the work of an iteration, divided over the live workers; the routes that follow
+    fixed          layouts in which no worker holds more than before: live holders share the work of a stage
+    division       the division of an iteration's work over the live workers, and the routes that follow from it
 
-Each is made from a problem (`planner.model.from_job.layered_problem`), and makes another one of it (`with_layout`).
+A layout is made from a problem (`planner.model.from_job.layered_problem`), and gives a new problem (`with_layout`).
 """

@@ -1,10 +1,10 @@
-"""Layouts to search orders for, the most promising first; in large clusters, group by group.
+"""Make layouts whose orders are to be searched, the most promising first; in large clusters, group by group.
 
-Among them are the layouts of published systems as special cases, so that the best is never worse than theirs:
+They include the layouts of published systems as special cases, so that the best one is never worse than theirs:
 
 - re-cut pipelines, whole micro-batches (Oobleck, SOSP 2023; by speed: Malleus, arXiv 2410.13333);
 - one cut for all pipelines (ElasWave, arXiv 2510.00606);
-- all pipelines re-cut, where stages are uneven with nobody down, too: layers float between them;
+- all pipelines re-cut, also if stages are uneven with no worker down: layers float between them;
 - layers fixed (ReCycle, SOSP 2024, and with live peers that help slow workers).
 """
 
@@ -29,10 +29,11 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 
 
 def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
-    """Replicas of the live workers: a pipeline's own where they can hold all layers, else those of several pipelines.
+    """Return the replicas of the live workers: a pipeline's own if they can hold all layers, else those of several
+    pipelines.
 
-    A pipeline that lost nobody and has nobody slow keeps its stages, unless all are cut `anew`. Those that are come
-    first. Raises LookupError when no replica of all workers can hold all layers.
+    A pipeline that lost no worker and has no slow one keeps its stages, unless `anew` re-cuts all pipelines. Re-cut
+    replicas come first. Raises LookupError if no replica of all workers can hold all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -56,10 +57,11 @@ def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
 
 
 def one_cut(problem: Problem) -> Layout | None:
-    """One cut for all pipelines, by the live workers that each column has left; None where no such cut fits.
+    """Return a layout with one cut for all pipelines, by the live workers left in each column; None if no such cut
+    fits.
 
-    After ElasWave (arXiv 2510.00606), which re-balances layers between stages for all replicas alike. A worker stays in
-    its column, and its column's workers share the micro-batches of the whole.
+    This follows ElasWave (arXiv 2510.00606), which re-balances layers between stages equally for all replicas. A worker
+    stays in its column, and the workers of a column share all micro-batches.
     """
     columns = sorted({column for path in problem.paths for _, column in path})
     rates = [sum(1000 / problem.slowness(worker) for worker in problem.live if worker.column == column)
@@ -67,27 +69,28 @@ def one_cut(problem: Problem) -> Layout | None:
     if len(problem.paths) > 1 or len(problem.paths[0]) != len(columns):
         return None
     low, high = 0.0, float(problem.ample_ticks)
-    found: list[LayerRange] | None = None
+    fitting: list[LayerRange] | None = None
     for _ in range(60):
         middle = (low + high) / 2
         ranges = _ranges(problem, columns, rates, middle)
         low, high = (middle, high) if ranges is None else (low, middle)
-        found = ranges or found
-    if found is None:
+        fitting = ranges or fitting
+    if fitting is None:
         return None
-    of_column = {column: (layers,) for column, layers in zip(columns, found, strict=True) if layers[0] < layers[1]}
+    of_column = {column: (layers,) for column, layers in zip(columns, fitting, strict=True) if layers[0] < layers[1]}
     stages = tuple(VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items())
-    there = msgspec.structs.replace(
+    moved_problem = msgspec.structs.replace(
         problem, grid=msgspec.structs.replace(problem.grid, stages=stages), workers={
-            worker: msgspec.structs.replace(one, holds=of_column.get(worker.column, ()))
-            for worker, one in problem.workers.items()})
-    layout = fixed_layout(there, sliced=False)
+            worker: msgspec.structs.replace(state, holds=of_column.get(worker.column, ()))
+            for worker, state in problem.workers.items()})
+    layout = fixed_layout(moved_problem, sliced=False)
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 
 
 def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
             limit: float) -> list[LayerRange] | None:
-    """Layers of each column whose work its live workers do within the limit, from the first column on."""
+    """Assign layers to columns, from the first column on, so that each column's live workers do the work within the
+    limit. Return the range of layers of each column; None if some layers are left."""
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
@@ -104,12 +107,12 @@ def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
 
 
 def _along(workers: Sequence[Worker]) -> list[Worker]:
-    """In order of the layers that they hold at first, so that few layers move."""
+    """Sort workers by the layers that they hold at first, so that few layers move."""
     return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
 
 
 def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
+    """Return whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.paths[0]:
         stages.setdefault(column, []).append(layers)
@@ -119,7 +122,7 @@ def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 
 def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Whether a replica of these workers has room for all layers."""
+    """Return whether a replica of these workers has room for all layers."""
     return cut(problem, _along(workers), [1] * problem.grid.layer_count, problem.ample_ticks * 4) is not None
 
 
@@ -128,9 +131,9 @@ def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
               make: Callable[[Problem], Layout | None]) -> Layout | None:
-    """A layout made group by group, like groups once; None where there is none for one of them.
+    """Make a layout group by group, each kind of group once; return None if some group has no layout.
 
-    Raises LookupError when the live workers cannot hold all layers.
+    Raises LookupError if the live workers cannot hold all layers.
     """
     if len(groups) == 1:
         return make(problem)
@@ -148,15 +151,16 @@ def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
         holds.update({_named(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
         for batch, route in layout.routes.items():
             routes[MicroBatch(pipelines[batch.pipeline], batch.microbatch)] = tuple(
-                RouteSlice(stop.layers, _named(stop.worker, pipelines)) for stop in route)
+                RouteSlice(slice_.layers, _named(slice_.worker, pipelines)) for slice_ in route)
     return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
 
 
 def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
-    """The pipelines of each group: those that lost workers or time, with their helpers; each other one by itself.
+    """Iterate over the groups of pipelines: those that lost workers or speed with their helpers; each other one by
+    itself.
 
-    Who lost more may have more helpers. All in one group where there are few. Raises LookupError when the live workers
-    cannot hold all layers.
+    A group that lost more may have more helpers. All pipelines are in one group if they are few. Raises LookupError if
+    the live workers cannot hold all layers.
     """
     replicas = replicas_of(problem)
     if len(problem.grid.microbatches) <= params.undivided:
@@ -171,7 +175,7 @@ def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iter
     available, helpers = len(kept), dict[tuple[object, ...], int]()
     for group, lost in zip(weak, losses, strict=True):
         live = [worker for pipeline in group for worker in problem.live_of[pipeline]]
-        key = len(group), tuple(sorted(map(problem.slowness, live)))  # which stages they are matters little
+        key = len(group), tuple(sorted(map(problem.slowness, live)))  # the stages of these workers matter little
         if key not in helpers:
             share = min(int(available * lost / sum(losses)), params.most_helpers)
             helpers[key] = _helpers(problem, group, kept[:share], params.fewer_helpers)
@@ -182,29 +186,30 @@ def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iter
 
 
 def _lost(problem: Problem, group: Sequence[int]) -> Fraction:
-    """How many workers' work these pipelines cannot do; a little, where all their workers are fast."""
+    """Return how many workers' work these pipelines cannot do; at least a little, so that the value is positive."""
     workers = len(group) * len(problem.paths[0])
     speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
     return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
 def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """The fewest helpers with which the longest load is about as short as with the most."""
-    def longest(count: int) -> float:
+    """Return the fewest helpers with which the longest load is about as short as with all of `most`."""
+    def longest_load(count: int) -> float:
         part = part_of(problem, (*group, *most[:count]))
         try:
-            found = Divider(part, replicas_of(part)).least(within=tolerance / 5)
+            division = Divider(part, replicas_of(part)).least(within=tolerance / 5)
         except LookupError:
             return math.inf
-        return math.inf if found is None else found[0]
+        return math.inf if division is None else division[0]
 
-    best, count = longest(len(most)), 1
-    while count < len(most) and longest(count) > (1 + tolerance) * best:
+    best, count = longest_load(len(most)), 1
+    while count < len(most) and longest_load(count) > (1 + tolerance) * best:
         count *= 2
     return min(count, len(most))
 
 
 def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
+    """Return the worker of the whole problem that a worker of a group represents."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
@@ -213,11 +218,11 @@ def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
 
 def candidates(problem: Problem, *, largest_fine: float = math.inf,
                params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
-    """Different layouts, the most promising first; each is made when it is asked for.
+    """Iterate over different layouts, the most promising first; each is made when it is requested.
 
-    `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most those of `params`.
-    Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
-    no room for all layers.
+    There are short slices up to `largest_fine` micro-batches times parts of stages, but at most up to that of `params`.
+    Raises LookupError if there is no layout: no worker holds some layer and none may be loaded from a checkpoint, or
+    there is no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
@@ -251,37 +256,37 @@ def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Itera
     size = problem.grid.total_microbatches * len(problem.paths[0])
     groups = cache(lambda: tuple(groups_of(problem, params)))
 
-    def recut(**how: Any) -> Callable[[], Layout | None]:
+    def make_recut(**how: Any) -> Callable[[], Layout | None]:
         return lambda: by_groups(problem, groups(), partial(_recut, params=params, **how))
 
-    def fits(parts: int, most: float = math.inf) -> bool:
+    def is_small_enough(parts: int, most: float = math.inf) -> bool:
         return problem.question.sliced and size * parts <= min(largest_fine, most)
 
-    yield recut(parts=1)
-    yield recut(anew=True, parts=1)
-    yield recut(spread=False, parts=1)
-    if fits(params.separate_parts):
-        yield recut(separate=True, parts=params.separate_parts)
-    if fits(params.few_parts):
-        yield recut(separate=True, parts=params.few_parts)
-        yield recut(spread=False, parts=params.few_parts)
-    yield recut(staggered=True)
-    if fits(params.parts):
-        yield recut(separate=True, parts=params.parts)
-    if fits(params.finest_parts, params.largest_finest):
-        yield recut(separate=True, parts=params.finest_parts)
-    yield recut(spread=False, floating=False)
+    yield make_recut(parts=1)
+    yield make_recut(anew=True, parts=1)
+    yield make_recut(spread=False, parts=1)
+    if is_small_enough(params.separate_parts):
+        yield make_recut(separate=True, parts=params.separate_parts)
+    if is_small_enough(params.few_parts):
+        yield make_recut(separate=True, parts=params.few_parts)
+        yield make_recut(spread=False, parts=params.few_parts)
+    yield make_recut(staggered=True)
+    if is_small_enough(params.parts):
+        yield make_recut(separate=True, parts=params.parts)
+    if is_small_enough(params.finest_parts, params.largest_finest):
+        yield make_recut(separate=True, parts=params.finest_parts)
+    yield make_recut(spread=False, floating=False)
     if size <= params.largest_shared:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.question.sliced)
-    if fits(params.parts):  # they take longest to list, so others come first
-        yield recut(anywhere=True, parts=params.parts)
-        yield recut(spread=False, parts=params.parts)
+    if is_small_enough(params.parts):  # they take longest to list, so others come first
+        yield make_recut(anywhere=True, parts=params.parts)
+        yield make_recut(spread=False, parts=params.parts)
 
 
 def _require_layers(problem: Problem) -> None:
-    """Raise LookupError where a layer would have to come from nowhere."""
-    held = layers_in(itertools.chain.from_iterable(one.holds for one in problem.workers.values()))
+    """Raise LookupError if no live worker holds some layer and it may not be loaded from a checkpoint."""
+    held = layers_in(itertools.chain.from_iterable(worker.holds for worker in problem.workers.values()))
     missing = sorted(set(range(problem.grid.layer_count)) - held)
     if missing and not (problem.question.layers == "move" and problem.question.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")
@@ -290,37 +295,37 @@ def _require_layers(problem: Problem) -> None:
 def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
            separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
            params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """The layout with the least longest load on replicas; `parts`: of `finer_slices`."""
+    """Return the layout of these replicas with the shortest longest load; for `parts`, see `finer_slices`."""
     replicas = replicas_of(problem, anew=anew)
-    found = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
-                    staggered=staggered, params=params).least()
-    if found is None:
+    division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
+                       staggered=staggered, params=params).least()
+    if division is None:
         return None
     where = " anywhere" if anywhere else " separately" if separate else ""
     kind = ", ".join(["all pipelines re-cut" if anew else "re-cut pipelines",
                       "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
-    layout = layout_of(problem, replicas, found[1], kind)
+    layout = layout_of(problem, replicas, division[1], kind)
     return finer_slices(problem, layout, parts) if parts else layout
 
 
 def finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
-    """The same layout with slices that end where the stages of the job end, and so many equal parts of each.
+    """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal parts of each stage.
 
     The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
-    by the earlier of the two times; in two slices, the second has until the later one.
+    by the earlier of the two times; as two slices, the second has until the later one.
 
-    In several parts, what is more urgent waits no longer than a part takes, and a worker that waits has work for less
-    time than a whole stage takes. No tensor passes between slices of one worker.
+    With several parts, a more urgent op waits no longer than a part takes, and an idle worker receives work sooner than
+    after a whole stage. No tensor passes between slices of one worker.
     """
     ends = {first - (first - end) * number // parts for path in problem.paths for (first, end), _ in path
             for number in range(1, parts + 1)}
 
-    def finer(route: Route) -> Route:
+    def cut_route(route: Route) -> Route:
         return tuple(RouteSlice((first, end), worker) for (low, high), worker in route
                      for first, end in _split(low, high, ends))
 
-    return msgspec.structs.replace(layout, routes={batch: finer(route) for batch, route in layout.routes.items()},
+    return msgspec.structs.replace(layout, routes={batch: cut_route(route) for batch, route in layout.routes.items()},
                                    kind=f"{layout.kind}, {'slices end with stages' if parts == 1 else 'short slices'}")
 
 

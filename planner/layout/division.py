@@ -1,20 +1,22 @@
-"""How the work of an iteration is divided over the live workers, and the route of each micro-batch that follows.
+"""Divide the work of an iteration over the live workers, and derive the route of each micro-batch.
 
-A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is, or what is left of
-one or several, cut anew. Its tasks are (layer, micro-batch). They are cut in order of layers into one workload each.
-Where a cut falls between two tasks of one layer, that layer *floats*: both neighbours hold it, and some micro-batches
-are cut before it, others after it.
+A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is, or the rest of one
+or several pipelines, re-cut. Its tasks are (layer, micro-batch). They are divided in order of layers into one workload
+for each worker. If a cut falls between two tasks of one layer, that layer *floats*: both neighbours hold it, and some
+micro-batches are cut before it, others after it.
 
-Every replica takes as many whole micro-batches as its longest load allows. The tasks of the rest are in one row,
-micro-batch after micro-batch, layers ascending. Each replica that is cut anew takes one segment of it; the workers of
-those that keep their stages take what is left, stage by stage (the wrap-around rule of McNaughton 1959). As every
+Every replica takes as many whole micro-batches as the longest load allows. The tasks of the remaining micro-batches
+form one row, micro-batch after micro-batch, layers ascending. Each re-cut replica takes one segment of it; the workers
+of replicas that keep their stages take the rest, stage by stage (the wrap-around rule of McNaughton 1959). Since every
 worker takes consecutive tasks, in one order of workers, no two routes pass two workers in opposite order.
 
-Not so `anywhere`: there a replica that is cut anew first takes what the workers of each stage have no time for, so that
-loads are more even by up to a layer; with little memory, such a layout may have no order.
+With `anywhere`, that order does not hold: a re-cut replica first takes the tasks that the workers of each stage have no
+time for, so that loads are more even by up to a layer; with little memory, such a layout may have no valid order in
+time.
 
-`separate`, each of the rest has a few replicas of its own that keep their stages, and those that are cut anew take
-none. So the replicas fall into small sets that share no micro-batch, most of them alike, whose orders are soon found.
+With `separate`, each of the remaining micro-batches has a few replicas of its own that keep their stages, and re-cut
+replicas take none. So the replicas form small sets that share no micro-batch, most of them equal, whose orders are soon
+found.
 """
 
 import itertools
@@ -35,7 +37,7 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Tasks of one worker: layer -> micro-batches. The layers are consecutive, ascending."""
+"""Tasks of one worker: layer -> micro-batches. The layers are consecutive and ascending."""
 
 
 class Replica(NamedTuple):
@@ -43,39 +45,40 @@ class Replica(NamedTuple):
 
     workers: tuple[Worker, ...]
     cut: bool
-    """Whether its layers are cut anew; else its workers keep the stages they hold."""
+    """True if the layers are re-cut; otherwise its workers keep the stages that they hold."""
 
 
 def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
-    """Ticks that a worker idles at least between its first F and its first I, by lack of memory or of micro-batches.
+    """Return a function for the ticks that a worker idles at least between its first F and its first I.
 
-    Of the first layer that it holds, the end of what it holds, and how many micro-batches it runs, each of which has
-    `hops` transfers to the replica's end. The I of its first one starts after F of what it holds, F and I of all layers
-    after these, and the transfers of both ways. Until then the worker runs only F, of as many micro-batches as it has,
-    and as it has room for.
+    The function's arguments are the first layer that the worker holds, the end of these layers, and the number of
+    micro-batches that it runs. Each micro-batch has `hops` transfers to the end of the replica. The I of the first one
+    starts after F of the held layers, F and I of all layers after them, and the transfers of both ways. Until then the
+    worker runs only F, for lack of memory or of micro-batches: of as many as it has, and as it has room for.
     """
     sums = problem.costs.sums
     forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.most
     slow, room = problem.slowness(worker), problem.workers[worker].room
     trip = forward[-1] + backward[-1] + 2 * hops * problem.times.transfer
 
-    def idle(first: int, end: int, count: int) -> int:
+    def idle_ticks(first: int, end: int, count: int) -> int:
         own, held = forward[end] - forward[first], most[end] - most[first]
         ran = count * own
         if held and count * held > (free := room - weights[end] + weights[first]):
             ran = max(0, free) * own // held
         return max(0, trip - forward[end] - backward[end] + (own - ran) * slow // 1000)
 
-    return idle
+    return idle_ticks
 
 
 def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
         floating: bool = True, staggered: bool = False) -> list[Workload] | None:
-    """Workloads of at most `limit` ticks that cover counts[layer] tasks of every layer; None if workers are too few.
+    """Divide counts[layer] tasks of every layer into one workload of at most `limit` ticks for each worker.
 
-    A workload's ticks are its load and what its worker idles at least by lack of memory (`fill_idle`). From the first
-    worker on, each takes as many tasks as fit. Not `floating`: only whole layers. `staggered`: a worker also loses the
-    time between the reductions of the first and the last stage that it has layers of, as between their first F.
+    Return None if there are too few workers. The ticks of a workload are its load and the least idle time for lack of
+    memory (`fill_idle`). From the first worker on, each takes as many tasks as fit. If not `floating`, workers take
+    whole layers only. With `staggered`, a worker also loses the time between the reductions of the first and the last
+    stage of its layers, as between their first F.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.sums, problem.costs.work
@@ -111,17 +114,17 @@ def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limi
 
 
 def least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T, within: float = 0.0) -> tuple[int, T]:
-    """The least limit from `low` + 1 to `high` for which an attempt gives something, and what it gives.
+    """Return the least limit from `low` + 1 to `high` for which an attempt has a result, and that result.
 
-    `best` is what it gives for `high`. `within`: how far from the least the answer may be, as a share of it.
+    `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
     """
     while high - low > max(1, within * high):
         middle = (low + high) // 2
-        found = attempt(middle)
-        if found is None:
+        result = attempt(middle)
+        if result is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = middle, result
     return high, best
 
 
@@ -129,11 +132,12 @@ def least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T
 
 
 Task = tuple[int, int]
-"""A layer of one of the micro-batches that run on no replica whole: (item, layer)."""
+"""Layer of a micro-batch that runs on no replica as a whole: (item, layer)."""
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a micro-batch that runs on no replica whole; on a replica, or on one worker of it."""
+    """Layers [first, end) of a micro-batch that runs on no replica as a whole; on a re-cut replica, or on a single
+    worker."""
 
     item: int
     first: int
@@ -143,25 +147,29 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The work of an iteration, divided."""
+    """Division of the work of an iteration."""
 
     whole: tuple[int, ...]
-    """Whole micro-batches of each replica."""
+    """Number of whole micro-batches of each replica."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Of each replica that is cut anew, one for each worker; () for others."""
+    """Workloads of each re-cut replica, one for each worker; () for other replicas."""
     slices: tuple[Slice, ...]
     items: int
-    """Micro-batches that run on no replica whole."""
+    """Number of micro-batches that run on no replica as a whole."""
 
 
 class Divider:
-    """Divides the work of a problem over given replicas, for a given longest load."""
+    """Divider of the work of a problem over given replicas, for a given longest load."""
 
     def __init__(self, problem: Problem, replicas: Sequence[Replica], *, floating: bool = True,
                  spread: bool = True, anywhere: bool = False, separate: bool = False, staggered: bool = False,
                  params: LayoutParams = DEFAULTS.layouts) -> None:
-        """`floating`: two neighbours may hold one layer; `spread`: a micro-batch may visit several replicas;
-        `anywhere`: and come back to one; `separate`: few of its own; `staggered`: see `cut`."""
+        """Set how work may be divided.
+
+        With `floating`, two neighbours may hold one layer; with `spread`, a micro-batch may visit several replicas;
+        with `anywhere`, it may come back to one; with `separate`, it has few replicas of its own; for `staggered`, see
+        `cut`.
+        """
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
         self._cut = partial(cut, floating=floating, staggered=staggered)
@@ -169,18 +177,19 @@ class Divider:
         self._known: dict[tuple[object, int], int] = {}
 
     def least(self, within: float = 0.0) -> tuple[int, Division] | None:
-        """The least longest load, and a division that has it, to this relative precision; None if nothing fits."""
+        """Return the least longest load, to this relative precision, and a division that has it; None if nothing
+        fits."""
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
         while (best := self._divided(high)) is None:
             if high > self._problem.ample_ticks * 4:
                 return None
             low, high = high, high + 2 * (high - low)
-        limit, found = least_limit(self._divided, low, high, best, within)
-        return limit, self._with_workloads(found, limit)
+        limit, division = least_limit(self._divided, low, high, best, within)
+        return limit, self._with_workloads(division, limit)
 
     def _divided(self, limit: int) -> Division | None:
-        """A division in which nobody's load is more than `limit` ticks, without workloads; None if there is none."""
+        """Return a division without workloads in which no load exceeds `limit` ticks; None if there is none."""
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
@@ -195,19 +204,20 @@ class Divider:
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """The same with a workload for each worker of the replicas that are cut anew."""
+        """Return the division with a workload for each worker of the re-cut replicas."""
         counts = self._counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
         return division._replace(workloads=tuple(
             tuple(self._balanced(replica, of, limit)) if replica.cut else ()
             for replica, of in zip(self._replicas, counts, strict=True)))
 
     def _kind(self, replica: Replica) -> tuple[object, ...]:
+        """Return a key that is equal for replicas with equal capacity to run micro-batches."""
         problem = self._problem
         return (replica.cut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
                             for worker in replica.workers))
 
     def _most(self, index: int, limit: int) -> int:
-        """The most whole micro-batches of a replica within the limit."""
+        """Return the largest number of whole micro-batches that a replica runs within the limit."""
         key = self._kinds[index], limit
         if key not in self._known:
             replica, low, step = self._replicas[index], 0, 0
@@ -222,7 +232,8 @@ class Divider:
         return self._known[key]
 
     def _at_most(self, replica: Replica, limit: int) -> int:
-        """Micro-batches that take all the time of all workers."""
+        """Return an upper bound on the micro-batches of a replica: the number that takes all the time of all its
+        workers."""
         rate = sum(1000 / self._problem.slowness(worker) for worker in replica.workers)
         work = sum(self._problem.costs.work)
         return min(self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
@@ -233,7 +244,8 @@ class Divider:
         return all(self._kept_ticks(replica, position, counts[0]) <= limit for position in range(len(replica.workers)))
 
     def _kept_ticks(self, replica: Replica, position: int, count: int) -> int:
-        """The load of a worker that keeps its layers (its ops at its speed, closing ones), and its least idle time."""
+        """Return the ticks of a worker that keeps its layers: ops at its speed, closing ops, and the least idle
+        time."""
         problem, worker = self._problem, replica.workers[position]
         compute = count * sum(problem.costs.work[layer] for layer in problem.layers_held(worker))
         idle = 0 if len(problem.workers[worker].holds) > 1 else fill_idle(
@@ -241,7 +253,7 @@ class Divider:
         return -(-compute * problem.slowness(worker) // 1000) + problem.closing(worker) + idle
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """What each replica that is cut anew takes of the rest."""
+        """Return the segments of the remaining micro-batches that the re-cut replicas take."""
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
@@ -261,13 +273,14 @@ class Divider:
         return slices
 
     def _free(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Ticks that the workers of replicas that are not cut have beside their whole micro-batches."""
+        """Return the ticks that workers of replicas that keep their stages have left after their whole
+        micro-batches."""
         return {worker: limit - self._kept_ticks(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.cut
                 for position, worker in enumerate(replica.workers)}
 
     def _short(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
-        """The first so many tasks of a stage as its workers have no time for."""
+        """Return the first tasks of a stage, as many as its workers have no time for."""
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
         room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
@@ -276,7 +289,8 @@ class Divider:
 
     def _over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
                       limit: int) -> list[Slice] | None:
-        """What no segment takes of the items, over the workers that keep their stages; None if it does not fit."""
+        """Spread the tasks that no segment covers over the workers that keep their stages; return None if they do not
+        fit."""
         problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
         slices: list[Slice] = []
         free = self._free(whole, limit) if items else {}
@@ -303,10 +317,8 @@ class Divider:
         return slices
 
     def _over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
-        """The items over sets of replicas that keep their stages, in each the same number; None if they do not fit.
-
-        The workers of a stage in a set take even shares of it.
-        """
+        """Spread the remaining micro-batches over sets of replicas that keep their stages, the same number for each
+        set. The workers of a stage in a set take even shares of it. Return None if they do not fit."""
         free, slices = self._free(whole, limit) if items else {}, []
         for batches, replicas in self._sets(items):
             for layers, column in self._problem.paths[0]:
@@ -321,7 +333,8 @@ class Divider:
         return slices if slices or not items else None
 
     def _sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """(items, replicas) of each set: as many sets as can be with hardly longer loads, of as few replicas each."""
+        """Iterate over (items, replicas) of each set: as many sets as possible with hardly longer loads, each of few
+        replicas."""
         kept = [index for index, replica in enumerate(self._replicas) if not replica.cut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
         if not counts:
@@ -335,13 +348,14 @@ class Divider:
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
     def _most_of_stage(self, items: int, replicas: int) -> Fraction:
-        """The most that a worker runs where so many replicas share so many micro-batches: of a stage, in layers."""
+        """Return the largest work of a worker if this many replicas share this many micro-batches, in layers of a
+        stage."""
         counts = [end - first for (first, end), _ in self._problem.paths[0]]
         least = Fraction(self._params.least_share)
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
     def _shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
-        """The tasks of a stage in so many consecutive parts, of even work."""
+        """Divide the tasks of a stage into this many consecutive parts of even work."""
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Task]] = [[] for _ in range(count)]
@@ -352,7 +366,7 @@ class Divider:
         return shares
 
     def _counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Tasks of each layer on each replica, without what is spread over single workers."""
+        """Return the number of tasks of each layer on each replica, without those spread over single workers."""
         counts = [[most] * self._problem.grid.layer_count for most in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -360,7 +374,7 @@ class Divider:
         return counts
 
     def _balanced(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """The cut whose longest load is least; without floating layers, where that is not above the limit."""
+        """Return the cut with the shortest longest load; without floating layers if that keeps within the limit."""
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
         problem, slowness = self._problem, map(self._problem.slowness, replica.workers)
@@ -372,7 +386,7 @@ class Divider:
 
 
 def _profile(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Tasks of each layer: `whole`, and these."""
+    """Return the number of tasks of each layer: `whole` of each, plus these tasks."""
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -380,7 +394,7 @@ def _profile(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _slices(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Tasks in order of items and layers as slices of consecutive layers."""
+    """Join tasks, sorted by items and layers, to slices of consecutive layers."""
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -394,11 +408,11 @@ def _slices(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[
 
 
 GOLDEN = 0.6180339887498949
-"""The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
+"""Golden ratio minus 1. The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
 
 
 def layout_of(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
-    """The layout of a division: names its micro-batches, and decides where each is cut."""
+    """Return the layout of a division: name its micro-batches, and choose the cuts of each."""
     whole, items = _names(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
     for index, replica in enumerate(replicas):
@@ -420,7 +434,8 @@ def layout_of(problem: Problem, replicas: Sequence[Replica], division: Division,
 
 def _names(problem: Problem, replicas: Sequence[Replica],
            division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """The micro-batches of each replica, its own first, and those of no replica, even over the iteration."""
+    """Return the micro-batches of each replica, its own first, and those of no replica, evenly spread over the
+    iteration."""
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
     of_pipeline = {replica.workers[0].pipeline: index for index, replica in reversed(list(enumerate(replicas)))}
@@ -449,9 +464,9 @@ def _cut_evenly(workloads: Sequence[dict[int, int]], replica: Replica, batches: 
                 parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
     """Choose the cuts of each micro-batch.
 
-    With x_k the layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All cuts of a
-    micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give or take
-    one; and phases of successive micro-batches are spread evenly.
+    With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
+    cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give
+    or take one; and phases of successive micro-batches are spread evenly.
     """
     phase = {batch: GOLDEN * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
@@ -473,24 +488,25 @@ def _cut_evenly(workloads: Sequence[dict[int, int]], replica: Replica, batches: 
 
 
 def stops_of(layers: dict[int, Worker]) -> Route:
-    """Consecutive layers on one worker are one slice."""
-    stops: list[RouteSlice] = []
+    """Join consecutive layers on one worker to slices, and return the route."""
+    slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
-        if stops and stops[-1].worker == worker and stops[-1].layers[1] == layer:
-            stops[-1] = RouteSlice((stops[-1].layers[0], layer + 1), worker)
+        if slices and slices[-1].worker == worker and slices[-1].layers[1] == layer:
+            slices[-1] = RouteSlice((slices[-1].layers[0], layer + 1), worker)
         else:
-            stops.append(RouteSlice((layer, layer + 1), worker))
-    return tuple(stops)
+            slices.append(RouteSlice((layer, layer + 1), worker))
+    return tuple(slices)
 
 
 def _holds(problem: Problem, replicas: Sequence[Replica],
            routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Workers of replicas that are cut anew hold what they run, all others what they held."""
+    """Return the layers of each worker: in re-cut replicas the layers that it runs, in all others those that it
+    held."""
     anew = {worker for replica in replicas if replica.cut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():
-        for stop in route:
-            run[stop.worker].update(range(*stop.layers))
+        for slice_ in route:
+            run[slice_.worker].update(range(*slice_.layers))
     return {worker: joined_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
             problem.workers[worker].holds for worker in problem.live}

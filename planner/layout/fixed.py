@@ -1,8 +1,8 @@
-"""Layouts in which nobody holds more than before: live holders share the micro-batches of each stage.
+"""Make layouts in which no worker holds more than before: live holders share the micro-batches of each stage.
 
 A *part* is a range of layers that the same workers hold; at first, a stage. Every micro-batch runs on its own worker
-while that lives and has time. What it has no time for goes to other holders: whole micro-batches while they have time
-for one, and the rest in slices, as in `planner.layout.division`.
+while that is alive and has time. The rest goes to other holders: whole micro-batches while a holder has time for one,
+then slices, as in `planner.layout.division`.
 """
 
 from collections import defaultdict, deque
@@ -14,10 +14,10 @@ from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
-    """Least longest load with the present holdings, and as few slices as go with it.
+    """Return the layout with the shortest longest load for the present holders, and as few slices as that needs.
 
-    `sliced`: whether a micro-batch may be cut within a part. `within`: how much longer the longest load may be than the
-    least one, as a share of it; then fewer micro-batches are cut. Raises LookupError where nobody holds a layer.
+    With `sliced`, a micro-batch may be cut within a part. The longest load may exceed the shortest one by the share
+    `within` of it; then fewer micro-batches are cut. Raises LookupError if no worker holds a layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
@@ -32,7 +32,7 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
 
 
 class _Sharing:
-    """Shares the work of every part among its holders, for a given longest load."""
+    """Distribution of the work of every part among its holders, for a given longest load."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
@@ -41,7 +41,8 @@ class _Sharing:
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """The worker of each layer of every micro-batch, nobody's load above `limit` ticks; None if none is found."""
+        """Return the worker of each layer of every micro-batch, with no load above `limit` ticks; None if none is
+        found."""
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
@@ -52,7 +53,8 @@ class _Sharing:
         return where if all(self._share(part, batches, free, where) for part, batches in away) else None
 
     def _by_own_worker(self, part: Part) -> dict[Worker | None, list[MicroBatch]]:
-        """All micro-batches; under None those of pipelines in which nobody holds the part."""
+        """Group all micro-batches by their own worker; None is the key of those of pipelines in which no worker holds
+        the part."""
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
@@ -62,7 +64,7 @@ class _Sharing:
 
     def _stay(self, part: Part, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
               where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
-        """Leave as many micro-batches as there is time for on their own workers; the others, in order."""
+        """Assign as many micro-batches to their own workers as these have time for; return the others, in order."""
         away = list[MicroBatch]()
         for worker, batches in own.items():
             if worker is None:
@@ -80,7 +82,7 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: Part, batch: MicroBatch) -> Worker | None:
-        """The worker of the micro-batch's own path where it holds the part, else another one of its pipeline."""
+        """Return the worker of the micro-batch's own path if it holds the part, else another holder of its pipeline."""
         path = self._problem.paths[batch.microbatch % len(self._problem.paths)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
         worker = Worker(batch.pipeline, column)
@@ -90,7 +92,8 @@ class _Sharing:
 
     def _share(self, part: Part, batches: Sequence[MicroBatch], free: dict[Worker, int],
                where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Give other holders what has left its own worker; False if they have no time for it."""
+        """Assign micro-batches that have left their own worker to other holders; return False if these have no time for
+        them."""
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.

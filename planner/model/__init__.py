@@ -1,10 +1,10 @@
-"""The scheduling problem and its solutions, in whole ticks; how to search for them is in `planner.search`.
+"""The scheduling problem and its solutions, in whole ticks. The searches are in `planner.search`.
 
-    problem        what is fixed: grid, live workers, durations, memory; which layouts may be made; what a solution is
-    from_job       the problem of a job with layers in place, and that of a layout
+    problem        what is fixed: grid, live workers, durations, memory; which layouts are allowed; what a layout is
+    from_job       builds the problem of a job with its layers in place, and the problem of a layout
     bounds         proven lower bounds on the period
-    decompose      divides a problem into pieces that can be solved apart
-    arrays         a problem with an assignment as arrays of integers
-    start_times    from an order of ops to start times and the period
-    assemble       from solved pieces to a schedule
+    decompose      divides a problem into pieces that can be solved separately
+    arrays         a problem with an assignment as integer arrays; what a solution is
+    start_times    computes start times and the period from an order of ops
+    assemble       builds a schedule from solved pieces
 """

@@ -1,9 +1,9 @@
 """The problem as arrays of integers, for loops that run over all ops many times.
 
-An op is a number: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and place in
-the route, so that the unit at the next slice is the next number. An *order* lists all ops so that each comes after what
-it waits for and workers run theirs in that order; memory on a worker changes only at the ends of its own ops, so it
-depends on the order alone, and start times may be chosen freely once an order is known to fit.
+The number of an op is unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and place
+in the route, so that the unit at the next slice has the next number. An *order* lists all ops so that each comes after
+the ops that it waits for; each worker runs its ops in that order. The memory of a worker changes only at the ends of
+its own ops, so it depends on the order alone: once an order is known to fit, start times may be chosen freely.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,28 +26,34 @@ Ints = NDArray[np.int64]
 
 
 class ProblemArrays:
-    """A problem with an assignment as arrays, made once and read by all that time, order or improve its ops."""
+    """Arrays of a problem with an assignment, built once and read by everything that times, orders or improves its ops.
+
+    Workers are numbered by row: their index among the live workers.
+    """
 
     def __init__(self, problem: Problem, hosts: Mapping[Unit, Worker]) -> None:
         self.problem = problem
         self.hosts = hosts
-        """The assignment: the worker that runs each unit."""
+        """Worker that runs each unit: the assignment."""
         self.units = list(problem.units())
         self.unit_numbers = ints(self.units)
-        """[unit, 3] its slice, pipeline and micro-batch"""
+        """Slice, pipeline and micro-batch of each unit: shape [units, 3]."""
         self.workers = problem.live
-        """The worker of each row."""
+        """Worker of each row."""
         self.group = ints([problem.group(worker) for worker in self.workers])
-        """[row]"""
+        """Group of each row."""
         self.after_group = ints([problem.after_group(worker) for worker in self.workers])
-        """[row] ticks from the end of its group to that of its window"""
+        """Ticks from the end of its group to the end of its window, by row."""
         self.reductions = reductions_of(problem)
         self.ops = self._ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
-        """[row] units"""
+        """Number of units that each row runs."""
 
     def assigned(self, worker: Ints) -> "ProblemArrays":
-        """Under another assignment: [unit] the row of its worker. What does not depend on it is not made anew."""
+        """Return these arrays under another assignment; `worker` has the row of each unit's worker.
+
+        Arrays that do not depend on the assignment are shared.
+        """
         other, ops = copy(self), self.ops
         other.hosts = {unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)}
         other.ops = ops._replace(
@@ -58,12 +64,12 @@ class ProblemArrays:
 
     @cached_property
     def row_of(self) -> Mapping[Worker, int]:
-        """The row of each live worker."""
+        """Row of each live worker."""
         return {worker: row for row, worker in enumerate(self.workers)}
 
     @cached_property
     def home(self) -> Ints:
-        """[unit] the row of the worker of its own pipeline that holds its stage; -1 where that is down."""
+        """Row of the worker of its own pipeline that holds the stage, for each unit; -1 if that worker is down."""
         return ints([self.row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
 
     def _ops(self) -> "Ops":
@@ -74,8 +80,8 @@ class ProblemArrays:
         worker = ints([self.row_of[self.hosts[unit]] for unit in self.units])
         position, length = _places(problem)
         predecessors, successors = _arcs(problem, position, length, worker)
-        # Routes of different lengths are compared by layers.
-        position, end = ints(problem.layers_of)[number].T.copy()  # the kernel is compiled for arrays without gaps
+        # Positions are layers and not slice indices, so that routes of different lengths are comparable.
+        position, end = ints(problem.layers_of)[number].T.copy()  # the kernel requires contiguous arrays
         back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
         return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
@@ -84,7 +90,7 @@ class ProblemArrays:
                    predecessors=predecessors, successors=successors)
 
     def _durations(self, number: Ints, worker: Ints) -> Ints:
-        """[op] ticks. Every different (slice, worker) is asked for once."""
+        """Return the ticks of each op. The cost of every (slice, worker) is computed once."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = [[problem.cost(kind, pair // rows, self.workers[pair % rows]) for kind in problem.kinds]
@@ -92,76 +98,78 @@ class ProblemArrays:
         return ints(costs)[inverse].ravel()
 
     def solution(self, order: Ints, start: Ints) -> "Solution":
-        """The solution with these start ticks. Those that share an instant keep their places in the order."""
+        """Return the solution with these start ticks. Simultaneous ops keep their places in the order."""
         return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
     def keys(self) -> Iterator[OpKey]:
-        """What each op computes."""
+        """Yield the key of each op: its kind and its unit."""
         return ((kind, *unit) for unit in self.units for kind in self.problem.kinds)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """What a scheduler decides: hosts and start times of the compute ops. All-reduces and optimizer steps follow from
-    them (`assemble`)."""
+    """Hosts and start times of the compute ops. `assemble` adds all-reduces and optimizer steps."""
 
     arrays: ProblemArrays
-    """The problem, with hosts."""
+    """Problem with its assignment."""
     order: Ints
-    """All ops as they start. Those without duration may share an instant: they run in this order."""
+    """All ops in order of start. Ops without duration may share an instant: they run in this order."""
     start: Ints
-    """[op] its start tick"""
+    """Start tick of each op."""
 
     def at(self, start: Ints) -> "Solution":
-        """The same order with other start ticks."""
+        """Return the solution with the same order and other start ticks."""
         return Solution(self.arrays, self.order, start)
 
     @property
     def end(self) -> Ints:
-        """[op] its end tick"""
+        """End tick of each op."""
         return self.start + self.arrays.ops.duration
 
     @property
     def hosts(self) -> Mapping[Unit, Worker]:
-        """The worker that runs each unit."""
+        """Worker that runs each unit."""
         return self.arrays.hosts
 
     @cached_property
     def starts(self) -> Mapping[OpKey, int]:
-        """The start tick of each compute op, in their order."""
+        """Start tick of each compute op by its key, in order."""
         keys, start = list(self.arrays.keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
 
 def reductions_of(problem: Problem) -> "Reductions":
-    """Of a problem in which groups share some; of others none, as they are part of `Problem.after_group`."""
+    """Return the shared reductions of a problem as arrays.
+
+    They are empty if no groups share any: `Problem.after_group` then includes the reductions.
+    """
     from slipstream.planner.kernel import Reductions
 
-    given = problem.reductions if problem.linking else ()
+    shared = problem.reductions if problem.linking else ()
     of_group: list[list[int]] = [[] for _ in problem.linked]
-    for number, (_, groups) in enumerate(given):
+    for number, (_, groups) in enumerate(shared):
         for group in groups:
             of_group[group].append(number)
     return Reductions(
-        sharers=padded([groups for _, groups in given]),
-        ticks=ints([problem.reduction_ticks(layers) for layers, _ in given]),
+        sharers=padded([groups for _, groups in shared]),
+        ticks=ints([problem.reduction_ticks(layers) for layers, _ in shared]),
         between=padded(of_group),
-        awaiting=padded([[number for number, ((low, high), _) in enumerate(given) if low < end and first < high]
+        awaiting=padded([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
                          for first, end in problem.layers_of]))
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Ints:
-    """Rows of numbers, -1 behind the last of each."""
+    """Return the rows as one array, with -1 after the end of each row."""
     width = max([1, *map(len, rows)])
     return ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
 
 def ints(values: Sequence[Any]) -> Ints:
-    """As an array of 64-bit integers."""
+    """Convert values to an array of 64-bit integers."""
     return np.array(values, dtype=np.int64)
 
 
 def _places(problem: Problem) -> tuple[Ints, Ints]:
-    """[unit] the place of its slice in its route, and the length of the route."""
+    """Return, for each unit, the place of its slice in its route, and the length of the route."""
     grid = problem.grid
     lengths = ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
                     for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])
@@ -170,7 +178,7 @@ def _places(problem: Problem) -> tuple[Ints, Ints]:
 
 
 def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
-    """`RULES` for every unit: what each op waits for, and what waits for it."""
+    """Return the arcs of `RULES`: from each op to the ops it waits for, and to the ops that wait for it."""
     kinds = problem.kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
@@ -190,13 +198,13 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tupl
 
 
 def _rehopped(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """The arcs with the hops of another assignment."""
+    """Return the arcs with the transfer times of another assignment."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
 
 
 def _compressed(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Arcs by the op at their one end, those of an op in the order of the rules."""
+    """Group arcs by the op at one end. The arcs of an op stay in the order of the rules."""
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(own, kind="stable")

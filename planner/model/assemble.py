@@ -1,4 +1,4 @@
-"""From decisions to a schedule: solved pieces are put in their places, all-reduces and optimizer steps added."""
+"""Builds a schedule from solved pieces: puts them on one clock, then adds all-reduces and optimizer steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,17 +25,18 @@ Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 
 def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> list[Solution]:
-    """Put the solutions of all pieces on one clock, the first op of all at 0.
+    """Put the solutions of all pieces on one clock, with the first op of all at 0.
 
-    Staggered, and if there are several: each op as late as the common ends of the groups allow, so that the windows
-    of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
-    longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
+    With a staggered optimizer and several pieces, each op then starts as late as the common group ends allow, so that
+    the windows of all pieces are as short as their orders permit. The common ends are `deadlines` if given. Otherwise
+    they are those of the longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter
+    period.
     """
-    at_0 = [one.at(one.start - one.start.min()) for one in solutions]
+    at_0 = [solution.at(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
         return at_0
     choices: list[Sequence[int]] = [deadlines] if deadlines else []
-    periods = [solution_period(one) for one in solutions]
+    periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
     own = group_ends(longest)
@@ -44,30 +45,30 @@ def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[i
                 for choice in (np.where(own > NEVER, own, common), common)]
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
-        late = [latest(one, choice) for one in solutions]
+        late = [latest(solution, choice) for solution in solutions]
         longest_of_late = _period(late, choice)
         if best is None or longest_of_late < best[0]:
             best = longest_of_late, late
         if longest_of_late <= least:
             break
     assert best is not None
-    first = min(one.start.min() for one in best[1])
-    return [one.at(one.start - first) for one in best[1]]
+    first = min(solution.start.min() for solution in best[1])
+    return [solution.at(solution.start - first) for solution in best[1]]
 
 
 def period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
-    """The period in ticks of the schedule that `build_schedule` would make."""
+    """Return the period, in ticks, of the schedule that `build_schedule` would make."""
     aligned = align(problem, solutions, deadlines)
     return _period(aligned, group_ends(*aligned))
 
 
 def _period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
-    return max(solution_period(one, last) for one in aligned)
+    return max(solution_period(solution, last) for solution in aligned)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
-    """The schedule of a solution, or of those of all pieces, with its period and the bound proven; see `align`."""
+    """Build the schedule of one solution, or of the solutions of all pieces; see `align`."""
     if isinstance(solved, Solution):
         solved = [(undivided(problem), solved)]
     aligned = align(problem, [solution for _, solution in solved], deadlines)
@@ -75,8 +76,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
     begins = reduction_begins(aligned) if problem.interleaved else reduced(aligned[0].arrays, last)[0]
     closing = closing_programs(problem, last.tolist(), begins.tolist())
     programs: dict[Worker, Program] = {}
-    for (piece, _), one in zip(solved, aligned, strict=True):
-        programs |= _programs(piece, one, closing)
+    for (piece, _), placed in zip(solved, aligned, strict=True):
+        programs |= _programs(piece, placed, closing)
     ticks = _period(aligned, last)
     seats, stored = _share(problem, programs)
     bound = bound or Bound(0, problem.scope)
@@ -88,12 +89,12 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
 
 
 def claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """The schedule with another bound, in ticks of so many seconds; it is rounded down."""
+    """Return the schedule with another bound, converted from ticks of `tick_seconds` and rounded down."""
     return schedule.with_bound(math.floor(bound.ticks * ratio(tick_seconds, schedule.tick_seconds)), bound.scope)
 
 
 def _programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
-    """The program of every role of all copies of a piece; those that are equal in several copies are one object."""
+    """Return the program of every role in all copies of a piece. Equal programs of several copies are one object."""
     arrays = solution.arrays
     kinds, row_of = piece.problem.kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
@@ -105,24 +106,26 @@ def _programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> d
         owners[row].append(MicroBatch(unit.pipeline, unit.microbatch))
     closed = [_closed(piece.problem, worker, body, closing)
               for worker, body in zip(arrays.workers, bodies, strict=True)]
-    ran: list[set[MicroBatch]] = [set() for _ in range(piece.problem.grid.pipelines)]
+    batches_run: list[set[MicroBatch]] = [set() for _ in range(piece.problem.grid.pipelines)]
     for worker, batches in zip(arrays.workers, owners, strict=True):
-        ran[worker.pipeline].update(batches)
-    made: dict[tuple[int, Names], Program] = {}
+        batches_run[worker.pipeline].update(batches)
+    program_of: dict[tuple[int, Names], Program] = {}
     programs: dict[Worker, Program] = {}
     for copy in piece.copies:
-        names = [_names(piece, copy, pipeline, ran[pipeline]) for pipeline in range(len(copy))]
+        names = [_names(piece, copy, pipeline, batches_run[pipeline]) for pipeline in range(len(copy))]
         for row, worker in enumerate(arrays.workers):
             own = names[worker.pipeline]
-            if (row, own) not in made:
-                made[row, own] = _named(*closed[row], owners[row], dict(own))
-            programs[Worker(copy[worker.pipeline], worker.column)] = made[row, own]
+            if (row, own) not in program_of:
+                program_of[row, own] = _named(*closed[row], owners[row], dict(own))
+            programs[Worker(copy[worker.pipeline], worker.column)] = program_of[row, own]
     return programs
 
 
 def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> Names:
-    """Those of the micro-batches that a pipeline's workers run which are not named there as in the piece's own problem:
-    with their names there, pipeline (None: that of the worker) and number."""
+    """Return the names, in the whole problem, of the micro-batches that a pipeline's workers run, if they differ there.
+
+    A name is (pipeline, number). The pipeline is None if it is the worker's own.
+    """
     names = []
     for batch in sorted(ran):
         known = piece.named(copy, *batch)
@@ -134,24 +137,30 @@ def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[Micro
 
 def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
             closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """The compute ops of a worker, with the closing ops behind those that end before them; and where each now is."""
+    """Return the program of a worker, and the index of each of its compute ops in that program.
+
+    The closing ops follow the compute ops, or lie between them if the reductions are interleaved.
+    """
     last = closing[problem.group(worker)]
     if not problem.interleaved:
         return (*body, *last), range(len(body))
     program: list[ProgramOp] = []
     places: list[int] = []
-    left = list(last)
+    pending = list(last)
     for op in body:
-        while left and left[0].start_ticks < op.start_ticks + problem.cost(op.kind, op.slice or 0, worker):
-            program.append(left.pop(0))
+        while pending and pending[0].start_ticks < op.start_ticks + problem.cost(op.kind, op.slice or 0, worker):
+            program.append(pending.pop(0))
         places.append(len(program))
         program.append(op)
-    return (*program, *left), places
+    return (*program, *pending), places
 
 
 def _named(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
            names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """The program with micro-batches as they are named in the whole problem. `places` and `owners`: of compute ops."""
+    """Return the program with micro-batches named as in the whole problem.
+
+    `places` are the indices of the compute ops in the program, `owners` their micro-batches in the piece.
+    """
     if not names:
         return program
     ops = list(program)
@@ -163,7 +172,7 @@ def _named(program: Program, places: Sequence[int], owners: Sequence[MicroBatch]
 
 
 def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Seats sorted by worker, each distinct program once, in the order of their first use."""
+    """Return the seats, sorted by worker, and each distinct program once, in the order of first use."""
     index: dict[Program, int] = {}
     known: dict[int, int] = {}
     seats, usual = [], problem.grid.held_by_column
@@ -179,14 +188,14 @@ def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[
 
 
 def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
-    """[group] the closing ops: reductions in the order in which they begin, the same on all workers that share them;
-    those that take no time before others.
+    """Return the closing ops of each group: its reductions in the order of their starts, then the optimizer step.
 
-    `ends`: [group] when its last compute op ends. `begins`: [reduction] when it begins, where groups share some; else
-    each follows the last compute op of its group, and those before. With a synchronous optimizer, the step comes not
-    before the last compute op of the whole job.
+    The order of shared reductions is the same on all workers that share them. Among reductions that start together,
+    those that take no time come first. `ends` has the end of the last compute op of each group, `begins` the start of
+    each reduction if groups share some. Otherwise the reductions follow the last compute op of their group one after
+    the other. With a synchronous optimizer, the step waits for the last compute op of the whole job.
     """
-    ready = [max(begins, default=0)] * len(ends)  # of workers that hold nothing
+    ready = [max(begins, default=0)] * len(ends)  # for groups that hold no layers
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.reductions]
     if not problem.linking:
         begins, ready = _in_turn(problem, ends, ticks)
@@ -199,7 +208,7 @@ def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int
 
 
 def _in_turn(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """[reduction] when it begins where no groups share any, and [group] when the last of its own is done."""
+    """Return the start of each reduction, and the end of each group's last one, if none is shared."""
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.reductions, strict=True):
         begins.append(clock[group])

@@ -1,10 +1,10 @@
-"""Proven lower bounds on the period. Each is valid on its own; the largest counts.
+"""Proven lower bounds on the period. Each one is valid separately, and the largest counts.
 
-All hold for any order and either backward mode. What bounds count are *shares*: one of the p equal layers of a stage
-for one micro-batch, p = 1 where micro-batches are not cut. A slice is one share or more, so that a wait which starts or
-ends with a unit starts or ends with one share at least. To stay in whole numbers, times of a stage are multiplied by p:
-then a share takes F, I and W ticks. A schedule with slices may have times that are no whole number of the problem's
-ticks, so neither are the bounds.
+All hold for any order of ops and for both backward modes. The bounds count *shares*: one of the p equal layers of a
+stage for one micro-batch, with p = 1 if micro-batches are not cut. A slice is at least one share, so that a wait which
+starts or ends with a unit starts or ends with at least one share. To use whole numbers, times of a stage are multiplied
+by p: a share then takes F, I and W ticks. Times of a schedule with slices, and so the bounds, need not be whole numbers
+of the problem's ticks.
 """
 
 import math
@@ -20,18 +20,18 @@ from slipstream.planner.model.problem import Bound, Problem, parts_of
 from slipstream.schedules.schedule import OpKind, Scope, Worker
 
 Named = tuple[Fraction, str]
-"""A bound in ticks, and in words what it counts."""
+"""Bound in ticks, and a description of what it counts."""
 
 
 def lower_bound(problem: Problem) -> int:
-    """The best proven lower bound on the period, in ticks."""
+    """Return the best proven lower bound on the period, in ticks."""
     return strongest_bound(problem).ticks
 
 
 def strongest_bound(problem: Problem) -> Bound:
-    """The best proven lower bound on the period, for the question that the problem asks.
+    """Return the best proven lower bound on the period, for the scope of the problem.
 
-    0 where a layout is given: the problem that it was made for has one (`least_of`).
+    The bound is 0 if a layout is given: the problem that the layout was made for has its own bound (`least_of`).
     """
     if problem.assigned:
         return Bound(0, Scope.LAYERS)
@@ -40,14 +40,19 @@ def strongest_bound(problem: Problem) -> Bound:
 
 
 def exact_bound(problem: Problem) -> Named:
-    """The same, exactly: the times of schedules with slices need not be whole numbers of the problem's ticks."""
+    """Return the best proven lower bound as a fraction of ticks.
+
+    Times of schedules with slices need not be whole numbers of the problem's ticks.
+    """
     return max(_bounds_in_place(problem), key=lambda bound: bound[0])
 
 
 def _bounds_in_place(problem: Problem) -> list[Named]:
-    """Each valid on its own: where any live holder of a stage may run any micro-batch of it, and so where workers keep
-    their own."""
-    late = problem.optimizer == "synchronous"  # then no window begins before a micro-batch has come
+    """Return all bounds for layers in place.
+
+    Each holds if any live holder of a stage may run any micro-batch of it, and so also if workers keep their own.
+    """
+    late = problem.optimizer == "synchronous"  # then windows begin only with a micro-batch
     bounds = []
     for first in sorted(set(problem.tied)):
         columns = [column for column, tied in enumerate(problem.tied) if tied == first]
@@ -74,7 +79,7 @@ def _bounds_in_place(problem: Problem) -> list[Named]:
 
 
 def _single(problem: Problem) -> Sequence[int]:
-    """The stages whose workers hold no other layers, and whose layers, if they can be told apart, are equal."""
+    """Return the stages whose workers hold no other layers, and whose layers are equal if micro-batches may be cut."""
     grid = problem.grid
     if grid.chains > 1:
         return ()
@@ -83,13 +88,13 @@ def _single(problem: Problem) -> Sequence[int]:
 
 
 def _reach(problem: Problem, stage: int) -> int:
-    """Least ticks before the first F of a stage may start."""
-    there, _ = problem.least_ways
-    return there[stage] - there[stage - problem.grid.original(stage)]
+    """Return the earliest tick at which the first F of a stage may start."""
+    forward_ticks, _ = problem.least_ways
+    return forward_ticks[stage] - forward_ticks[stage - problem.grid.original(stage)]
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """All work of some columns at the rates of all their live workers, with the shortest of their closings."""
+    """Return the least ticks for the work of some columns on their live workers, with the shortest closing."""
     work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in problem.grid.stages_of(column))
     slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
@@ -98,7 +103,7 @@ def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
 
 
 def _own_work(problem: Problem, column: int) -> Fraction:
-    """The most that a live worker of a column takes for the micro-batches of its own pipeline."""
+    """Return the longest time that a live worker of a column takes for the micro-batches of its own pipeline."""
     stages, counts, grid = problem.grid.stages_of(column), problem.grid.microbatches, problem.grid
     return Fraction(problem.column_closing(column) + max(
         sum(problem.cost(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
@@ -107,7 +112,7 @@ def _own_work(problem: Problem, column: int) -> Fraction:
 
 
 def _along(problem: Problem, stage: int) -> int:
-    """Micro-batches that visit a stage in an iteration."""
+    """Return the number of micro-batches that visit a stage in an iteration."""
     grid = problem.grid
     return sum(len(range(stage // grid.depth, count, grid.chains)) for count in grid.microbatches)
 
@@ -116,67 +121,66 @@ def _along(problem: Problem, stage: int) -> int:
 
 
 class Shares(NamedTuple):
-    """The shares of a stage on one of its holders; times in ticks / p."""
+    """Shares of a stage on one of its holders. Times are in ticks / p."""
 
     parts: int
-    """p: shares of a micro-batch."""
+    """Number of shares of a micro-batch, p."""
     forward: int
     gradient: int
-    """Of an I, or B."""
+    """Time of an I, or of a B when fused."""
     weight: int
-    """Of a W; 0 when fused."""
+    """Time of a W; 0 when fused."""
     round_trip: int
-    """From the end of an F to the start of its I: to the last stage and back."""
+    """Time from the end of an F to the start of its I: to the last stage and back."""
     activation: int
-    """Memory that a share takes / p from F to the end of I;"""
+    """Memory of a share, times p, from the start of F to the end of I."""
     stash: int
-    """from there to the end of W;"""
+    """Memory of a share, times p, from the end of I to the end of W."""
     room: int
-    """and that of the holder."""
+    """Memory of the holder for activations, times p."""
     most: int
-    """Shares of all micro-batches."""
+    """Number of shares of all micro-batches."""
     late: int = 0
-    """How much later than after its round trip the first I starts."""
+    """Delay of the first I beyond its round trip."""
 
     @property
     def work(self) -> int:
-        """F, I and W."""
+        """Time of F, I and W of a share."""
         return self.forward + self.gradient + self.weight
 
     def held(self, amount: int) -> int:
-        """How many have room at once, of which each takes so much."""
+        """Return the number of shares that fit in memory at once if each takes `amount`."""
         return self.room // amount if amount else self.most
 
     @property
     def waiting(self) -> int:
-        """How many memory holds between F and I."""
+        """Number of shares that memory can hold between F and I."""
         return self.held(self.activation)
 
     def fill(self, count: int) -> int:
-        """Idle time before the first I of a worker that runs so many.
+        """Return the idle time before the first I of a worker that runs `count` shares.
 
         Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
         rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
 
             window >= n (F + I + W) + max(0, round trip - (k - 1) F),   k = min(n, capacity / activation)
 
-        for a worker that runs n, and the idle time of `drain` comes on top. The right side does not fall with n.
+        for a worker that runs n, and the idle time of `drain` is added to it. The right side does not fall with n.
         """
         return max(0, self.round_trip + self.late - (min(count, self.waiting) - 1) * self.forward)
 
     def drain(self, count: int, *, until_weight: bool) -> int:
-        """Idle time of a worker that runs so many from its last F on, until the last I has ended, or its W, too.
+        """Return the idle time of a worker with `count` shares, from its last F to the end of its last I or W.
 
-        When the last F starts, memory holds x <= k micro-batches that still wait for their I, that one counted, and y
-        that wait for their W only. So no more than x I and x + y W are run from there on, while its own round trip goes
-        on:
+        When the last F starts, memory holds x <= k micro-batches that still wait for their I, including its own, and y
+        that wait for their W only. So at most x I and x + y W run from then on, during its own round trip:
 
             idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
             idle and W meanwhile >= round trip + I - k I                         until its I ends.
 
         In the second case (`_chain`), these W are not among the count - l that are done before the last F starts, where
-        l are held in memory at most. With count > k some I comes before the last F, so that nothing is counted twice:
-        `fill` is over when the first I starts. With fewer, all F may come first, and 0 is returned.
+        memory holds at most l. With count > k some I comes before the last F, so that nothing is counted twice: `fill`
+        ends when the first I starts. With fewer, all F may come first, and 0 is returned.
         """
         if count <= self.waiting:
             return 0
@@ -186,11 +190,12 @@ class Shares(NamedTuple):
         return max(0, idle - self.waiting * self.gradient)
 
     def most_left(self, count: int) -> int:
-        """At least the ticks of the I and W that can still be due when the last of `count` F starts.
+        """Return an upper limit on the ticks of I and W that are still due when the last of `count` F starts.
 
-        x of them wait for their I then, 1 <= x <= k, and y for their W only, with x + y <= count and
-        x activation + y stash <= capacity: the maximum of x I + (x + y) W. With y not in whole numbers it is concave in
-        x, so that it lies at an end, or at the whole numbers around the x from which on not all can wait for their W.
+        At that time x micro-batches wait for their I, 1 <= x <= k, and y for their W only, with x + y <= count and x
+        activation + y stash <= capacity. The limit is the maximum of x I + (x + y) W. If y need not be a whole number,
+        this is concave in x: the maximum lies at an end, or at the whole numbers next to the x from which on not all
+        can wait for their W.
         """
         most = min(count, self.waiting)
         ends = {1, most}
@@ -200,30 +205,33 @@ class Shares(NamedTuple):
         return max(waiting * self.gradient + self._weights(waiting, count) for waiting in ends)
 
     def _weights(self, waiting: int, count: int) -> int:
-        """Ticks of W that are due while so many micro-batches wait for their I; y need not be a whole number."""
+        """Return the ticks of W that are due while `waiting` shares wait for their I; y need not be whole."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
     def window(self, count: int) -> int:
-        """Time from the first to the last op."""
+        """Return the shortest time from the first to the last op of a worker that runs `count` shares."""
         return count * self.work + self.fill(count) + self.drain(count, until_weight=True) if count else 0
 
     def inside(self, count: int) -> int:
-        """Time from the first F to the end of the last I, in which all W are done but those that can wait."""
-        left = max((count - min(count, self.held(self.stash))) * self.weight,
-                   (count - min(count, self.held(min(self.activation, self.stash)))) * self.weight
-                   + self.drain(count, until_weight=False))
-        return count * (self.forward + self.gradient) + self.fill(count) + left
+        """Return the shortest time from the first F to the end of the last I.
+
+        All W must be done in it except those that memory can hold until later.
+        """
+        unavoidable = max((count - min(count, self.held(self.stash))) * self.weight,
+                          (count - min(count, self.held(min(self.activation, self.stash)))) * self.weight
+                          + self.drain(count, until_weight=False))
+        return count * (self.forward + self.gradient) + self.fill(count) + unavoidable
 
 
 def _shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Shares:
     forward, gradient, *weight = (problem.cost(kind, stage, worker) for kind in problem.kinds)
-    there, back = problem.least_ways
-    # The hop from the stage to the next one, there and back; that behind the last stage is 0.
+    out, home = problem.least_ways
+    # Transfers to the next stage and back; the last stage has none.
     hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
-    trip = there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
+    trip = out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + hops
     limited = problem.memory is not None
     return Shares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
                   activation=problem.activation(stage) if limited else 0, stash=problem.stash(stage) if limited else 0,
@@ -231,48 +239,48 @@ def _shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Shares:
 
 
 def _kinds(problem: Problem, stage: int) -> Counter[Shares]:
-    """How many holders of a stage run its shares in which times and room."""
+    """Return the different `Shares` of a stage's holders, with the number of holders of each."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
-    one = {problem.workers[worker]: worker for worker in workers}
-    found: Counter[Shares] = Counter()
-    for like, number in Counter(problem.workers[worker] for worker in workers).items():
-        found[_shares(problem, stage, one[like], problem.parts_of(stage))] += number
-    return found
+    example = {problem.workers[worker]: worker for worker in workers}
+    numbers: Counter[Shares] = Counter()
+    for properties, number in Counter(problem.workers[worker] for worker in workers).items():
+        numbers[_shares(problem, stage, example[properties], problem.parts_of(stage))] += number
+    return numbers
 
 
 def _window(problem: Problem, stage: int) -> Fraction:
-    """The least T such that the holders of a stage can run all of its shares in windows of T ticks.
+    """Return the least T such that the holders of a stage can run all of its shares in windows of T ticks.
 
-    T is a whole number of ticks / p, as all times of shares are. A worker that runs n shares has a window of at least
-    n (F + I + W) and the idle time while it fills and drains, which do not fall with n. So in T it runs no more than
-    the n with which that is T.
+    T is a whole number of ticks / p, as all times of shares are. A worker that runs n shares has a window of at least n
+    (F + I + W) plus the idle time of filling and draining, which does not fall with n. So in T it runs at most the n
+    whose window fits.
     """
     least = _least_window(tuple(_kinds(problem, stage).items()), _along(problem, stage) * problem.parts_of(stage))
     return Fraction(least, problem.parts_of(stage)) + problem.column_closing(problem.column_of[stage])
 
 
-@lru_cache(4096)  # where failures come and go, most columns have been like this before
+@lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[Shares, int]], total: int) -> int:
-    """The least T such that so many holders of each kind can run `total` shares in windows of T ticks / p."""
-    def enough(ticks: int) -> bool:
+    """Return the least T such that these numbers of holders can run `total` shares in windows of T ticks / p."""
+    def is_enough(ticks: int) -> bool:
         return sum(number * _most(shares, ticks) for shares, number in holders) >= total
 
-    return bisect_left(range(max(shares.window(total) for shares, _ in holders)), True, key=enough)
+    return bisect_left(range(max(shares.window(total) for shares, _ in holders)), True, key=is_enough)
 
 
 def window_bound(problem: Problem, column: int) -> int:
-    """The window of the busiest worker of a column, in ticks."""
+    """Return the shortest possible window of the busiest worker of a column, in ticks."""
     stages = [stage for stage in _single(problem) if problem.column_of[stage] == column]
     return math.ceil(_window(problem, stages[0]) if stages else column_work(problem, [column]))
 
 
 def _crowded(problem: Problem, stage: int) -> Fraction:
-    """As `_window`, where a later stage has fewer live workers. 0 with slices.
+    """Return the bound of `_window` for a stage before one that has fewer live workers. It is 0 with slices.
 
-    The I that come first on the n holders are of n micro-batches. At a stage with k < n holders no more than k of these
-    have the first F of their worker; the others get it at least one F late, and n - k holders idle that much longer.
-    With fewer holders in use, fewer idle longer, but those that do not run no more than with all.
+    The I that come first on the n holders are of n micro-batches. At a stage with k < n holders at most k of these have
+    the first F of their worker; the others get it at least one F later, and n - k holders idle that much longer. If
+    fewer holders are in use, fewer idle longer, but those in use do not run more than with all.
     """
     kinds = _kinds(problem, stage)
     if problem.sliced or len(kinds) > 1:
@@ -289,22 +297,23 @@ def _crowded(problem: Problem, stage: int) -> Fraction:
 
 
 def _most(shares: Shares, ticks: int) -> int:
-    """How many, up to all, fit in a window."""
+    """Return the number of shares, up to all, that fit in a window."""
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.window)
 
 
 def _chain(problem: Problem, stage: int) -> Fraction:
-    """Fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0. 0 where
-    speeds differ.
+    """Return the fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0.
+
+    It is 0 if speeds differ.
 
     The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
-    with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W but those that it
+    with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W except those that it
     can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains. All ops of stage 0
     lie in a window of period - A - O (staggered: any two workers' windows there end together), so
 
         period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
 
-    Fused, B takes the place of I, and no W is left for later.
+    When fused, B takes the place of I, and no W is left for later.
     """
     kinds = _kinds(problem, stage)
     if len(kinds) > 1:
@@ -314,13 +323,13 @@ def _chain(problem: Problem, stage: int) -> Fraction:
 
 
 def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fraction:
-    """`_chain` of a worker that runs so many shares."""
-    there, back = problem.least_ways
+    """Return the bound of `_chain` for a worker that runs `count` shares."""
+    out, home = problem.least_ways
     last = Fraction(0)
     if problem.backward == "split" and stage and problem.parts_of(0):
         last = Fraction(problem.fastest(OpKind.W, 0), problem.parts_of(0))
     closing = problem.column_closing(problem.column_of[0])
-    return Fraction(shares.inside(count), shares.parts) + there[stage] + back[stage] + last + (
+    return Fraction(shares.inside(count), shares.parts) + out[stage] + home[stage] + last + (
         closing if problem.optimizer == "staggered" else max(closing, *problem.times.optimizer))
 
 
@@ -328,24 +337,25 @@ def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fr
 
 
 MAX_PASSAGES = 20_000
-"""Stages, squared, times micro-batches up to which they are counted one by one."""
+"""Maximum of stages squared times micro-batches for which passages are counted."""
 
 
 def _passages(problem: Problem) -> list[int]:
-    """By stage, the least period of its workers, in ticks; empty where micro-batches may be cut or workers hold several
-    stages.
+    """Return the least period of the workers of each stage, in ticks.
 
-    Let f(s, k) be when the k-th F of stage s begins and e(s, k) when the k-th I ends, whichever micro-batches they are
-    of; n(s) are its live workers. By f(s, k), k micro-batches have passed stage s - 1; n(s) + 1 ops do not run at once;
-    memory has room for h(s) that wait for their I. Of the k micro-batches whose I have ended by e(s, k), k - j + 1 have
-    begun at f(s, j) or later, and some worker runs so many n-ths of them, rounded up. Hence
+    The list is empty if micro-batches may be cut or workers hold several stages.
+
+    Let f(s, k) be the start of the k-th F of stage s and e(s, k) the end of the k-th I, whichever micro-batches they
+    belong to; n(s) is the number of live workers. By f(s, k), k micro-batches have passed stage s - 1; n(s) + 1 ops do
+    not run at once; memory has room for h(s) that wait for their I. Of the k micro-batches whose I has ended by e(s,
+    k), k - j + 1 have begun at f(s, j) or later, and some worker runs at least one n-th of them, rounded up. Hence
 
         f(s, k) >= f(s - 1, k) + F(s - 1) + transfer,       f(s, k - n) + F,   e(s, k - h)
         e(s, k) >= e(s + 1, k) + transfer + I,              e(s, k - n) + I,
                    f(s, j) + (F + I) (k - j + 1) / n  for each j up to k.
 
     The window of stage s begins with f(s, 1), before which nothing is done at later stages. Of the micro-batches whose
-    I end at e(s, j) or later, some worker runs so many n-ths, and only the first of their I may begin before that:
+    I ends at e(s, j) or later, some worker runs at least one n-th, and only the first of their I may begin before that:
 
         end >= e(s, j) - I + (I + W) (K - j + 1) / n,       f(s, j) + (F + I + W) (K - j + 1) / n,
 
@@ -359,14 +369,14 @@ def _passages(problem: Problem) -> list[int]:
 
 
 def _passage(problem: Problem, first: int, count: int) -> int:
-    """The least period of the workers of a stage, by what micro-batches do from there on."""
+    """Return the least period of workers of stage `first`, from how micro-batches pass it and later stages."""
     stages = range(first, len(problem.grid.stages))
     forward, gradient = ({stage: problem.fastest(kind, stage) for stage in stages} for kind in problem.kinds[:2])
     workers = {stage: len(problem.holders[stage]) for stage in stages}
     waiting = {stage: _most_waiting(problem, stage, count) for stage in stages}
     begun: dict[int, list[int]] = {stage: [] for stage in stages}
     returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
-    served: dict[int, list[int]] = {stage: [] for stage in stages}  # the last line for e(s, k), from the k - n-th on
+    served: dict[int, list[int]] = {stage: [] for stage in stages}  # last line of the bound on e(s, k)
     for number in range(count):
         earliest = 0
         for stage in stages:
@@ -385,13 +395,13 @@ def _passage(problem: Problem, first: int, count: int) -> int:
             returned[stage].append(earliest)
             earliest += gradient[stage] + (problem.least_hop(stage - 1) if stage > first else 0)
     after = gradient[first] + sum(problem.fastest(kind, first) for kind in problem.kinds[2:])
-    ends = (max(returned[first][number] + after * (left := -(-(count - number) // workers[first])),
-                begun[first][number] + (forward[first] + after) * left) for number in range(count))
+    ends = (max(returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
+                begun[first][number] + (forward[first] + after) * rounds) for number in range(count))
     return max(ends) + problem.column_closing(problem.column_of[first])
 
 
 def _most_waiting(problem: Problem, stage: int, count: int) -> int:
-    """How many micro-batches memory of all workers of a stage holds at most between F and I."""
+    """Return the number of micro-batches that all workers of a stage together can hold between F and I."""
     amount = problem.activation(stage)
     return max(1, sum(problem.room(worker) // amount for worker in problem.holders[stage])) if amount else count
 
@@ -400,55 +410,55 @@ def _most_waiting(problem: Problem, stage: int, count: int) -> int:
 
 
 class Fill(NamedTuple):
-    """A stage before its first I."""
+    """Properties of a stage that matter before its first I."""
 
     forward: int
     """Ticks of an F."""
     most: int
-    """F that memory holds."""
+    """Number of forwards that memory holds."""
     back: int
-    """Ticks of the I of the next stage, with the transfers there and back; 0 at the last one."""
+    """Ticks of the I of the next stage, with the transfers to it and back; 0 at the last stage."""
 
 
 class WholeFill(NamedTuple):
-    """How pipelines fill where workers run whole forwards only."""
+    """Result of `whole_fill`: how pipelines fill if workers run whole forwards only."""
 
     period: int
-    """No plan has a shorter one, in ticks."""
+    """Lower bound on the period, in ticks."""
     idle: tuple[int, ...]
-    """[stage] ticks that a worker may be idle before its first I in a plan of this period."""
+    """Ticks that a worker of each stage may idle before its first I in a plan of this period."""
 
 
 def whole_fill(problem: Problem) -> WholeFill | None:
-    """Fill bound of all stages together. None where workers run others' micro-batches, or several stages.
+    """Return the fill bound of all stages together, or None if workers share micro-batches or hold several stages.
 
-    Let u(s) be the time from the first F to the first I of stage s. What its worker runs in it are whole F, at most k,
-    so that it idles for u(s) - min(k, floor(u(s) / F)) F. The first F has come from the stage before, and the first I
-    goes on to it:
+    Let u(s) be the time from the first F to the first I of stage s. In it, the worker runs only whole F, at most k, so
+    that it idles for u(s) - min(k, floor(u(s) / F)) F. The first F has come from the stage before, and the first I
+    continues to that stage:
 
         u(s - 1) >= u(s) + F(s - 1) + I(s) + two transfers,   u(last) >= F(last).
 
-    A period allows each stage so much idle time. Where it is exceeded the worker may run one more F and start its I
-    later, and so the I of all stages before. The least u(s) that a period allows, from the last stage to the first,
-    tell whether it is possible at all.
+    A period allows each stage a certain idle time. If a stage exceeds it, the worker may run one more F and start its I
+    later, which delays the I of all stages before. The least u(s) that a period allows, computed from the last stage to
+    the first, decide whether the period is possible at all.
     """
     grid = problem.grid
     if problem.failed or problem.slow or problem.sharing or grid.chains > 1 or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)
     shares = [_shares(problem, stage, problem.worker(stage, 0), 1) for stage in stages]
-    beside = [_beside_fill(problem, stage, shares[stage], count) for stage in stages]
+    without_fill = [_beside_fill(problem, stage, shares[stage], count) for stage in stages]
     back = [problem.fastest(problem.gradient_kind, stage + 1) + 2 * problem.least_hop(stage) for stage in stages[:-1]]
     fills = [Fill(one.forward, min(count, one.waiting), after) for one, after in zip(shares, [*back, 0], strict=True)]
-    least = max(beside)
+    least = max(without_fill)
     enough = sum(2 * fill.forward + fill.back for fill in fills)
     period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
-        fills, [least + more - ticks for ticks in beside]))
-    return WholeFill(period, tuple(period - ticks for ticks in beside))
+        fills, [least + more - ticks for ticks in without_fill]))
+    return WholeFill(period, tuple(period - ticks for ticks in without_fill))
 
 
 def _beside_fill(problem: Problem, stage: int, shares: Shares, count: int) -> int:
-    """The least period of a worker of this stage without the time it idles before its first I."""
+    """Return the least period of a worker of this stage, without the time that it idles before its first I."""
     window = shares.window(count) + problem.column_closing(problem.column_of[stage])
     if problem.optimizer == "synchronous":
         window += _reach(problem, stage)
@@ -456,7 +466,7 @@ def _beside_fill(problem: Problem, stage: int, shares: Shares, count: int) -> in
 
 
 def _can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
-    """Whether all stages can fill with so much idle time."""
+    """Return whether all stages can fill within these idle times."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back
@@ -472,54 +482,57 @@ def _can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
 
 
 def least_of(below: Problem) -> Bound:
-    """A bound for all layouts that the question of a problem of layers allows, where these cost no more than there.
+    """Return a lower bound for all layouts in the problem's scope whose costs are at least those of `below`.
 
-    Any schedule stays one where ops take less time, each ending when it did and beginning later: what waits for its end
-    waits no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is
-    longer. So it does where transfers take less, and where less memory is needed or more is there. Hence a bound for
-    costs that were rounded down holds for the costs themselves, and for what they were rounded up to: the slices of
-    layouts, which take the sums of their layers, and whole stages, of which each takes at least that sum.
+    A schedule stays valid if ops take less time and each ends at the same time as before: ops that wait for its end
+    wait no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is
+    longer. The same is true if transfers take less time, less memory is needed, or more memory is available. Hence a
+    bound for costs that were rounded down also holds for the exact costs, and for costs that were rounded up: those of
+    the slices of layouts, which are sums over their layers, and of whole stages, each of which costs at least that sum.
 
-    Where the problem shares its micro-batches, layers are in place, and bounds of whole stages, cut into equal `parts`
-    at most, count, too.
+    If the problem shares its micro-batches, layers are in place, and bounds of whole stages, cut into at most the equal
+    `parts`, count, too.
     """
-    found = period_bound(below)
+    bound = period_bound(below)
     if below.sharing:
         ticks, counts = exact_bound(below)
-        found |= Bound(math.ceil(ticks), found.scope, counts)
-    return found
+        bound |= Bound(math.ceil(ticks), bound.scope, counts)
+    return bound
 
 
 def work_bound(problem: Problem) -> int:
-    """No schedule has a shorter period than this many ticks, whoever holds what.
+    """Return a lower bound on the period, in ticks, for any distribution of layers over workers.
 
-    A worker that runs any op holds a layer, so that of a period T at least C, the all-reduce and the optimizer step of
-    one layer, are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - C) / s of
-    the usual work. The sum over all live workers is at least the work of an iteration.
+    A worker that runs any op holds a layer, so that at least C of a period T, the all-reduce and the optimizer step of
+    one layer, is not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - C) / s of the
+    usual work. The sum over all live workers is at least the work of an iteration.
     """
     work = sum(problem.costs.work) * problem.grid.total_microbatches
     return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
 
 
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
-    """In how many ticks workers, each at its speed (per mille of the usual time), do so many ticks of usual work."""
+    """Return the ticks in which these workers together do `work` ticks of usual work.
+
+    `slowness` has the time of each worker, per mille of the usual time.
+    """
     kinds = Counter(slowness)
     return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
 
 
 def period_bound(problem: Problem) -> Bound:
-    """The best bound known: `any_layers_bound`, or where layers stay in place, `fixed_bound`; at least `work_bound`."""
+    """Return the best known bound: `fixed_bound` or `any_layers_bound`, but at least `work_bound`."""
     moving = problem.question.layers == "move"
     return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
                  problem.question.scope, "the work of all layers that workers share")
 
 
 def any_layers_bound(problem: Problem) -> int:
-    """A bound for all holdings: workers run whole layers of whole micro-batches, and hold the layers that they run.
+    """Return a bound for all layouts in which workers run whole layers, which they hold, of whole micro-batches.
 
-    A worker that holds h layers does no more of the usual work than all micro-batches have in h layers. Of a period the
-    all-reduces and steps of h layers are not F, I or W; in the rest it does a sum of layers' work, which is a multiple
-    of the greatest common divisor of these.
+    A worker that holds h layers does at most the work that all micro-batches have in h layers. The all-reduces and
+    optimizer steps of h layers are not available for F, I and W. In the rest of the period it does a sum of layers'
+    work, which is a multiple of their greatest common divisor.
     """
     unit, total = math.gcd(*problem.costs.work), problem.grid.total_microbatches
     if not unit:
@@ -528,43 +541,45 @@ def any_layers_bound(problem: Problem) -> int:
     closings = list(accumulate(sorted(problem.costs.closing)))
     kinds = Counter(map(problem.slowness, problem.live))
 
-    def enough(limit: int) -> bool:
+    def is_enough(limit: int) -> bool:
         return sum(count * max(min(work, max(0, limit - closing) * 1000 // (slow * unit) * unit)
                                for work, closing in zip(most, closings, strict=True))
                    for slow, count in kinds.items()) >= most[-1]
 
-    return bisect_left(range(4 * problem.ample_ticks), True, key=enough)
+    return bisect_left(range(4 * problem.ample_ticks), True, key=is_enough)
 
 
 def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
-    """A bound for all placements of whole pipelines: work, and how long memory is taken.
+    """Return a bound for all placements of whole pipelines, from the work and from the time that memory is occupied.
 
-    `input_free`: the first stage leaves all of its backward to W, whichever layers it has.
+    `input_free`: the first stage has no I, whichever layers it has; all of its backward is W.
     """
-    found = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
-                  "the work of all layers, shared by a pipeline's workers")
-    held = Bound(held_bound(problem, input_free=input_free), Scope.PLACEMENT,
-                 "how long the activations of all layers are held, in the memory of all workers")
-    return found | held
+    from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
+                      "the work of all layers, shared by a pipeline's workers")
+    from_memory = Bound(held_bound(problem, input_free=input_free), Scope.PLACEMENT,
+                        "how long the activations of all layers are held, in the memory of all workers")
+    return from_work | from_memory
 
 
 def held_bound(problem: Problem, *, input_free: bool) -> int:
-    """What memory allows at least, wherever virtual stages are.
+    """Return the period that memory requires at least, wherever the virtual stages are placed.
 
     From the start of its F of a micro-batch until the end of its I, a layer's activation is on some worker, and in
-    between are the F and the I of all layers behind it. After that its stash is there while its W runs. All that lies
-    in the windows of workers, which a period T, less the reductions and the step of a layer at least, C, allows:
+    between are the F and the I of all layers behind it. After that its stash is there while its W runs. All of this
+    lies in the windows of workers, which have T - C ticks in a period T, where C is the least time of the reductions
+    and the step of a layer:
 
         (T - C) x room of all workers >= micro-batches x sum over layers of (activation x (F and I from it on)
                                                                              + stash x W).
 
-    A pipeline holds the weights of each layer at least once. Where the first stage has no I, that of its layers does
-    not count, however many they are: the least of all numbers holds, for which a worker has the work of some of them.
+    A pipeline holds the weights of each layer at least once. If the first stage has no I, the I of its layers does not
+    count, however many they are: the bound is the least over all numbers of layers. For each number it is at least the
+    work of those layers on one worker.
     """
     costs, grid = problem.costs, problem.grid
     if problem.memory is None or not any(costs.activation):
         return 0
-    room = sum(one.room for one in problem.workers.values()) - grid.pipelines * sum(costs.weights)
+    room = sum(worker.room for worker in problem.workers.values()) - grid.pipelines * sum(costs.weights)
     if room <= 0:
         return 0
     fused = problem.backward == "fused"
@@ -577,7 +592,7 @@ def held_bound(problem: Problem, *, input_free: bool) -> int:
     least = None
     work = list(accumulate(costs.work, initial=0))
     for first in range(1, grid.layer_count + 1) if input_free and not fused else (0,):
-        # Each of the first stage's layers has a worker of every pipeline; with two directions, two share them.
+        # In each pipeline one worker runs the layers of the first stage, or two with two directions.
         alone = work[first] * min(grid.microbatches) * slow // 2000
         after = _sums_behind(tuple(0 if layer < first else ticks for layer, ticks in enumerate(back)))
         held = sum(activation * (behind[layer] + after[layer]) for layer, activation in enumerate(costs.activation))
@@ -587,16 +602,16 @@ def held_bound(problem: Problem, *, input_free: bool) -> int:
 
 
 def _sums_behind(values: Sequence[int]) -> list[int]:
-    """[layer] the sum of its value and of those of all layers behind it."""
+    """Return, for each layer, the sum of its value and of the values of all layers behind it."""
     return list(accumulate(reversed(values)))[::-1]
 
 
 def fixed_bound(problem: Problem) -> int:
-    """A bound for the present holdings.
+    """Return a bound for the present layers of workers.
 
-    The work of consecutive parts (`parts_of`) is done by those who hold any of them. Of a period they are not available
-    for the all-reduces and optimizer steps of all they hold, and for what they idle by lack of memory (`fill_ticks`).
-    Without slices, nobody runs a part of a micro-batch: see `whole_bound`.
+    The work of consecutive ranges of layers (`parts_of`) is done by the workers that hold any of them. In a period they
+    are not available for the all-reduces and optimizer steps of all layers they hold, and for the time that they idle
+    for lack of memory (`fill_ticks`). Without slices, no worker runs a fraction of a micro-batch: see `whole_bound`.
     """
     parts = list(parts_of(problem))
     idle_of_kind = {kind: problem.closing(worker) + fill_ticks(problem, worker)
@@ -614,33 +629,33 @@ def fixed_bound(problem: Problem) -> int:
 
 
 def whole_bound(problem: Problem) -> int:
-    """A bound where a micro-batch is not cut within a part: each holder runs a whole number of them.
+    """Return a bound if micro-batches are not cut within a range of `parts_of`.
 
-    A holder of a part, of which C ticks are its closing ones and t those for a micro-batch, runs at most
-    floor((T - C) / t) in a period T.
+    A holder of a range, with C ticks of closing ops and t ticks for a micro-batch, runs at most floor((T - C) / t) of
+    them in a period T.
     """
     best = 0
     for part in parts_of(problem):
         work = sum(problem.costs.work[layer] for layer in range(*part.layers))
         kinds = Counter((problem.closing(worker), problem.slowness(worker)) for worker in part.holders)
 
-        def enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
+        def is_enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
             return not work or sum(count * (max(0, limit - closing) * 1000 // (work * slow))
                                    for (closing, slow), count in kinds.items()) >= problem.grid.total_microbatches
 
-        best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=enough))
+        best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=is_enough))
     return best
 
 
 def fill_ticks(problem: Problem, worker: Worker) -> int:
-    """Ticks of every period that a worker idles at least, before its first I: proven for its present holdings.
+    """Return a lower bound on the ticks of every period that a worker idles before its first I, for its present layers.
 
-    Let its first F start at t, and its first I at u; that is of a slice [a, b) of some micro-batch. After the F of
-    [a, b), F of all layers from b on and I of the same come before that I, at best on workers of no less than the usual
-    time and with one transfer each way if b < L. The worker holds b - 1 but perhaps not b; whatever b is, at least the
-    F of one layer that it holds, and F and I of all layers behind the last one that it holds, lie between t and u. In
-    that time the worker runs F only, as W follows I, and each of these still holds its activation at u. So they take no
-    longer than its room for activations allows, at the most ticks of F for the memory. The rest of u - t it idles.
+    Let its first F start at t, and its first I at u; that I is of a slice [a, b) of some micro-batch. After the F of
+    [a, b), F of all layers from b on and I of the same come before that I, at best on the fastest workers and with one
+    transfer each way if b < L. The worker holds b - 1 but perhaps not b; whatever b is, at least the F of one layer
+    that it holds, and F and I of all layers behind the last one that it holds, lie between t and u. In that time the
+    worker runs F only, as W follows I, and each of these still holds its activation at u. So they take no longer than
+    its room for activations allows, at the highest ratio of ticks of F to memory. For the rest of u - t it idles.
     """
     held = problem.layers_held(worker)
     if not held or held[-1] + 1 == problem.grid.layer_count:
@@ -659,10 +674,10 @@ def fill_ticks(problem: Problem, worker: Worker) -> int:
 
 
 def _least(problem: Problem, workers: Iterable[Worker], work: int, unavailable: Mapping[Worker, int]) -> int:
-    """The least T with which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
+    """Return the least T in which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
-    def enough(limit: int) -> bool:
+    def is_enough(limit: int) -> bool:
         return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
 
-    return bisect_left(range(problem.ample_ticks * 4), True, key=enough)
+    return bisect_left(range(problem.ample_ticks * 4), True, key=is_enough)

@@ -1,8 +1,9 @@
-"""Solve what is equal once: pipelines that share no micro-batches meet only at the all-reduce.
+"""Divides a problem into pieces, so that equal pieces are solved once.
 
-A broken pipeline needs peers for its micro-batches, and the rest of the pipelines are whole. So a job falls into
-pieces: groups of broken pipelines with healthy ones as peers, and single healthy pipelines. Equal pieces share one
-plan, and planning grows with the number of different pieces, not with the number of workers.
+Pipelines that share no micro-batches meet only at the all-reduce. A pipeline with dead workers needs peers for its
+micro-batches; all other pipelines are independent. So a job divides into groups of broken pipelines with healthy ones
+as peers, and single healthy pipelines. Equal pieces share one plan, so that planning time grows with the number of
+different pieces and not with the number of workers.
 """
 
 from collections import defaultdict
@@ -17,35 +18,38 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 Dead = Mapping[int, Columns]
-"""The columns in which each broken pipeline has no worker."""
+"""Columns without a live worker, for each broken pipeline."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller problem, and where it stands in the whole one, perhaps several times."""
+    """A smaller problem, and its place in the whole problem, where it may occur several times."""
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
-    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
+    """Pipelines of the whole problem that the pipelines of the piece represent, for each copy."""
     names: Mapping[MicroBatch, MicroBatch] | None = None
-    """The micro-batches of the whole problem by the names that they have in a copy, before its pipelines are numbered
-    anew; None: the same."""
+    """Micro-batches of the whole problem by their names in a copy, before the pipelines of the piece are renumbered.
+
+    None if the names are the same.
+    """
 
     def named(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
-        """The micro-batch of the whole problem that one of this piece stands for in a copy."""
+        """Return the micro-batch of the whole problem that a micro-batch of this piece represents in a copy."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
 
 def undivided(problem: Problem) -> Piece:
-    """The whole problem as one piece."""
+    """Return the whole problem as one piece."""
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 
 def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
-    """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
+    """Divide a problem into pieces, groups of broken pipelines first. Return one piece if dividing gains nothing.
 
-    Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
-    who runs whose micro-batches: never so that a worker gets more micro-batches than the busiest must anyway.
+    For healthy pipelines this is exact: they may run equal plans without lengthening any window. For broken pipelines
+    it decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest
+    one must run anyway.
     """
     whole = undivided(problem)
     if problem.assigned:
@@ -69,7 +73,7 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
 
 
 def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
-    """Pipelines with as many micro-batches as each other."""
+    """Group pipelines that read equal numbers of micro-batches."""
     kinds: dict[int, list[int]] = defaultdict(list)
     for pipeline in pipelines:
         kinds[problem.grid.microbatches[pipeline]].append(pipeline)
@@ -77,57 +81,57 @@ def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
 
 
 def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
-    """One whole pipeline that stands for all members."""
+    """Return the piece of one healthy pipeline that represents all members."""
     return Piece(problem=part_of(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
 
 
 def _groups(problem: Problem, dead: Dead, params: PieceParams) -> list[list[int]]:
-    """Broken pipelines with healthy ones as peers, as many groups as there are healthy pipelines for."""
-    spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
+    """Return groups of broken pipelines with healthy peers: as many groups as there are healthy pipelines for."""
+    healthy = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
     for count in range(len(broken), 0, -1):
         parts = _parts(dead, broken, count)
         needs = [_peers_needed(problem, dead, part) for part in parts]
-        if count == 1 or sum(needs) <= len(spare):
+        if count == 1 or sum(needs) <= len(healthy):
             break
     if count == 1:
-        needs = [min(len(spare), max(needs[0], _peers_wanted(problem, dead, parts[0], params)))]
+        needs = [min(len(healthy), max(needs[0], _peers_wanted(problem, dead, parts[0], params)))]
     else:
-        more = (len(spare) - sum(needs)) // count
+        more = (len(healthy) - sum(needs)) // count
         needs = [max(need, min(need + more, _peers_wanted(problem, dead, part, params)))
                  for need, part in zip(needs, parts, strict=True)]
     groups = []
     for need, part in zip(needs, parts, strict=True):
-        groups.append([*part, *spare[:need]])
-        spare = spare[need:]
+        groups.append([*part, *healthy[:need]])
+        healthy = healthy[need:]
     return groups
 
 
 def _parts(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
-    """Broken pipelines in so many parts, as few different ones as can be, and different dead columns in each.
+    """Divide broken pipelines into `count` sets, with few different sets, and different dead columns within each.
 
-    Where that does not come out even, pipelines are assigned in turn: those with the same dead columns are neighbours
-    in the order given, and so come to different parts as well.
+    If the pipelines do not divide evenly, they are dealt out in turn. Pipelines with the same dead columns are
+    neighbours in the given order, so that they also come to different sets.
     """
-    left: dict[Columns, list[int]] = defaultdict(list)
+    remaining: dict[Columns, list[int]] = defaultdict(list)
     for pipeline in broken:
-        left[dead[pipeline]].append(pipeline)
+        remaining[dead[pipeline]].append(pipeline)
     parts: list[list[int]] = []
     while len(parts) < count:
-        size = -(-sum(map(len, left.values())) // (count - len(parts)))
-        most = sorted(left, key=lambda columns: -len(left[columns]))[:size]
-        if len(most) < size or not left[most[-1]]:
+        size = -(-sum(map(len, remaining.values())) // (count - len(parts)))
+        commonest = sorted(remaining, key=lambda columns: -len(remaining[columns]))[:size]
+        if len(commonest) < size or not remaining[commonest[-1]]:
             return [list(broken[index::count]) for index in range(count)]
-        times = min(len(left[most[-1]]), count - len(parts))
+        times = min(len(remaining[commonest[-1]]), count - len(parts))
         for _ in range(times):
-            if -(-sum(map(len, left.values())) // (count - len(parts))) != size:
+            if -(-sum(map(len, remaining.values())) // (count - len(parts))) != size:
                 break
-            parts.append([left[columns].pop() for columns in most])
+            parts.append([remaining[columns].pop() for columns in commonest])
     return parts
 
 
 def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
-    """Healthy pipelines without which a worker would get more than the busiest must run anyway."""
+    """Return the number of healthy peers below which a worker would get more than the busiest one must run anyway."""
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
     for column, live in enumerate(problem.live_by_column):
@@ -139,7 +143,7 @@ def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
 
 
 def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int], params: PieceParams) -> int:
-    """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
+    """Return the number of healthy peers with which each runs one re-routed unit, limited by the piece's size."""
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
     ops = count * problem.grid.depth * len(problem.kinds)
@@ -149,7 +153,7 @@ def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int], params: Pie
 
 
 def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:
-    """Groups with equal problems as copies of one piece."""
+    """Return the pieces of all groups. Groups with equal problems are copies of one piece."""
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
@@ -160,11 +164,11 @@ def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> 
 
 
 def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
-    """The same with micro-batches numbered in the pipeline that runs them, not in the one that they come from.
+    """Return the problem with each micro-batch numbered in the pipeline that runs it, and the original name of each.
 
-    In order of their own numbers, those of several pipelines in turn. Those that several run are numbered in the first
-    of these, evenly over what that one runs alone: so pipelines with equally many are alike.
-    The mapping is from the new names to those of the problem.
+    Micro-batches are ordered by their own numbers, those of several pipelines in turn. A micro-batch that several
+    pipelines run is numbered in its own pipeline if that is one of them, otherwise in the first. It is spread evenly
+    over the micro-batches that this pipeline runs alone, so that pipelines with equal counts have equal problems.
     """
     alone: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
     shared: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
@@ -181,21 +185,22 @@ def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch
 
 
 def _evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """All, the others in equal steps among some."""
-    found, count = list(some), len(others)
+    """Insert the others at equal distances into the first sequence."""
+    merged, count = list(some), len(others)
     for number in reversed(range(count)):
-        found.insert((2 * number + 1) * len(some) // (2 * count), others[number])
-    return found
+        merged.insert((2 * number + 1) * len(some) // (2 * count), others[number])
+    return merged
 
 
 def components(problem: Problem) -> list[list[tuple[int, ...]]]:
-    """Pipelines by the piece they belong to: for each different piece, all its copies, their pipelines in equal order.
+    """Return the copies of each different piece, as tuples of pipelines in corresponding order.
 
-    Pipelines are joined where a micro-batch of one passes the other; one that runs nothing, with the first.
+    Pipelines are joined if a micro-batch of one runs on the other. A pipeline without work is joined to the first busy
+    one.
     """
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
-    alike: dict[object, int] = {}
-    kind = [alike.setdefault(_own(problem, pipeline), len(alike)) for pipeline in range(problem.grid.pipelines)]
+    numbers: dict[object, int] = {}
+    kind = [numbers.setdefault(_own(problem, pipeline), len(numbers)) for pipeline in range(problem.grid.pipelines)]
     for members in _joined_pipelines(problem):
         ordered = tuple(sorted(members, key=lambda pipeline: (kind[pipeline], pipeline)))
         copies[tuple(kind[pipeline] for pipeline in ordered), _routes(problem, ordered)].append(ordered)
@@ -203,24 +208,24 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
 
 def _joined_pipelines(problem: Problem) -> list[list[int]]:
-    """The pipelines of each piece."""
+    """Return the pipelines of each piece."""
     first = joined(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
                                             for batch, route in problem.routes.items() for visit in route})
     busy = {first[batch.pipeline] for batch in problem.routes}
-    found: dict[int, list[int]] = defaultdict(list)
-    for pipeline, one in enumerate(first):
-        found[one if one in busy else min(busy)].append(pipeline)
-    return list(found.values())
+    members: dict[int, list[int]] = defaultdict(list)
+    for pipeline, root in enumerate(first):
+        members[root if root in busy else min(busy)].append(pipeline)
+    return list(members.values())
 
 
 def _own(problem: Problem, pipeline: int) -> tuple[object, ...]:
-    """What a pipeline's workers are and hold."""
+    """Return a pipeline's micro-batch count and workers: two pipelines with equal ones are interchangeable."""
     return problem.grid.microbatches[pipeline], tuple(problem.workers.get(Worker(pipeline, column))
                                                       for column in range(problem.grid.columns))
 
 
 def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
-    """The routes of these pipelines' micro-batches, as if they were numbered in their order."""
+    """Return the routes of these pipelines' micro-batches, with pipelines renumbered in the given order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
                  for microbatch in range(problem.grid.microbatches[pipeline])
@@ -228,7 +233,7 @@ def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
 
 
 def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
-    """The problem of some pipelines alone, numbered anew in their order."""
+    """Return the problem of some pipelines alone, renumbered in the given order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
                                    microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))

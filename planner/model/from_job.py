@@ -1,4 +1,4 @@
-"""From a job with its failures to a problem in ticks: of its whole stages in place, or of another layout."""
+"""Translates a job with its failures to a problem in ticks: with whole stages in place, or with another layout."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,17 +42,17 @@ from slipstream.schedules.schedule import (
 
 
 FINEST = 10**6
-"""The longest op has at most this many ticks; finer times are rounded up to it."""
+"""Maximum number of ticks of the longest op. Finer times are rounded up to whole ticks."""
 FINEST_MEMORY = 2**40
-"""So many multiples of the unit at most; amounts are then rounded to the safe side."""
+"""Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe side."""
 
 Rounded = Callable[[Fraction], int]
 
 
 def tick_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
-    """The coarsest tick in seconds that holds every time exactly, or the longest op / FINEST when that is coarser.
+    """Return the coarsest tick, in seconds, that represents all times exactly, but at least the longest op / FINEST.
 
-    With `costs`, those of each layer, too.
+    If `costs` is given, the times of single layers are considered, too.
     """
     time = job.time
     compute = [exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
@@ -66,7 +66,7 @@ def tick_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
 
 
 def _common(values: Iterable[Fraction]) -> Fraction:
-    """The greatest common divisor of fractions."""
+    """Return the greatest common divisor of fractions."""
     numerator, denominator = 0, 1
     for value in values:
         common = math.lcm(denominator, value.denominator)
@@ -76,21 +76,21 @@ def _common(values: Iterable[Fraction]) -> Fraction:
 
 
 def per_mille(factor: float) -> int:
-    """A factor in thousandths."""
+    """Convert a factor to thousandths."""
     return round(factor * 1000)
 
 
 def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
-    """Times of the stages, rounded up, or down."""
+    """Return the times of the stages in ticks, rounded up, or rounded down if `down`."""
     rounded: Rounded = math.floor if down else math.ceil
 
-    def ticks(values: Iterable[float]) -> tuple[int, ...]:
+    def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
         return tuple(rounded(exact(value) / tick) for value in values)
 
     time = job.time
-    optimizer = ticks(time.optimizer)
-    return Times(forward=ticks(time.forward), backward_input=ticks(time.backward_input),
-                 backward_weight=ticks(time.backward_weight), all_reduce=ticks(time.all_reduce),
+    optimizer = to_ticks(time.optimizer)
+    return Times(forward=to_ticks(time.forward), backward_input=to_ticks(time.backward_input),
+                 backward_weight=to_ticks(time.backward_weight), all_reduce=to_ticks(time.all_reduce),
                  optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
                                  for column in range(grid.columns)),
                  transfer=rounded(exact(time.transfer) / tick),
@@ -98,7 +98,7 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 
 
 def unit_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
-    """The coarsest unit that holds all memory exactly, or a coarser one where that would need huge numbers."""
+    """Return the coarsest unit that represents all memory exactly, or a coarser one (see FINEST_MEMORY)."""
     if job.memory is None:
         return Fraction(1)
     values = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
@@ -108,32 +108,35 @@ def unit_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
-    """Of the stages, in whole multiples of the unit, rounded to the safe side; `down`: to the other one."""
+    """Return the memory of the stages in whole units, rounded to the safe side, or to the other side if `down`."""
     if job.memory is None:
         return None
     memory = job.memory
     rounded, other = (math.floor, math.ceil) if down else (math.ceil, math.floor)
 
-    def units(values: Iterable[float], rounded: Rounded) -> tuple[int, ...]:
+    def to_units(values: Iterable[float], rounded: Rounded) -> tuple[int, ...]:
         return tuple(rounded(exact(value) / unit) for value in values)
 
     rooms = tuple(Room(worker, other(exact(value) / unit)) for worker, value in memory.capacity_of)
-    return Memory(unit=float(unit), capacity=units(memory.capacity, other), capacity_of=rooms or msgspec.UNSET,
-                  activation=units(memory.activation, rounded), weight_stash=units(memory.weight_stash, rounded))
+    return Memory(unit=float(unit), capacity=to_units(memory.capacity, other), capacity_of=rooms or msgspec.UNSET,
+                  activation=to_units(memory.activation, rounded), weight_stash=to_units(memory.weight_stash, rounded))
 
 
 def layer_ticks(costs: LayerSeconds, tick: Fraction, unit: Fraction, *, fused: bool, down: bool = False) -> LayerTicks:
-    """Of these costs, rounded up, or down. `fused`: weights' gradients are made at once, and so nothing is stashed."""
+    """Return these costs in ticks and memory units, rounded up, or rounded down if `down`.
+
+    `fused`: W runs together with I, so that no weight stash is held.
+    """
     rounded: Rounded = math.floor if down else math.ceil
 
-    def of(values: Iterable[Fraction], one: Fraction) -> tuple[int, ...]:
+    def to_units(values: Iterable[Fraction], one: Fraction) -> tuple[int, ...]:
         return tuple(rounded(value / one) for value in values)
 
-    return LayerTicks(forward=of(costs.forward, tick), backward_input=of(costs.backward_input, tick),
-                      backward_weight=of(costs.backward_weight, tick), optimizer=of(costs.optimizer, tick),
-                      all_reduce=of(costs.all_reduce, tick), activation=of(costs.activation, unit),
-                      weight_stash=(0,) * len(costs.forward) if fused else of(costs.weight_stash, unit),
-                      weights=of(costs.weights, unit))
+    return LayerTicks(forward=to_units(costs.forward, tick), backward_input=to_units(costs.backward_input, tick),
+                      backward_weight=to_units(costs.backward_weight, tick), optimizer=to_units(costs.optimizer, tick),
+                      all_reduce=to_units(costs.all_reduce, tick), activation=to_units(costs.activation, unit),
+                      weight_stash=(0,) * len(costs.forward) if fused else to_units(costs.weight_stash, unit),
+                      weights=to_units(costs.weights, unit))
 
 
 # --- The problem ------------------------------------------------------------------------------------------------------
@@ -142,12 +145,13 @@ def layer_ticks(costs: LayerSeconds, tick: Fraction, unit: Fraction, *, fused: b
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
                   optimizer: OptimizerMode = "staggered", sharing: bool | None = None,
                   sliced: bool = False) -> Problem:
-    """Translate a job to ticks.
+    """Translate a job to ticks, with whole stages in place.
 
-    `sharing` is on unless given where it can gain something: where workers are down, slow or have rooms of their own,
-    or pipelines have different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that
-    are cut, too.
-    Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
+    The default of `sharing` is True if sharing can shorten a plan: if workers are down, slow or have different memory,
+    or pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, the bound also holds for
+    micro-batches that are cut.
+
+    Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
     grid = grid_of(job)
@@ -166,11 +170,12 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 def layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
                     backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
                     holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
-    """The same in ticks that are fine enough for single layers: layouts are made for it (`with_layout`).
+    """Translate a job to ticks that are fine enough for single layers; `with_layout` makes problems of layouts from it.
 
-    Times that are finer are rounded up; `down`: rounded down, as `portfolio.least_of` needs them.
-    `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
-    Raises JobError where a stage has no layer, NoPlanError where no worker is left.
+    Finer times are rounded up, or rounded down if `down`, as `bounds.least_of` requires. `holds` gives the present
+    layers of live workers that do not hold the layers of their own stages.
+
+    Raises JobError if a stage has no layer, and NoPlanError if no worker is alive.
     """
     job = with_shared_state(job, failed)
     grid, of_layers = grid_of(job), layer_costs(job)
@@ -186,24 +191,24 @@ def layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutSco
 
 def problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
                       **others: Any) -> Problem:
-    """The problem in which stages cost what their layers do. All else of `times` and `memory` is as it is there.
+    """Return the problem in which each stage costs the sum of its layers. Other values are kept.
 
-    `others`: as for `held_problem`.
+    `others` are passed to `held_problem`.
     """
-    def stages(*names: str) -> dict[str, tuple[int, ...]]:
+    def stage_totals(*names: str) -> dict[str, tuple[int, ...]]:
         return {name: costs.of_slices(name, grid.layers_by_stage) for name in names}
 
     before = totals(costs.optimizer)
     times = msgspec.structs.replace(
-        times, **stages("forward", "backward_input", "backward_weight", "all_reduce"),
+        times, **stage_totals("forward", "backward_input", "backward_weight", "all_reduce"),
         optimizer=tuple(total(before, held) for held in grid.held_by_column), optimizer_of_layer=costs.optimizer)
     if memory is not None:
-        memory = msgspec.structs.replace(memory, **stages("activation", "weight_stash"), weights=costs.weights)
+        memory = msgspec.structs.replace(memory, **stage_totals("activation", "weight_stash"), weights=costs.weights)
     return held_problem(grid=grid, times=times, memory=memory, costs=costs, **others)
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
-    """The problem of a layout: who holds what and the routes are given, the order in time is open."""
+    """Return the problem of a layout: layers of workers and routes are given, the order of ops is to be found."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = tuple(sorted(set(layout.holds.values())))
     reductions = reductions_of(grid, groups)
@@ -220,29 +225,29 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
         workers={worker: msgspec.structs.replace(problem.workers[worker], holds=held)
                  for worker, held in sorted(layout.holds.items())},
         groups=groups, reductions=reductions, sharing=True, slices=slices, assigned=True,
-        routes={batch: tuple(Visit(number[stop.layers], stop.worker) for stop in route)
+        routes={batch: tuple(Visit(number[route_slice.layers], route_slice.worker) for route_slice in route)
                 for batch, route in layout.routes.items()})
 
 
 def _numbers(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
-    """The number of each slice: that of the first stage with the same layers, or one beyond the stages."""
+    """Return the number of each slice: that of the first stage with the same layers, or one after the stages."""
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):
         number.setdefault(layers, stage)
-    used = {stop.layers for route in layout.routes.values() for stop in route} | set(reduced)
+    used = {route_slice.layers for route in layout.routes.values() for route_slice in route} | set(reduced)
     for index, layers in enumerate(sorted(used - set(number))):
         number[layers] = len(grid.stages) + index
     return number
 
 
 def grid_of(job: Job) -> Grid:
-    """The job's shape."""
+    """Return the grid of a job."""
     return Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
                 chains=job.chains)
 
 
 def equal_parts(grid: Grid, costs: LayerTicks | LayerSeconds) -> tuple[int, ...]:
-    """Layers of each stage; 0 where their ops or what they hold are not equal."""
+    """Return the number of layers of each stage, or 0 if its layers differ in times or memory."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
     return tuple(end - first if len(part) == 1 else 0
@@ -269,7 +274,7 @@ def _require_feasible(problem: Problem) -> None:
         return
     for column, live in enumerate(problem.live_by_column):
         capacity = max(problem.room(Worker(pipeline, column)) for pipeline in live)
-        chains = max(problem.grid.microbatches)  # those after so many are visited by no micro-batch
+        chains = max(problem.grid.microbatches)  # later chains have no micro-batches
         need = max((problem.least_room(stage) for stage in problem.grid.stages_of(column)
                     if stage // problem.grid.depth < chains), default=0)
         if need > capacity:
@@ -285,14 +290,14 @@ Reduction = tuple[LayerRange, tuple[int, ...]]
 
 def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
                  **others: Any) -> Problem:
-    """The problem in which live workers hold these layers: ascending ranges that do not touch.
+    """Return the problem in which live workers hold these layers: ascending ranges that do not touch.
 
-    `others`: the other fields of a problem. Workers that `holds` does not name are down.
+    Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
     """
     groups = tuple(sorted(set(holds.values())))
     before = memory.weights_before if memory and memory.weights else ()
     own = [total(before, held) if before else 0 for held in grid.held_by_column]
-    workers = {worker: LiveWorker(  # their room is what they have beside their own stages, and the weights of these
+    workers = {worker: LiveWorker(  # room: memory including the weights of their own stages
         per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED if memory is None else
         memory.beside(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
     return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
@@ -301,7 +306,7 @@ def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapp
 
 @lru_cache(maxsize=8)
 def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
-    """Each micro-batch along its chain, on the workers of its pipeline."""
+    """Return the route of each micro-batch along its chain, on the workers of its own pipeline."""
     routes: dict[MicroBatch, tuple[Visit, ...]] = {}
     for pipeline, count in enumerate(grid.microbatches):
         chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column)) for stage in grid.path(chain))
@@ -311,24 +316,24 @@ def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
 
 
 def in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
-    """What live workers hold where no layers have moved."""
+    """Return the layers of each live worker if no layers have moved."""
     usual, down = grid.held_by_column, set(failed)
     return {worker: usual[worker.column] for worker in grid.workers() if worker not in down}
 
 
 def reductions_of(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
-    """Ranges of layers with the same holders, and the groups of these.
+    """Return ranges of layers with the same holders, each with the groups that hold it.
 
-    Those of each stage by itself where all workers hold whole stages; else as long as can be.
+    If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
     """
     ends = {end for _, end in grid.layers_by_stage}
     edges = {edge for held in groups for layers in held for edge in layers}
     whole = edges - {0} <= ends
     ranges = list(pairwise(sorted(edges | ends if whole else edges)))
-    found: list[Reduction] = []
+    reductions: list[Reduction] = []
     for (first, end), holders in zip(ranges, map(tuple, groups_that_hold(ranges, groups)), strict=True):
-        if found and found[-1][1] == holders and found[-1][0][1] == first and not whole:
-            found[-1] = (found[-1][0][0], end), holders
+        if reductions and reductions[-1][1] == holders and reductions[-1][0][1] == first and not whole:
+            reductions[-1] = (reductions[-1][0][0], end), holders
         elif holders:
-            found.append(((first, end), holders))
-    return tuple(found)
+            reductions.append(((first, end), holders))
+    return tuple(reductions)

@@ -1,4 +1,4 @@
-"""The scheduling problem in whole ticks: what each layer costs, who holds what, what is decided; bounds as values."""
+"""The scheduling problem in whole ticks: costs and holders of layers, routes, bounds."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ from slipstream.schedules.schedule import (
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """No schedule that the question allows has a shorter period."""
+    """Proven lower bound on the period of every schedule that a scope allows."""
 
     ticks: int
     scope: Scope
     counts: str = ""
-    """What it counts, in words."""
+    """Description, in words, of the work that the bound counts."""
 
     def __or__(self, other: "Bound") -> "Bound":
-        """The larger of two bounds, which answer the same question; the first of equals."""
+        """Return the larger of two bounds of the same scope, or the first one if they are equal."""
         assert self.scope is other.scope, f"a bound for {self.scope} and one for {other.scope} are not comparable"
         return other if other.ticks > self.ticks else self
 
@@ -43,7 +43,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class LayerSums(NamedTuple):
-    """[layer] sums over all layers before it, L + 1 values each."""
+    """Prefix sums over the layers: value i sums the layers before layer i, so each tuple has L + 1 values."""
 
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
@@ -57,9 +57,9 @@ class LayerSums(NamedTuple):
 
 
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One value for each of the L layers; memory is 0 where it is unlimited.
+    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is unlimited.
 
-    Without values where nothing is cut and no layer moves: then the ticks may be too coarse for single layers.
+    The tuples are empty if nothing is cut and no layer moves: ticks may then be too coarse for single layers.
     """
 
     forward: tuple[int, ...] = ()
@@ -68,11 +68,11 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     optimizer: tuple[int, ...] = ()
     all_reduce: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
-    """Of a micro-batch, from F to I;"""
+    """Memory of a micro-batch from the start of F to the end of I."""
     weight_stash: tuple[int, ...] = ()
-    """from I to W."""
+    """Memory of a micro-batch from the end of I to the end of W."""
     weights: tuple[int, ...] = ()
-    """Parameters, gradients and optimizer state."""
+    """Memory of parameters, gradients and optimizer state."""
 
     @cached_property
     def work(self) -> tuple[int, ...]:
@@ -81,21 +81,21 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """Ticks of each layer at the end of an iteration on a worker that holds it: all-reduce and optimizer."""
+        """Ticks of all-reduce and optimizer step that each layer adds to the end of an iteration."""
         return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
 
     @cached_property
     def most(self) -> tuple[int, ...]:
-        """The most that a micro-batch ever holds of each layer: its activation, or after its I its stash."""
+        """Largest memory that a micro-batch needs at each layer: its activation, or its weight stash after I."""
         return tuple(map(max, self.activation, self.weight_stash))
 
     @cached_property
     def sums(self) -> LayerSums:
-        """Sums over the layers before each one."""
+        """Prefix sums of all costs."""
         return LayerSums(*(totals(getattr(self, name)) for name in LayerSums._fields))
 
     def of_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
-        """The values of this name, of ranges of layers."""
+        """Return the total of the cost called `name` for each of the given ranges of layers."""
         before = getattr(self.sums, name)
         return tuple(before[end] - before[first] for first, end in slices)
 
@@ -104,67 +104,70 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 Held = tuple[LayerRange, ...]
-"""What a worker holds: ascending ranges that do not touch."""
+"""Layers that a worker holds: ascending ranges that do not touch."""
 UNLIMITED = 2**40
-"""Room of a worker where memory is unlimited."""
+"""Room of a worker whose memory is unlimited."""
 
 
 def groups_that_hold(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """[range] the numbers of the groups that hold all of its layers, ascending. One pass over what is held."""
+    """Return, for each range, the ascending numbers of the groups that hold all of its layers.
+
+    Every group is visited once.
+    """
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     firsts = [ranges[number][0] for number in order]
-    found: list[list[int]] = [[] for _ in ranges]
+    holding_groups: list[list[int]] = [[] for _ in ranges]
     for group, held in enumerate(groups):
         for low, high in held:
             for number in order[bisect_left(firsts, low):bisect_left(firsts, high)]:
                 if ranges[number][1] <= high:
-                    found[number].append(group)
-    return found
+                    holding_groups[number].append(group)
+    return holding_groups
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """All that planning knows of a live worker: two that are equal may change places."""
+    """Properties of a live worker that planning depends on. Two workers with equal values are interchangeable."""
 
     per_mille: int = 1000
-    """Time of its compute ops as a multiple of the usual one: 1000 is normal, 2000 half speed."""
+    """Time of its compute ops relative to the usual time, per mille: 1000 is normal, 2000 is half speed."""
     room: int = UNLIMITED
     """Memory for weights and activations together."""
     holds: Held
-    """Its layers: now, or in a layout."""
+    """Layers that the worker holds, now or in a layout."""
 
 
 class MicroBatch(NamedTuple):
-    """The micro-batch of this number that this pipeline reads in an iteration."""
+    """Name of a micro-batch: the pipeline that reads it in an iteration, and its number there."""
 
     pipeline: int
     microbatch: int
 
 
 class RouteSlice(NamedTuple):
-    """One slice of a route: layers, and the worker that runs their F, I and W."""
+    """One slice of a route: its layers, and the worker that runs their F, I and W."""
 
     layers: LayerRange
     worker: Worker
 
 
 Route = tuple[RouteSlice, ...]
-"""Its layers tile 0..L-1 in order."""
+"""Slices of a micro-batch in order. Their layers tile 0..L-1."""
 
 
 def evenly(some: int, count: int) -> set[int]:
-    """So many of the numbers below a count, in equal steps."""
+    """Return `some` of the numbers below `count`, evenly spaced."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What an order in time is then searched for."""
+    """Layers of all workers and routes of all micro-batches. An order of ops is then searched for it."""
 
     kind: str
-    """How it was made, in a few words, e.g. "re-cut pipelines, floating layers"."""
+    """Origin of the layout in a few words, e.g. "re-cut pipelines, floating layers"."""
     holds: Mapping[Worker, tuple[LayerRange, ...]]
-    """Every live worker: ascending, disjoint ranges that do not touch."""
+    """Layers of every live worker: ascending, disjoint ranges that do not touch."""
     routes: Mapping[MicroBatch, Route]
-    """Every micro-batch of an iteration."""
+    """Route of every micro-batch of an iteration."""
 
 
 # --- What is fixed, before anything is decided ------------------------------------------------------------------------
@@ -174,38 +177,38 @@ LayersMode = Literal["fixed", "move"]
 
 
 class NoPlanError(NoScheduleError):
-    """No schedule can exist; the message says why."""
+    """Raised when no schedule can exist. The message says why."""
 
 
 class Unit(NamedTuple):
-    """A micro-batch at a slice of its route: its F, I and W share one worker."""
+    """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
 
     slice: int
-    """The number of a stage, or one beyond them: `Problem.slices`."""
+    """Number of the slice: a stage, or an entry of `Problem.slices`, whose numbers follow those of the stages."""
     pipeline: int
     microbatch: int
 
 
 class Visit(NamedTuple):
-    """A slice of a route, and the worker that the layout has for it."""
+    """One slice of a route by its number, and the worker that the layout assigns to it."""
 
     slice: int
     worker: Worker
 
 
 class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
-    """Which layouts a plan may choose from."""
+    """Restrictions on the layouts that a plan may choose from."""
 
     layers: LayersMode = "fixed"
-    """Whether workers may come to hold other layers."""
+    """"move" if workers may come to hold other layers, "fixed" if all layers stay in place."""
     from_checkpoint: bool = False
-    """Whether layers that no live worker holds may be loaded from a checkpoint."""
+    """True if layers that no live worker holds may be loaded from a checkpoint."""
     sliced: bool = True
-    """Whether a route may be cut within what its workers hold; False: whole micro-batches at each worker."""
+    """True if a route may be cut anywhere within the layers of its workers. False: they run whole stages."""
 
     @property
     def scope(self) -> Scope:
-        """Of what is proven for it."""
+        """Scope of the bounds that are proven for this choice of layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
@@ -213,147 +216,153 @@ IN_PLACE = LayoutScope()
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A job with its failures, and a layout: who holds which layers, what a micro-batch passes."""
+    """A job with its failed workers and a layout: the layers of each worker, and the route of each micro-batch."""
 
     name: str
     tick_seconds: float
     grid: Grid
     times: Times
-    """By slice, stages first; so is `memory`."""
+    """Durations by slice, stages first. `memory` is indexed in the same way."""
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
-    """The live workers, sorted; the others of the grid are down."""
+    """Live workers in sorted order. All other workers of the grid are down."""
     groups: tuple[Held, ...]
-    """The layers that the workers of each group hold."""
+    """Layers that the workers of each group hold."""
     reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...]
-    """Layers whose gradients are reduced together, ascending, and the groups that hold them."""
+    """Ranges of layers whose gradients are reduced together, ascending, each with the groups that hold it."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
-    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others.
-    """
+    """True if any live holder of a slice may run all micro-batches of it; False: only those of failed workers."""
     shedding: bool = False
-    """Without sharing: of a stage that has lost a worker, live ones may hand on micro-batches of their own, too."""
+    """True if, without `sharing`, live workers of a stage that lost a worker may hand on micro-batches."""
     parts: tuple[int, ...] = ()
-    """By stage, into how many equal layers a micro-batch may be cut, 0 where layers are not equal; (): never. What is
-    planned here are whole stages: it is the bound that counts them.
+    """Number of equal layers, by stage, into which a micro-batch may be cut; 0 if the layers of the stage differ.
+
+    Empty if micro-batches are never cut. The problem itself has whole stages; only its bound counts the parts.
     """
     slices: tuple[LayerRange, ...] = ()
-    """Those beside the stages, which have the next numbers."""
+    """Layers of the slices that are not stages. They are numbered after the stages."""
     routes: Mapping[MicroBatch, tuple[Visit, ...]]
-    """The slices that each micro-batch passes, in order; in place, the stages of its chain on workers of its pipeline,
-    which may be down."""
+    """Slices that each micro-batch passes, in order.
+
+    With layers in place, these are the stages of its chain on the workers of its pipeline, some of which may be down.
+    """
     assigned: bool = False
-    """Whether the routes say who runs what, as those of layouts that were made do: then all holders share. In place,
-    that is to be chosen."""
+    """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
+
+    False with layers in place: the workers are still to be chosen.
+    """
     question: LayoutScope = IN_PLACE
-    """Of a problem that layouts are made for."""
+    """Layouts that a plan may choose from, for a problem that layouts are made for."""
     costs: LayerTicks = LayerTicks()
-    """Of such a problem."""
+    """Costs of single layers, for a problem that layouts are made for."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
-        """The workers that are not down, sorted."""
+        """Live workers, sorted."""
         return tuple(self.workers)
 
     @cached_property
     def failed(self) -> frozenset[Worker]:
-        """The workers that are down."""
+        """Workers of the grid that are down."""
         return frozenset(worker for worker in self.grid.workers() if worker not in self.workers)
 
     @cached_property
     def slow(self) -> bool:
-        """Whether some live worker takes another time than the usual one."""
+        """True if a live worker's compute time differs from the usual one."""
         return any(worker.per_mille != 1000 for worker in self.workers.values())
 
     @cached_property
     def roomier(self) -> bool:
-        """Whether some live workers have more room than others of their column."""
-        return len({(worker.column, one.room) for worker, one in self.workers.items()}) > \
+        """True if live workers of one column differ in memory."""
+        return len({(worker.column, properties.room) for worker, properties in self.workers.items()}) > \
             len({worker.column for worker in self.workers})
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
-        """The worker column of each virtual stage."""
+        """Worker column of each virtual stage."""
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
-        """For each column, the first of those whose workers reduce gradients together; with one chain, itself."""
+        """First of the columns that reduce gradients together, for each column. With one chain, the column itself."""
         return tuple(joined(self.grid.columns, ((column, self.column_of[self.grid.original(stage)])
                                                 for stage, column in enumerate(self.column_of))))
 
     @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
-        """The compute ops of a unit, in order."""
+        """Kinds of the compute ops of a unit, in order."""
         return (OpKind.F, OpKind.I, OpKind.W) if self.backward == "split" else (OpKind.F, OpKind.B)
 
     @property
     def gradient_kind(self) -> OpKind:
-        """The op whose end frees the activation and sends the gradient on: I, or B when fused."""
+        """Op whose end frees the activation and sends the gradient on: I, or B when fused."""
         return self.kinds[1]
 
     @cached_property
     def live_by_column(self) -> tuple[tuple[int, ...], ...]:
-        """For each column, the pipelines whose worker there is live."""
+        """Pipelines whose worker in the column is live, for each column."""
         return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
                            if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
 
     @cached_property
     def layers_of(self) -> tuple[LayerRange, ...]:
-        """[slice] its layers."""
+        """Layers of each slice, by slice number."""
         return (*self.grid.layers_by_stage, *self.slices)
 
     @cached_property
     def ahead(self) -> tuple[int, ...]:
-        """[slice] stages of a chain from the one on in which it begins."""
+        """Number of stages of a chain from the one in which a slice begins to the end, by slice."""
         grid = self.grid
         first = [low for low, _ in self.layers_of[:grid.depth]]
         return (*(grid.depth - grid.original(stage) for stage in range(len(grid.stages))),
                 *(grid.depth + 1 - bisect_right(first, low) for low, _ in self.slices))
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """The slices that a micro-batch passes, in order."""
+        """Return the numbers of the slices that a micro-batch passes, in order."""
         return [visit.slice for visit in self.routes[MicroBatch(pipeline, microbatch)]]
 
     @cached_property
     def holders(self) -> tuple[tuple[Worker, ...], ...]:
-        """[slice] the live workers that hold it, sorted; in place, those of its stage's column."""
+        """Live workers that hold each slice, sorted. With layers in place, only workers in the column of the stage."""
         members: list[list[Worker]] = [[] for _ in self.groups]
         for worker in self.live:
             members[self.group(worker)].append(worker)
-        found = [sorted(worker for group in groups for worker in members[group])
-                 for groups in groups_that_hold(self.layers_of, self.groups)]
+        by_slice = [sorted(worker for group in groups for worker in members[group])
+                    for groups in groups_that_hold(self.layers_of, self.groups)]
         if not self.assigned:
-            found = [[worker for worker in workers if worker.column == column]
-                     for column, workers in zip(self.column_of, found, strict=True)]
-        return tuple(map(tuple, found))
+            by_slice = [[worker for worker in workers if worker.column == column]
+                        for column, workers in zip(self.column_of, by_slice, strict=True)]
+        return tuple(map(tuple, by_slice))
 
     @property
     def unequal_time(self) -> bool:
-        """Whether some live workers have less time for their own micro-batches than others, which may run them, have
-        for theirs."""
+        """True if live workers that may share micro-batches have unequal work of their own.
+
+        Their speeds differ, or pipelines read different numbers of micro-batches.
+        """
         return self.sharing and not self.assigned and (self.slow or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """The workers that may run this slice of this pipeline's micro-batches."""
+        """Return the workers that may run this slice of the pipeline's micro-batches."""
         if self.sharing:
             return self.holders[slice_]
         own = self.worker(slice_, pipeline)
-        short = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
-        return self.holders[slice_] if short or own in self.failed else (own,)
+        may_hand_on = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
+        return self.holders[slice_] if may_hand_on or own in self.failed else (own,)
 
     @cached_property
     def operations_by_host(self) -> int:
-        """Compute ops, counted once per possible host."""
+        """Number of compute ops, each counted once per worker that may run it."""
         return sum(len(self.hosts(unit.slice, unit.pipeline)) for unit in self.units()) * len(self.kinds)
 
     def worker(self, stage: int, pipeline: int) -> Worker:
-        """The worker of this pipeline that holds the stage by its column."""
+        """Return the worker of this pipeline in the column of the stage."""
         return Worker(pipeline, self.column_of[stage])
 
     def cost(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Ticks of a compute op or A of this slice on a worker."""
+        """Return the ticks of a compute op or A of this slice on a worker."""
         if kind is OpKind.A or not self.slow:
             return self.usual(kind, slice_)
         if kind is OpKind.B:
@@ -361,7 +370,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return -(-self.usual(kind, slice_) * self.workers[worker].per_mille // 1000)
 
     def usual(self, kind: OpKind, slice_: int) -> int:
-        """Ticks of a compute op or A of this slice on a worker that takes the usual time."""
+        """Return the ticks of a compute op or A of this slice on a worker of the usual speed."""
         return self._usual[kind, slice_]
 
     @cached_property
@@ -371,57 +380,55 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_of))}
 
     def fastest(self, kind: OpKind, slice_: int) -> int:
-        """The least that this op takes on any live worker that holds the slice."""
+        """Return the shortest time of this op on any live worker that holds the slice, in ticks."""
         holders = self.holders[slice_]
         return min(self.cost(kind, slice_, worker) for worker in (holders if self.slow else holders[:1]))
 
     def hop(self, worker: Worker, other: Worker) -> int:
-        """Ticks a tensor needs from one worker to another: 0 where they are the same."""
+        """Return the ticks that a tensor takes from one worker to another: 0 if they are the same worker."""
         return 0 if worker == other else self.times.transfer
 
     def hold(self, stage: int) -> int:
-        """The most that a micro-batch ever holds at this stage: its activation, or after its I its stash."""
+        """Return the largest memory of a micro-batch at this stage: its activation, or its weight stash after I."""
         return max(self.activation(stage), self.stash(stage))
 
     def least_room(self, stage: int) -> int:
-        """What one micro-batch holds at most on its worker from its F of this stage until its W there has ended.
+        """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
 
         The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
-        one. Where every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
-        each W directly after its I. Where one has not, none does.
+        stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
+        each W directly after its I. If some worker has less room, no plan exists.
         """
-        held = most = 0
+        held = peak = 0
         for other in self.grid.stages_of(self.column_of[stage]):
             if other >= stage and other // self.grid.depth == stage // self.grid.depth:
-                most = max(most, held + self.hold(other))
+                peak = max(peak, held + self.hold(other))
                 held += self.activation(other)
-        return most
+        return peak
 
     def least_hop(self, stage: int) -> int:
-        """The least ticks that a tensor needs from a stage to the next one."""
+        """Return the shortest transfer time from a stage to the next one, in ticks."""
         same = self.column_of[stage] == self.column_of[stage + 1]
-        # With several chains, a worker holds layers of both directions, which may follow each other.
+        # With several chains, a worker holds stages of both directions, and may run consecutive ones.
         return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
 
     @property
     def scope(self) -> Scope:
-        """The question that the problem asks, in place."""
+        """Scope of the bounds that are proven for this problem, with layers in place."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.sliced else Scope.STAGES
 
     @property
     def sliced(self) -> bool:
-        """Whether a schedule may cut micro-batches within a stage."""
+        """True if a schedule may cut micro-batches within a stage."""
         return any(count != 1 for count in self.parts)
 
     def parts_of(self, stage: int) -> int:
-        """Into how many equal layers a micro-batch may be cut at a stage; 0 where its layers are not equal."""
+        """Return the number of equal layers to cut a micro-batch into at a stage; 0 if its layers differ."""
         return self.parts[stage] if self.parts else 1
 
     @cached_property
     def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(forward, back): for 0, 1, 2 ... stages from the first on, the least ticks of their F, or of their I (or B),
-        each with the way to the stage behind.
-        """
+        """Shortest ticks to pass the first 0, 1, 2, ... stages and the way to the next: (by F, by I or B)."""
         stages = range(len(self.grid.stages))
         hops = [self.least_hop(stage) for stage in stages[:-1]] + [0]
         forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
@@ -429,17 +436,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return forward, back
 
     def activation(self, stage: int) -> int:
-        """Memory held from F start to the end of I (or B); 0 where memory is unlimited."""
+        """Return the memory held from the start of F to the end of I (or B); 0 if memory is unlimited."""
         return self.memory.activation[stage] if self.memory else 0
 
     def stash(self, stage: int) -> int:
-        """Memory held from I end to W end; 0 when fused or where memory is unlimited."""
+        """Return the memory held from the end of I to the end of W; 0 if backward is fused or memory is unlimited."""
         return self.memory.weight_stash[stage] if self.memory and self.backward == "split" else 0
 
     def room(self, worker: Worker) -> int:
-        """Memory for activations on a live worker."""
-        one = self.workers[worker]
-        return one.room - self._beside[one.holds]
+        """Return the memory of a live worker that its weights leave for activations."""
+        properties = self.workers[worker]
+        return properties.room - self._beside[properties.holds]
 
     @cached_property
     def _beside(self) -> Mapping[Held, int]:
@@ -448,7 +455,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {held: total(before, held) if before else 0 for held in self.groups}
 
     def group(self, worker: Worker) -> int:
-        """The same for workers that have the same deadline: those that hold the same layers."""
+        """Return the number of a worker's group: all workers that hold the same layers, and so share one deadline."""
         return self._number[self.workers[worker].holds]
 
     @cached_property
@@ -456,69 +463,73 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {held: number for number, held in enumerate(self.groups)}
 
     def step(self, worker: Worker) -> int:
-        """Ticks of the optimizer step of a live worker."""
+        """Return the ticks of the optimizer step of a live worker."""
         held, usual = self.workers[worker].holds, self.grid.held_by_column
         if held == usual[worker.column]:
             return self.times.optimizer[worker.column]
-        # Layers may be rounded otherwise than the stages that they are of.
+        # Ticks of single layers are rounded separately, so their sum may differ from those of their stage.
         return self.times.optimizer[usual.index(held)] if held in usual else \
             sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """[group] those that reduce some gradients with it, itself included: its window ends with the last of them."""
-        found: list[set[int]] = [{group} for group in range(len(self.groups))]
+        """Groups that share a reduction with a group, by group. Each group is among its own.
+
+        The window of a group ends with the last of these groups.
+        """
+        linked_groups: list[set[int]] = [{group} for group in range(len(self.groups))]
         for _, groups in self.reductions:
             for group in groups:
-                found[group].update(groups)
-        return tuple(tuple(sorted(groups)) for groups in found)
+                linked_groups[group].update(groups)
+        return tuple(tuple(sorted(groups)) for groups in linked_groups)
 
     @cached_property
     def linking(self) -> bool:
-        """Whether groups share reductions. Where none do, each reduces its gradients after its last compute op."""
+        """True if groups share reductions. Otherwise each group reduces its gradients after its last compute op."""
         return any(len(groups) > 1 for _, groups in self.reductions)
 
     @cached_property
     def number_of(self) -> Mapping[LayerRange, int]:
-        """The number of each slice, by its layers; of copies, that of the first."""
+        """Number of each slice, by its layers. If several slices have the same layers, the first number counts."""
         return {layers: number for number, layers in reversed(list(enumerate(self.layers_of)))}
 
     def reduction_ticks(self, layers: LayerRange) -> int:
-        """Ticks of the reduction of these layers."""
+        """Return the ticks of the reduction of these layers."""
         return self.times.all_reduce[self.number_of[layers]]
 
     @cached_property
     def interleaved(self) -> bool:
-        """Whether a worker may reduce some of its layers, done early, between compute ops of the others.
+        """True if a worker may reduce layers that are complete between compute ops of its other layers.
 
-        Only where reductions take no time: else they would take that of all holders at once.
+        This requires reductions that take no time; otherwise each would occupy all holders at once.
         """
         return self.linking and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def after_group(self, worker: Worker) -> int:
-        """Ticks from the end of a live worker's group to that of its window: the optimizer step.
+        """Return the ticks from the end of a live worker's group to the end of its window.
 
-        Where no groups share reductions, which then end with their compute ops, its reductions besides.
+        These are the ticks of the optimizer step. If groups share no reductions, the group ends with its compute ops,
+        and the ticks of its reductions are added.
         """
         return self.step(worker) + (0 if self.linking else self._reducing[self.group(worker)])
 
     @cached_property
     def _reducing(self) -> tuple[int, ...]:
-        """[group] ticks of its reductions."""
+        """Total ticks of the reductions of each group."""
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.reductions if group in groups)
                      for group in range(len(self.groups)))
 
     @property
     def longest_step(self) -> int:
-        """Ticks of the longest optimizer step."""
+        """Ticks of the longest optimizer step of a live worker."""
         return max(map(self.step, self.workers))
 
     def column_closing(self, column: int) -> int:
-        """`after_group` of a worker that holds the stages of its column."""
+        """Return the ticks of the reductions and the optimizer step of a worker that holds its column's stages."""
         return sum(self.times.all_reduce[stage] for stage in self.grid.stages_of(column)) + self.times.optimizer[column]
 
     def units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
-        """Every unit of the given pipelines (default: all), by pipeline, micro-batch, place in the route."""
+        """Yield the units of the given pipelines (default: all) by pipeline, micro-batch and place in the route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
                 for slice_ in self.path(pipeline, microbatch):
@@ -526,68 +537,71 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def operations(self) -> int:
-        """Compute ops in one iteration: the size of the problem."""
+        """Number of compute ops in one iteration, which is the size of the problem."""
         return sum(map(len, self.routes.values())) * len(self.kinds)
 
     # --- What layouts are made from -----------------------------------------------------------------------------------
 
     @cached_property
     def paths(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
-        """One for each chain: the stages that its micro-batches visit, in order, as (layers, worker column)."""
+        """Stages that the micro-batches of each chain visit, in order, as pairs of (layers, worker column)."""
         return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage]) for stage in self.grid.path(chain))
                      for chain in range(self.grid.chains))
 
     @cached_property
     def live_of(self) -> tuple[tuple[Worker, ...], ...]:
-        """[pipeline] its live workers, sorted."""
-        found: list[list[Worker]] = [[] for _ in range(self.grid.pipelines)]
+        """Live workers of each pipeline, sorted."""
+        workers: list[list[Worker]] = [[] for _ in range(self.grid.pipelines)]
         for worker in self.live:
-            found[worker.pipeline].append(worker)
-        return tuple(map(tuple, found))
+            workers[worker.pipeline].append(worker)
+        return tuple(map(tuple, workers))
 
     @cached_property
     def least_slowness(self) -> int:
-        """Per mille of the usual time that the fastest live worker takes."""
+        """Compute time of the fastest live worker, per mille of the usual time."""
         return min(map(self.slowness, self.live))
 
     def slowness(self, worker: Worker) -> int:
-        """Per mille of the usual time that this worker takes."""
+        """Return the compute time of a worker, per mille of the usual time."""
         return self.workers[worker].per_mille
 
     def layers_held(self, worker: Worker) -> tuple[int, ...]:
-        """The layers that a worker holds now, ascending."""
+        """Return the layers that a worker holds now, ascending."""
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
     def closing(self, worker: Worker) -> int:
-        """Ticks of the all-reduces and the optimizer steps of the layers that a worker holds now."""
+        """Return the ticks of the all-reduces and optimizer steps of the layers that a worker holds now."""
         return total(self.costs.sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Ticks of F, I and W of these layers on a worker; each op is rounded up by itself."""
+        """Return the ticks of F, I and W of these layers on a worker. Each op is rounded up separately."""
         slow = self.slowness(worker)
         return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.sums[:3])
 
     @cached_property
     def ample_ticks(self) -> int:
-        """More than the longest load can be: the slowest worker runs everything."""
+        """Ticks that exceed any possible load of a worker: the slowest one runs all micro-batches of all layers."""
         slowest = max(map(self.slowness, self.live))
         return sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000 + sum(self.costs.closing) + 1
 
 
 class Part(NamedTuple):
-    """Consecutive layers and those who hold all of them."""
+    """Consecutive layers, and the workers that hold all of them."""
 
     layers: LayerRange
     holders: tuple[Worker, ...]
 
 
 def parts_of(problem: Problem) -> Iterator[Part]:
-    """The parts, in order of layers. Raises LookupError where no live worker holds a layer."""
+    """Divide the layers at every end of a stage or of a held range, and yield each range with its holders, in order.
+
+    Raises LookupError if no live worker holds a layer.
+    """
     cuts = {end for path in problem.paths for layers, _ in path for end in layers}
-    cuts |= {end for one in problem.workers.values() for layers in one.holds for end in layers}
+    cuts |= {end for properties in problem.workers.values() for layers in properties.holds for end in layers}
     for first, end in pairwise(sorted(cuts)):
-        holders = tuple(worker for worker, one in problem.workers.items()
-                        if any(low <= first and end <= high for low, high in one.holds))
+        holders = tuple(worker for worker, properties in problem.workers.items()
+                        if any(low <= first and end <= high for low, high in properties.holds))
         if not holders:
             raise LookupError(f"no live worker holds layer {first}")
         yield Part((first, end), holders)

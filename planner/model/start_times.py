@@ -1,4 +1,4 @@
-"""From an order of ops to start times, and from start times to the period."""
+"""Computes start times from an order of ops, and the period from start times."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints
 
 NEVER = -2**60
-"""Before all ticks."""
+"""Time before all ticks."""
 
 
 def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
-    """[op] start ticks: every op as early as the order allows."""
+    """Return the earliest start tick of every op that the order allows."""
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     loops().earliest(arrays.ops, order, start, free)
     return start
 
 
 def latest(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
-    """The same order, every op as late as that and the ends of the groups allow."""
+    """Return the solution with every op as late as its order and the given group ends allow."""
     start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
     _latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
     return solution.at(start)
@@ -34,39 +34,40 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
 
 
 def group_ends(*pieces: Solution) -> Ints:
-    """[group] when the last compute op of its workers ends; interleaved, when the last of its reductions begins.
+    """Return the end of the last compute op of each group. All pieces must be on one clock.
 
-    In pieces on one clock.
+    If reductions are interleaved, return the start of each group's last reduction instead.
     """
-    found = []
-    for one in pieces:
-        arrays = one.arrays
+    ends_by_piece = []
+    for solution in pieces:
+        arrays = solution.arrays
         if arrays.problem.interleaved:
             return _last_reductions(arrays, reduction_begins(pieces))
-        last = np.full(len(arrays.workers), one.start.min())
-        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], one.end)
-        found.append(_ends(arrays, last))
-    latest: Ints = np.max(found, axis=0)
+        last = np.full(len(arrays.workers), solution.start.min())
+        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], solution.end)
+        ends_by_piece.append(_ends(arrays, last))
+    latest: Ints = np.max(ends_by_piece, axis=0)
     return latest
 
 
 def reduction_begins(pieces: Sequence[Solution]) -> Ints:
-    """[reduction] the first tick after W of its layers at which no worker that takes part runs an op; NEVER without W.
+    """Return the start of each reduction, or NEVER if no piece has a W of its layers. All pieces must be on one clock.
 
-    Of an interleaved problem: its pieces on one clock.
+    The problem must be interleaved. A reduction starts at the first tick after the last W of its layers at which no
+    worker that takes part runs an op.
     """
     begins: Ints = np.max([_awaited(one) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
         spans = [(one.start[held], one.end[held]) for one in pieces
                  for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
         first, end = (np.concatenate(ticks) for ticks in zip(*spans, strict=True))
-        while (over := (first < begins[number]) & (begins[number] < end)).any():
-            begins[number] = end[over].max()
+        while (running := (first < begins[number]) & (begins[number] < end)).any():
+            begins[number] = end[running].max()
     return begins
 
 
 def _awaited(solution: Solution) -> Ints:
-    """[reduction] when the last W that it awaits ends."""
+    """Return the end of the last W that each reduction waits for."""
     ops, (sharers, _, awaiting, _) = solution.arrays.ops, solution.arrays.reductions
     last = np.full(len(awaiting), NEVER)
     np.maximum.at(last, ops.slice, solution.end[ops.kinds - 1::ops.kinds])
@@ -76,23 +77,24 @@ def _awaited(solution: Solution) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """[group] the last of the reductions that its workers take part in."""
+    """Return the start of the last reduction that the workers of each group take part in."""
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
-    """`group_ends` from those of the workers; NEVER for groups without any."""
+    """Return the end of each group from the ends of its workers; NEVER for a group without workers."""
     ends = np.full(len(arrays.problem.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
 
 def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-    """([reduction] when it begins, [group] when its last one is done) where compute ops of groups end at these ticks.
+    """Return the start of each reduction, and the time at which each group has finished its last one.
 
-    Of a problem that is not interleaved. Where layers are held by column, there are none: a group is done at its end.
+    `ends` has the end of the last compute op of each group. The problem must not be interleaved. If layers are held by
+    column, there are no shared reductions, and a group is finished at its end.
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
@@ -101,7 +103,7 @@ def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, In
 
 
 def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
-    """[group] how late its compute ops may end without delaying the end of any reduction."""
+    """Return the latest end of each group's compute ops that delays the end of no reduction."""
     late = np.array(ends, dtype=np.int64)
     if not arrays.problem.interleaved:
         sharers, ticks, *_ = arrays.reductions
@@ -110,7 +112,7 @@ def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
 
 
 def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
-    """The period in ticks that a solution gives; `ends`: those of the groups where other pieces count, too."""
+    """Return the period of a solution, in ticks. `ends` are the group ends if other pieces count, too."""
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
@@ -118,7 +120,7 @@ def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None
 
 
 def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
-    """`first`: [worker] when it begins, if it runs anything."""
+    """Return the period in ticks. `first` has the start of each worker; workers without ops are ignored."""
     done = ends if arrays.problem.interleaved else reduced(arrays, ends)[1]
     closing = done[arrays.group] + arrays.after_group
     if arrays.problem.optimizer == "synchronous":
@@ -128,10 +130,10 @@ def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
 
 
 def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """[group] how late its compute ops may end without delaying the end of the job, which is 0.
+    """Return the latest end of each group's compute ops that does not delay the end of the job, which is at 0.
 
-    Synchronous; `ends` are those of a plan in which the job ends when it does. Where reductions would then come in
-    another order, and some be late, ends stay as they are.
+    The optimizer must be synchronous. `ends` are the group ends of a plan. If later ends would change the order of the
+    reductions and delay some of them, the given ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.longest_step
@@ -148,16 +150,17 @@ def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
 
 
 def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """The best period of an order, and [op] start ticks for it.
+    """Return the best period of an order, and the start ticks of all ops for it.
 
-    Staggered: first as early as possible, then as late as the groups' ends allow, which shortens their windows.
+    With a staggered optimizer, ops start first as early as possible, then as late as the group ends allow, which
+    shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     loops().earliest(arrays.ops, order, start, free)
     ends = _ends(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period(arrays, np.zeros_like(free), ends), start
-    if arrays.problem.interleaved:  # each reduction after all that are linked to it: annealing begins them earlier
+    if arrays.problem.interleaved:  # linked groups end together here; annealing separates them
         ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
     ends = late_ends(arrays, ends)
     free = ends[arrays.group]

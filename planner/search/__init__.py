@@ -1,10 +1,10 @@
 """Searches for the best solution of a problem within a budget.
 
-    engine            candidates are ordered, the promising ones improved, the best one proven
-    incumbent         a candidate: its pieces, the best solution of each so far, the bound; where candidates come from
-    improvement       how candidates are improved
+    engine            orders the ops of each candidate, improves the promising ones, proves the best one
+    incumbent         a candidate: its pieces, the best solution of each so far, the bound; sources of candidates
+    improvement       improves candidates
     list_search       many list schedules: a shortlist and a grid of dispatch rules, random steps from the best
-    list_scheduler    one list schedule, by one dispatch rule, of one assignment; what others run: 1F1B, ReCycle
+    list_scheduler    one list schedule of one assignment under one dispatch rule; baselines: 1F1B, ReCycle
     annealing         simulated annealing of orders and hosts
     cpsat             the exact model in CP-SAT
 """

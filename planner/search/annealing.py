@@ -1,4 +1,4 @@
-"""Annealing of plans, on the arrays and loops of `planner.kernel`, whose module says what the arrays mean."""
+"""Annealing of plans, with the compiled loops of `planner.kernel`, which also documents the arrays."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +46,7 @@ from slipstream.planner.search.incumbent import Incumbent
 
 
 def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> Chain:
-    """A chain whose state is a plan: its assignment, and an order of all ops."""
+    """Return an annealing chain whose state is a plan: the assignment of `arrays`, and an order of all ops."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
     state = _state(arrays, order, params.spare_units)
     return Chain(
@@ -64,14 +64,14 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Another chain of the same instance that begins as a chain is now."""
+    """Return another chain of the same instance, starting from the present state of a chain."""
     own = {field: _copied(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_random(seed))
 
 
 def _copied(value: Any) -> Any:
-    """An array, or a tuple of arrays."""
+    """Return a copy of an array, or of a tuple of arrays."""
     return value.copy() if isinstance(value, np.ndarray) else type(value)(*map(_copied, value))
 
 
@@ -110,9 +110,9 @@ def _state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
 
 
 def _after_group(arrays: ProblemArrays) -> Ints:
-    """For each worker, ticks from the end of its group to that of its window.
+    """Return, for each worker, the ticks from the end of its group to the end of its window.
 
-    Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
+    With a synchronous optimizer, all windows end with the job: no step starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.linking:
@@ -123,7 +123,7 @@ def _after_group(arrays: ProblemArrays) -> Ints:
 
 
 def _members(arrays: ProblemArrays) -> Ints:
-    """[pipeline, number] its workers."""
+    """Return the rows of the workers of each pipeline."""
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
     for row, worker in enumerate(arrays.workers):
         members[worker.pipeline].append(row)
@@ -131,12 +131,12 @@ def _members(arrays: ProblemArrays) -> Ints:
 
 
 def _hosts(arrays: ProblemArrays) -> Ints:
-    """[slice, number] the workers that may run it."""
+    """Return the rows of the workers that may run each slice."""
     return padded([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders])
 
 
 def _costs(arrays: ProblemArrays) -> Ints:
-    """[kind, slice, worker] ticks of an op; 0 where it cannot run."""
+    """Return the ticks of an op by kind, slice and worker; 0 if the worker does not hold the slice."""
     problem = arrays.problem
     cost = np.zeros((len(problem.kinds), len(problem.layers_of), len(arrays.workers)), dtype=np.int64)
     for number, holders in enumerate(problem.holders):
@@ -146,7 +146,7 @@ def _costs(arrays: ProblemArrays) -> Ints:
 
 
 def _holds(problem: Problem, number: int) -> tuple[int, ...]:
-    """What F, I and W of a slice add to the memory that their worker holds."""
+    """Return the changes that F, I and W of a slice make to the memory of their worker."""
     activation, stash = problem.activation(number), problem.stash(number)
     return (activation, stash - activation, -stash)[:len(problem.kinds)]
 
@@ -156,7 +156,7 @@ def _zeros(size: int) -> Ints:
 
 
 def _random(seed: int) -> Any:
-    """The state of the random numbers: never 0, far apart for neighbouring seeds."""
+    """Return the state of the random number generator: never 0, and far apart for neighbouring seeds."""
     return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
 
 
@@ -164,13 +164,13 @@ def _random(seed: int) -> Any:
 
 
 OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
-"""What a step may be (`planner.kernel`); `AnnealingParams` says how often."""
+"""Kinds of steps (`planner.kernel`). `AnnealingParams` gives their frequencies."""
 
 
 class AnnealingChain:
     """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
 
-    The deadlines of the groups are those of the plan at first, and annealing shifts them, until told to `keep` some.
+    The deadlines of the groups start as those of the plan, and annealing shifts them until `keep` fixes some.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -181,10 +181,10 @@ class AnnealingChain:
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
         self.round_steps = round_steps(ops, pipelines, params)
-        """Steps between two looks at the clock."""
+        """Number of steps between two looks at the clock."""
         self._cycle_steps, self._step = first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
-        """Orders tried, and cooling cycles done."""
+        """Number of orders tried, and of cooling cycles completed."""
         self._shifts = 0
         self._set_deadlines(solution)
         _copy(self._chain.state, self._chain.best)
@@ -194,7 +194,7 @@ class AnnealingChain:
         self.loosen()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """As the plan keeps them; synchronous: so that all windows end together, at 0."""
+        """Set the deadlines to those of the plan. With a synchronous optimizer, all windows then end together, at 0."""
         chain = self._chain
         if self._problem.interleaved:
             ends = group_ends(solution)
@@ -211,23 +211,23 @@ class AnnealingChain:
             chain.state.deadline[:] = ends_before_last(self._arrays, group_ends(solution))
 
     def _begin(self) -> None:
-        """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
+        """Begin the next cooling cycle, or restart the present one because the best plan or the rules have changed."""
         self._cycle = self._next_cycle()
         measure_best(self._chain, self._cycle)
 
     @property
     def period(self) -> int:
-        """Of the best plan so far, in ticks."""
+        """Period of the best plan so far, in ticks."""
         return int(self._chain.record[PERIOD])
 
     @property
     def operators(self) -> dict[str, tuple[int, int, int]]:
-        """How often each operator was tried, was accepted, and made the best plan shorter."""
+        """Counts of each operator: (attempts, accepted attempts, attempts that made the best plan shorter)."""
         return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATORS.items()}
 
     @property
     def deadlines(self) -> list[int]:
-        """Of the best plan so far, by group; 0 for groups that have no worker in this piece."""
+        """Deadlines of the best plan so far, by group; 0 for groups that have no worker in this piece."""
         here = np.zeros_like(self._chain.best.deadline)
         here[self._arrays.group] = 1
         deadlines: list[int] = (here * self._chain.best.deadline).tolist()
@@ -235,11 +235,11 @@ class AnnealingChain:
 
     @property
     def between_cycles(self) -> bool:
-        """Whether a cooling cycle is about to begin."""
+        """True if a cooling cycle is about to begin."""
         return self._step == 0
 
     def keep(self, deadlines: Sequence[int]) -> None:
-        """From now on keep these deadlines."""
+        """Fix the deadlines of this chain to the given ones."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -249,30 +249,30 @@ class AnnealingChain:
                 else:
                     state.deadline[:] = deadlines
                     end_with_deadlines(self._chain.instance, state)
-            measure_best(self._chain, self._cycle)  # tells what to aim at
+            measure_best(self._chain, self._cycle)  # updates the period to aim at
             self._begin()
 
     def loosen(self) -> None:
-        """Deadlines may be shifted again."""
+        """Allow deadlines to be shifted again."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
         self._begin()
 
     def twin(self, seed: int) -> "AnnealingChain":
-        """Another chain of the same piece: it begins with the best plan of this one."""
-        other = copy(self)
-        other._chain = twin_chain(self._chain, seed)
-        other._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
-                                               self._params)
-        other._step = other.steps = other.cycles = 0
-        other.take(self)
-        return other
+        """Return another chain of the same piece that begins with the best plan of this one."""
+        copied = copy(self)
+        copied._chain = twin_chain(self._chain, seed)
+        copied._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
+                                                self._params)
+        copied._step = copied.steps = copied.cycles = 0
+        copied.take(self)
+        return copied
 
     def take(self, other: "AnnealingChain") -> None:
-        """Go on from the best plan of another chain of the same piece, under its rules."""
-        for mine in (self._chain.state, self._chain.best):
-            _copy(other._chain.best, mine)
+        """Continue from the best plan of another chain of the same piece, under the rules of that chain."""
+        for state in (self._chain.state, self._chain.best):
+            _copy(other._chain.best, state)
         self._chain.record[:] = other._chain.record
         self._shifts = other._shifts
         self._begin()
@@ -293,26 +293,26 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def cool_within(self, rounds: float) -> None:
-        """Have the present cooling cycle end within so many more rounds: one cut off while hot has found little."""
+        """End the present cooling cycle within `rounds` more rounds: a cycle cut off while hot finds little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
-        """One round of steps."""
+        """Run one round of steps."""
         self.advance(self.round_steps)
 
     def advance(self, steps: int) -> None:
-        """Some steps, at most to the end of the cooling cycle."""
+        """Run some steps, at most to the end of the cooling cycle."""
         end = min(self._step + steps, self._cycle.steps)
         while self._step < end and self.period > self._goal:
             reached = anneal(self._chain, self._cycle, self._step, end)
             self.steps += reached - self._step
             self._step = reached
-            if reached < end:  # what the cycle aimed at
+            if reached < end:  # the cycle has reached its target
                 self._cycle = self._cycle._replace(goal=self._aim())
                 measure_best(self._chain, self._cycle)
-        if end == self._cycle.steps:  # go on from the best, in another way or more slowly
+        if end == self._cycle.steps:  # continue from the best plan with the next cooling
             self.cycles, self._step = self.cycles + 1, 0
             if self.cycles % len(self._params.cycles) == 0:
                 self._cycle_steps *= 2
@@ -320,7 +320,7 @@ class AnnealingChain:
             self._begin()
 
     def solution(self) -> Solution:
-        """The best plan so far, on the clock of its deadlines."""
+        """Return the best plan so far, on the clock of its deadlines."""
         chain, arrays = self._chain, self._arrays
         time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
@@ -336,22 +336,23 @@ def _copy(source: State, target: State) -> None:
 
 
 def aim(period: int, goal: int, share: float) -> int:
-    """What a cooling cycle aims at when the best plan has this period, in ticks; the goal: what no plan can beat.
+    """Return the period that a cooling cycle aims at when the best plan has this period, in ticks.
 
-    Often no plan reaches the goal. That windows which do not matter come near to it is then bought with longer ones
-    that do: from a list schedule of 4,136 ticks, whose layout allows 4,118, a cycle that aimed at a bound of 4,030 cut
-    what windows exceed it by from 606 to 472, and ended at 4,152. `share`: of the way from the period to the goal.
+    The goal is a bound that often no plan reaches. A cycle that aims at it shortens windows that do not matter at the
+    cost of longer ones that do: from a list schedule of 4,136 ticks, whose layout allows 4,118, a cycle that aimed at a
+    bound of 4,030 reduced the total excess of all windows from 606 to 472, and ended at 4,152. `share` is the fraction
+    of the way from the period to the goal.
     """
     return max(goal, int(period - share * (period - goal)))
 
 
 def first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Steps of the first cooling cycles. At most a step times the ops of one pipeline anew."""
+    """Return the number of steps of the first cooling cycles. A step retimes at most one pipeline's ops."""
     return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
 
 
 def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Steps between two looks at the clock."""
+    """Return the number of steps between two looks at the clock."""
     return max(1, min(params.steps_per_round, params.ops_per_round * pipelines // ops))
 
 
@@ -359,21 +360,24 @@ def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
 
 
 TELL_SECONDS, TELL_SHARE = 0.5, 0.1
-"""Between two better plans that are told of, and the share of the time that it may take: to join their pieces takes as
-long as some rounds."""
+"""Seconds between two reported improvements, and the share of the time that reporting may take.
+
+Joining the pieces for a report takes as long as some rounds.
+"""
 
 
 def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                   cycles: int | None = None, tell: Callable[[Incumbent], None] = lambda _: None) -> Incumbent:
-    """With a solution of each piece that is no worse, after some cooling cycles of every critical piece.
+    """Anneal the pieces of a candidate, always the critical ones, and return it with solutions that are no worse.
 
-    Ends at the budget's end (`cycles` None: only then), or at the bound. `tell` gets better ones now and then.
+    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every critical piece
+    (None: no limit). From time to time, `tell` receives a better candidate.
     """
     goal, clock = known.bound.ticks, budget.clock
     pieces = _Pieces(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
                                              for solution in known.solutions])
     start, slowest = clock.now(), 0.0
-    told, when = pieces.period, start + TELL_SECONDS
+    reported_period, next_report = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(params.chains) as others:
         while budget.end(pieces.period, goal, slowest) is None:
             began = clock.now()
@@ -388,53 +392,53 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
             pieces.end_round()
             slowest = max(slowest, clock.now() - began)
             pieces.cool_within(budget.seconds * pieces.rounds / (clock.now() - start))
-            if pieces.period < told and clock.now() > when:
-                told, began = pieces.period, clock.now()
+            if pieces.period < reported_period and clock.now() > next_report:
+                reported_period, began = pieces.period, clock.now()
                 tell(pieces.result())
-                when = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
+                next_report = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
     pieces.count(budget.tally)
     return pieces.result()
 
 
 class _PieceChains:
-    """A piece and its annealing chains, the second begun when it is first asked for."""
+    """A piece and its annealing chains. The second chain is created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.better = 0
-        """Rounds of annealing, and which of them found the last better plan."""
+        """Number of annealing rounds, and of the round that found the last improvement."""
         self._problem, self._seed = solution.arrays.problem, seed * params.chains
         self.chains = [AnnealingChain(solution, goal, self._seed, params)]
         self.period = self.best.period
 
     @property
     def single(self) -> bool:
-        """Whether it is one pipeline by itself: a healthy one, or one whose layers its live workers share."""
+        """True if the piece is one pipeline: a healthy one, or one whose live workers share its layers."""
         return self._problem.grid.pipelines == 1
 
     @property
     def best(self) -> AnnealingChain:
-        """The chain with the best plan."""
+        """Chain with the best plan."""
         return min(self.chains, key=lambda chain: chain.period)
 
     @property
     def cycles(self) -> int:
-        """Cooling cycles done."""
+        """Number of cooling cycles completed."""
         return self.chains[0].cycles
 
     def chain(self, number: int) -> AnnealingChain:
-        """A chain by its number."""
+        """Return the chain of this number, creating it if it is the next one."""
         if number == len(self.chains):
             self.chains.append(self.best.twin(self._seed + number))
         return self.chains[number]
 
     def keep(self, deadlines: Sequence[int]) -> None:
-        """From now on keep these deadlines."""
+        """Fix the deadlines of all chains."""
         for chain in self.chains:
             chain.keep(deadlines)
         self.period = self.best.period
 
     def end_round(self) -> None:
-        """Chains that have done a cycle go on from the best plan of all."""
+        """Let chains that have completed a cycle continue from the best plan of all chains."""
         self.rounds += 1
         best = self.best
         for chain in self.chains:
@@ -445,26 +449,26 @@ class _PieceChains:
 
 
 def _complete(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each with the latest of the others for groups whose deadline is 0 in it: it has none of their workers."""
+    """Replace deadlines of 0, for groups without workers in a piece, by the latest deadline of the other pieces."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
-    return [[own or other for own, other in zip(mine, latest, strict=True)] for mine in deadlines]
+    return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
 
 class _Pieces:
-    """The pieces, which must all keep the same deadlines.
+    """The pieces of a candidate, which must all keep the same deadlines.
 
-    Where all but one are single pipelines, the longest one, or that which is none, may shift the deadlines until
-    another one is annealed, which must be able to rely on them.
+    If all pieces but at most one are single pipelines, one piece may shift the deadlines: the one that is not single,
+    or else the longest. This ends when another piece is annealed, which must be able to rely on the deadlines.
     """
 
     def __init__(self, known: Incumbent, chains: int, pieces: list[_PieceChains]) -> None:
         self._known, self._chains, self._pieces = known, chains, pieces
         self.rounds = 0
-        """Of annealing, of any piece."""
+        """Number of annealing rounds of all pieces."""
         self._annealed: list[_PieceChains] = []
-        """In the present round."""
+        """Pieces that are annealed in the present round."""
         self._shifting: _PieceChains | None = None
-        """The piece that may shift the deadlines."""
+        """Piece that may shift the deadlines."""
         if len(pieces) == 1:
             self._shifting = pieces[0]
             return
@@ -487,11 +491,11 @@ class _Pieces:
 
     @property
     def period(self) -> int:
-        """Of the whole."""
+        """Period of the whole."""
         return max(piece.period for piece in self._pieces)
 
     def next_chains(self, goal: int) -> list[AnnealingChain]:
-        """What to anneal next: the longest piece, and beside it the next one if that is nearly as long."""
+        """Return the chains to anneal next: those of the longest piece, or one each of the longest pieces."""
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
@@ -500,7 +504,7 @@ class _Pieces:
         return [order[0].chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Exchange what the chains of a round have found."""
+        """Exchange the plans and deadlines that the chains of a round have found."""
         self.rounds += 1
         for piece in self._annealed:
             piece.end_round()
@@ -514,20 +518,20 @@ class _Pieces:
             self._keep(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
     def cool_within(self, rounds: float) -> None:
-        """Have the present cooling cycles end within so many more rounds, in which pieces take turns as before."""
+        """End the present cooling cycles within `rounds` more rounds, divided over the pieces as so far."""
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.cool_within(rounds * piece.rounds / self.rounds)
 
     def count(self, tally: Tally) -> None:
-        """Add what the operators of all chains have done."""
+        """Add the attempts of all chains' operators to the tally."""
         for piece in self._pieces:
             for chain in piece.chains:
-                for name, (tried, _, better) in chain.operators.items():
-                    tally.add(f"annealing: {name}", tried, better)
+                for name, (attempts, _, better) in chain.operators.items():
+                    tally.add(f"annealing: {name}", attempts, better)
 
     def result(self) -> Incumbent:
-        """The best plans found, on one clock."""
+        """Return the candidate with the best plans found, on one clock."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
         deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))

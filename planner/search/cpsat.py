@@ -1,4 +1,4 @@
-"""CP-SAT: improve a plan, which is the hint and never made worse, and prove how short one can be."""
+"""CP-SAT: improves a plan, which serves as hint and never becomes worse, and proves lower bounds on the period."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,10 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """One start per op, one literal per possible host of a unit with a choice, a window per column, and the period."""
+    """Variables: a start per op, a literal per possible host of a unit, a window per column, and the period.
+
+    Units with a single possible host have no literal.
+    """
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
         self.horizon = horizon
@@ -67,7 +70,7 @@ class Variables:
                 self.runs[host].append((kind, unit, interval))
 
     def literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
-        """Each possible host with the literal that chooses it, None where there is no choice."""
+        """Yield each possible host with the literal that chooses it, or None if there is no choice."""
         for host in self.hosts[unit]:
             yield host, self.on.get((unit, host))
 
@@ -76,7 +79,7 @@ class Variables:
 
 
 class Constraints:
-    """Adds every rule to the model; F, I and W are start times, p durations, h hosts."""
+    """Adds all rules to the model. In the formulas, F, I and W are start times, p durations and h hosts."""
 
     def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
         self._model = model
@@ -84,14 +87,14 @@ class Constraints:
         self._variables = variables
 
     def add_rules(self) -> None:
-        """All rules, in the order of the problem's statement."""
+        """Add all rules, in the order of the problem's statement."""
         self._data_flows()
         self._one_op_at_a_time()
         self._memory()
         self._windows()
 
     def add_implied(self) -> None:
-        """What follows from the rules, and one order of what may change names: no plan becomes longer by it."""
+        """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan longer."""
         self._microbatches_in_order()
         self._columns_at_once()
         self._loads()
@@ -99,7 +102,7 @@ class Constraints:
         self._workers_in_order()
 
     def _data_flows(self) -> None:
-        """Start of an op >= end of each producer + transfer where a tensor crosses and their hosts differ.
+        """Require start of an op >= end of each producer + transfer if a tensor crosses and their hosts differ.
 
         Neighbouring virtual stages lie on different workers unless they share a column and a host.
         """
@@ -117,23 +120,23 @@ class Constraints:
                     self._transfer_unless_same_host(producer, key)
 
     def _transfer_unless_same_host(self, producer: OpKey, key: OpKey) -> None:
-        """Both units in one column: start >= end + transfer unless one host runs both."""
+        """Require start >= end + transfer for two units in one column, unless one host runs both."""
         variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
         hop = self._problem.times.transfer
         for host, literal in variables.literals(source):
             other = variables.on.get((target, host))
             if literal is None or (other is None and variables.hosts[target] == (host,)):
-                continue  # the whole pipeline runs this column on its own worker
+                continue  # both units then run on this host
             away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
             away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
 
     def _one_op_at_a_time(self) -> None:
-        """No two ops of a worker overlap."""
+        """Require that no two ops of a worker overlap."""
         for runs in self._variables.runs.values():
             self._model.add_no_overlap(interval for *_, interval in runs)
 
     def _memory(self) -> None:
-        """At every time on every worker: activations (F start to I end) + stashes (I end to W end) <= capacity."""
+        """Require activations (F start to I end) + stashes (I end to W end) <= capacity at all times."""
         problem = self._problem
         if problem.memory is None:
             return
@@ -147,14 +150,14 @@ class Constraints:
                                            problem.room(worker))
 
     def _held(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
-        """What a unit holds on a host: (interval, amount), present when the host is chosen."""
+        """Return the intervals and amounts of a unit's memory on a host, present if the host is chosen."""
         problem, variables = self._problem, self._variables
         start = variables.start[OpKind.F, *unit]
         freed = variables.end[problem.gradient_kind, *unit]
         spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.slice))]
         if problem.backward == "split":
             spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.slice)))
-        found = []
+        intervals = []
         for begin, end, amount in spans:
             if not amount:
                 continue
@@ -162,15 +165,16 @@ class Constraints:
             literal = variables.on.get((unit, host))
             interval = self._model.new_interval_var(begin, length, end, "held") if literal is None else \
                 self._model.new_optional_interval_var(begin, length, end, literal, "held")
-            found.append((interval, amount))
-        return found
+            intervals.append((interval, amount))
+        return intervals
 
     def _windows(self) -> None:
-        """R_c <= every start and E_c >= every end in column c; the period follows from the windows.
+        """Require R_c <= every start and E_c >= every end in column c, and derive the period from these windows.
 
         Columns that reduce gradients together end together.
-        Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so
-        period >= E_c + A + O and period >= E_c + O of any column, from time 0.
+
+        Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so period
+        >= E_c + A + O and period >= E_c + O of any column, from time 0.
         """
         problem, variables, model = self._problem, self._variables, self._model
         for key, start in variables.start.items():
@@ -189,10 +193,10 @@ class Constraints:
                 model.add(variables.period >= variables.last[column] + slowest)
 
     def _microbatches_in_order(self) -> None:
-        """Symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
+        """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
 
-        They are interchangeable: handing the k-th F, I and W of every stage to micro-batch k keeps every rule. Where
-        some unit has a choice that is not so.
+        They are interchangeable: assigning the k-th F, I and W of every stage to micro-batch k keeps every rule. This
+        is not true if some unit has a choice of hosts.
         """
         problem, variables = self._problem, self._variables
         grid = problem.grid
@@ -200,7 +204,7 @@ class Constraints:
             if any(len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
                 continue
             for microbatch in range(count - grid.chains):
-                later = microbatch + grid.chains  # the next one along the same chain
+                later = microbatch + grid.chains  # next micro-batch of the same chain
                 for stage in grid.path(microbatch):
                     for kind in problem.kinds:
                         early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, later)
@@ -208,9 +212,9 @@ class Constraints:
 
 
     def _columns_at_once(self) -> None:
-        """No more ops of a column at a time than it has live workers, whoever runs them.
+        """Allow at most as many ops of a column at a time as it has live workers, whichever workers run them.
 
-        Ops take the time of the fastest possible host at least.
+        Each op takes at least the time of its fastest possible host.
         """
         problem, variables = self._problem, self._variables
         for column, pipelines in enumerate(problem.live_by_column):
@@ -223,7 +227,7 @@ class Constraints:
             self._model.add_cumulative(spans, [1] * len(spans), len(pipelines))
 
     def _loads(self) -> None:
-        """What a worker runs fits in the period, with its closing ops."""
+        """Require that the ops of a worker, with its closing ops, fit in the period."""
         problem, variables = self._problem, self._variables
         for worker, runs in variables.runs.items():
             ticks = [(problem.cost(kind, unit.slice, worker), variables.on.get((unit, worker)))
@@ -233,9 +237,9 @@ class Constraints:
                                 + problem.column_closing(worker.column) <= variables.period)
 
     def _forwards_in_order(self) -> None:
-        """Symmetry: micro-batches that are `interchangeable` begin at their first stage in the order of their names.
+        """Break symmetry: `interchangeable` micro-batches begin at their first stage in the order of their names.
 
-        Of n workers there, none begins the n-th next one before an F has ended.
+        With n workers there, the F of the n-th next one starts only after this F has ended.
         """
         problem, variables = self._problem, self._variables
         for batches in interchangeable(problem):
@@ -249,9 +253,10 @@ class Constraints:
                 self._model.add(early + least <= late)
 
     def _workers_in_order(self) -> None:
-        """Symmetry: of equal workers of a column, one runs its first micro-batch only after the one before did.
+        """Break symmetry: of equal workers, each runs its first micro-batch only after the worker before it did.
 
-        Wherever all micro-batches may change names, and each may be run by any worker of a column, which then may, too.
+        This requires that all micro-batches are interchangeable and may run on any worker of a column, so that equal
+        workers are interchangeable, too.
         """
         problem, variables = self._problem, self._variables
         for equal, stage in equal_workers(problem):
@@ -267,35 +272,36 @@ class Constraints:
 
 
 def interchangeable(problem: Problem) -> list[list[MicroBatch]]:
-    """Micro-batches that take the same time everywhere and have the same hosts, some of which are to be chosen.
+    """Return groups of micro-batches that have equal times and equal hosts, some of which are to be chosen.
 
-    Where holders share all micro-batches, those of all pipelines along a chain; else, those of a pipeline.
+    If holders share all micro-batches, a group spans all pipelines along a chain; otherwise it has those of one
+    pipeline.
     """
     grid, groups = problem.grid, []
     for chain in range(grid.chains):
-        found = [[MicroBatch(pipeline, microbatch) for microbatch in range(chain, count, grid.chains)]
-                 for pipeline, count in enumerate(grid.microbatches)]
-        groups += [list(chain_of.from_iterable(found))] if problem.sharing else found
+        batches_by_pipeline = [[MicroBatch(pipeline, microbatch) for microbatch in range(chain, count, grid.chains)]
+                               for pipeline, count in enumerate(grid.microbatches)]
+        groups += [list(chain_of.from_iterable(batches_by_pipeline))] if problem.sharing else batches_by_pipeline
     return [batches for batches in groups if batches and any(
         len(problem.hosts(stage, batches[0].pipeline)) > 1 for stage in problem.grid.path(batches[0].microbatch))]
 
 
 def equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
-    """Workers of a column that may change places, and a stage that each micro-batch passes there."""
+    """Return groups of interchangeable workers of a column, each with a stage that every micro-batch passes there."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
-    found = []
+    groups = []
     for column in range(problem.grid.columns):
         stage = problem.grid.stages_of(column)[0]
         kinds: dict[LiveWorker, list[Worker]] = {}
         for worker in problem.holders[stage]:
             kinds.setdefault(problem.workers[worker], []).append(worker)
-        found += [(equal, stage) for equal in kinds.values() if len(equal) > 1]
-    return found
+        groups += [(equal, stage) for equal in kinds.values() if len(equal) > 1]
+    return groups
 
 
 class Renaming:
-    """A plan's micro-batches and workers under the names that the model allows for them."""
+    """Names of a plan's micro-batches and workers that satisfy the model's symmetry breaking."""
 
     def __init__(self, problem: Problem, plan: Solution) -> None:
         self._batches: dict[MicroBatch, MicroBatch] = {}
@@ -310,18 +316,18 @@ class Renaming:
             self._workers |= dict(zip(sorted(equal, key=first_use.__getitem__), equal, strict=True))
 
     def batch(self, pipeline: int, microbatch: int) -> MicroBatch:
-        """The micro-batch of the plan that is to have this name."""
+        """Return the micro-batch of the plan that gets this name."""
         return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
 
     def worker(self, worker: Worker) -> Worker:
-        """The name that a worker of the plan is to have."""
+        """Return the name that a worker of the plan gets."""
         return self._workers.get(worker, worker)
 
 
 POLL_SECONDS = 0.05
 
 PROVED = "what CP-SAT proved"
-"""What its bounds count."""
+"""Description of the bounds that CP-SAT proves."""
 
 
 class _OnSolution(cp_model.CpSolverSolutionCallback):
@@ -332,41 +338,41 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
         self._progress = progress
 
     def on_solution_callback(self) -> None:
-        """Called by the solver."""
+        """Report the period of a new solution. CP-SAT calls this method."""
         self._progress(round(self.objective_value))
 
 
 def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget, progress: Callable[[int], None],
             params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
-    """Search for a smaller period within the budget, starting from `hint`: (solution, its period, the bound proven).
+    """Search within the budget for a shorter plan than `hint`. Return the best plan, its period, and the proven bound.
 
-    The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
-    depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
-    the cores for different entries.)
+    The same seed gives the same result whenever optimality is proven in time: with one search thread, only the end
+    depends on the clock. (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for
+    different entries.)
     """
-    before = solution_period(hint)
-    model, variables = _model(problem, lower_bound, before)
-    _give_hint(model, problem, variables, hint, before)
+    hint_period = solution_period(hint)
+    model, variables = _model(problem, lower_bound, hint_period)
+    _give_hint(model, problem, variables, hint, hint_period)
     solver, status = _solve(model, variables, budget, params, _OnSolution(progress))
     if status == cp_model.UNKNOWN:
-        return hint, before, lower_bound
+        return hint, hint_period, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
-    found = _read(hint.arrays, variables, solver)
-    after = solution_period(found)
-    assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
+    solution = _read(hint.arrays, variables, solver)
+    new_period = solution_period(solution)
+    assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
-    return found, after, min(bound, after)
+    return solution, new_period, min(bound, new_period)
 
 
 def excludes(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
-    """Whether it is proven within the budget that no plan has a shorter period."""
+    """Return whether it is proven within the budget that no plan has a shorter period."""
     model, variables = _model(problem, 0, period - 1)
     return _solve(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
 def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
-    """The problem as a model that looks for the shortest period between two."""
+    """Return a model that minimises the period between `shortest` and `longest`, and its variables."""
     model = cp_model.CpModel()
     variables = Variables(model, problem, _horizon(problem, longest))
     constraints = Constraints(model, problem, variables)
@@ -380,7 +386,7 @@ def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpMo
 
 def _solve(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
            on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-    """Run a solver beside this thread, so that the search can be ended in good order."""
+    """Run the solver in another thread, so that this thread can stop the search."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     for name, limit in budget.clock.solver_limits(budget.seconds).items():
@@ -394,19 +400,19 @@ def _solve(model: cp_model.CpModel, variables: Variables, budget: Budget, params
         while not running.done():
             wait([running], timeout=POLL_SECONDS)
             if budget.stopped:
-                solver.stop_search()  # again and again: it is lost on a search that has not quite begun
+                solver.stop_search()  # repeated: a search that has just begun may miss it
         status = running.result()
     budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
     return solver, status
 
 
 def _horizon(problem: Problem, period: int) -> int:
-    """No op of any plan whose period is at most `period` ends later than this, once its first op starts at 0.
+    """Return a time by which all ops of any plan with at most this period end, if its first op starts at 0.
 
-    Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is
-    the F of some micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in every column c, and
-    its I at the first stage follows its F at s, hence
-    R_c <= F(s) <= I(first) <= R_c0 + period = period; and all ops of column c end by R_c + period <= 2 period.
+    Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is the F of some
+    micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in every column c, and its I at the
+    first stage follows its F at s, hence R_c <= F(s) <= I(first) <= R_c0 + period = period; and all ops of column c end
+    by R_c + period <= 2 period.
     """
     return period if problem.optimizer == "synchronous" else 2 * period
 
@@ -424,7 +430,7 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         host = hint.hosts[Unit(stage, *batch)]
         end = start + problem.cost(kind, stage, host)
         end_variable = variables.end[key]
-        if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # it is where the op takes 0
+        if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # equal if the op takes 0
             model.add_hint(end_variable, end)
         column = problem.column_of[stage]
         first[column], last[column] = min(first[column], start), max(last[column], end)
@@ -453,9 +459,9 @@ def _read(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver
 
 
 def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
-    """A run order for ops that share an instant, the same on all workers: older micro-batches first, each as it flows.
+    """Return a sort key for simultaneous ops, the same on all workers: older micro-batches first.
 
-    Any such order is free of circles, since what an op waits for at the same instant comes before it.
+    Any such order is free of cycles: an op that another one waits for at the same instant comes before it.
     """
     kind, stage, pipeline, microbatch = key
     entered = starts[OpKind.F, problem.grid.path(microbatch)[0], pipeline, microbatch]

@@ -1,9 +1,9 @@
-"""The search: candidates are ordered, the promising ones improved, the best one proven as far as that goes.
+"""The search: orders the ops of candidates, improves the promising ones, and proves the best one as far as possible.
 
-A candidate is a problem in which it is decided which layers each worker holds, and which slices micro-batches are cut
-into. First a few list schedules of each say which are worth more time. The best few of the layouts have many more, then
-the best few of all are annealed in turns, fewer each time, until one has the rest of the time (successive halving),
-and CP-SAT after a little annealing where it is small. A job with one candidate takes the same way.
+A candidate is a problem in which the layers of each worker and the slices of each micro-batch are decided. First, a few
+list schedules of each candidate show which ones deserve more time. The best few layouts get many more list schedules.
+Then the best few candidates are annealed in turns, fewer each time, until one has the rest of the time (successive
+halving); a small one is also given to CP-SAT after a little annealing. A job with one candidate is treated alike.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 LITTLE = 0.1
-"""Share of the time: list schedules that end with less of it left have used it up."""
+"""Share of the time: list schedules that end with less than this left have used up their time."""
 
 
 def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Incumbent:
-    """The best that the method finds within the budget, of one problem or of all that is proposed.
+    """Return the best candidate that the method finds within the budget, for one problem or for all proposals.
 
-    Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
+    Raises NoPlanError if no proposal has room for the micro-batches in flight.
     """
     proposals = given if isinstance(given, Proposals) else Proposals(first=given)
     if method in BASELINES:
@@ -48,7 +48,7 @@ def _baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbe
 
 
 class _Engine:
-    """The candidates of one search."""
+    """One search over candidates."""
 
     def __init__(self, proposals: Proposals, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
@@ -57,19 +57,19 @@ class _Engine:
         self._began = budget.clock.now()
 
     def best(self) -> Incumbent:
-        """The best of all. Raises NoPlanError where there is none."""
+        """Run the search and return the best candidate. Raises NoPlanError if there is none."""
         budget, several, proposals = self._budget, self._several, self._proposals
         first = None if proposals.first is None else divided(
             proposals.first, proposals.bound, shedding=not self._greedy, params=self._params.pieces)
         blocks = self._params.blocks
         if first is not None:
-            after = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
-            budget = budget.until(budget.deadline - after)
+            finish_seconds = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
+            budget = budget.until(budget.deadline - finish_seconds)
         share = self._layouts.share if several else self._params.lists.share
         lists = budget if self._greedy else budget.share(share)
         if first is not None:
-            beside = self._layouts.first_share_move if proposals.moving else self._layouts.first_share_fixed
-            self._add(first, lists.share(beside if several else 1.0))
+            first_share = self._layouts.first_share_move if proposals.moving else self._layouts.first_share_fixed
+            self._add(first, lists.share(first_share if several else 1.0))
         if several:
             self._add_layouts(lists)
         if not self._found:
@@ -89,8 +89,11 @@ class _Engine:
             ran=", ".join(budget.tally.techniques))
 
     def _end(self, best: Incumbent, budget: Budget) -> SearchEnd:
-        """List schedules alone end before the time where random steps find nothing better for long; annealing goes on
-        while any candidate may be better."""
+        """Return the reason why the search ended.
+
+        List schedules without annealing end early if random steps find nothing better for long. Annealing continues
+        while any candidate may improve.
+        """
         needs = LITTLE * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._promising()
         return budget.end(best.period, best.bound.ticks, needs) or (budget.clock.end if goes_on else SearchEnd.STALE)
@@ -102,34 +105,34 @@ class _Engine:
     # --- Propose, and order each ---
 
     def _add(self, known: Incumbent, budget: Budget) -> None:
-        """A few list schedules of a candidate. It is dropped where they get stuck for lack of memory."""
+        """Make a few list schedules of a candidate and keep it, unless all get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
-            found = list_schedules(known, budget, self._params.lists, steps)
-            self._found.append(with_solved(found, budget.solved or ()))
+            candidate = list_schedules(known, budget, self._params.lists, steps)
+            self._found.append(with_solved(candidate, budget.solved or ()))
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
         assert proposals.layouts is not None
-        made = proposals.layouts(params.fine_rate * budget.seconds)
-        left = self._layouts_within(budget.seconds)
-        # With no time at all, still the first one where layers may move: most often it is the best.
-        least = left - 1 if proposals.moving else left
-        while left and not self._over(budget) and (not self._found or left > least or budget.seconds > 0):
+        candidates = proposals.layouts(params.fine_rate * budget.seconds)
+        remaining = self._layouts_within(budget.seconds)
+        # If layers may move, examine the first layout even without time: it is usually the best.
+        least = remaining - 1 if proposals.moving else remaining
+        while remaining and not self._over(budget) and (not self._found or remaining > least or budget.seconds > 0):
             try:
-                known = next(made, None)
+                candidate = next(candidates, None)
             except LookupError as error:
                 if not self._found:
                     raise NoPlanError(str(error)) from None
                 return
-            if known is None:
+            if candidate is None:
                 return
             budget.clock.count(LAYOUT_STEPS * proposals.units)
-            self._add(known, budget.share(min(1.0, params.first / left)))
-            left -= 1
+            self._add(candidate, budget.share(min(1.0, params.first / remaining)))
+            remaining -= 1
 
     def _layouts_within(self, seconds: float) -> int:
-        """How many layouts are looked at: where annealing follows, which makes up for short lists, always as many."""
+        """Return the number of layouts to examine in this time: always the same if annealing follows."""
         params = self._layouts
         if not self._greedy:
             return params.most
@@ -138,17 +141,20 @@ class _Engine:
     # --- Improve the promising ---
 
     def _improve_small(self, budget: Budget) -> None:
-        """What CP-SAT knows and could still prove best, as if it were the only candidate: the same question without
-        layouts is answered by it alone, and a wider one should not be answered worse."""
+        """Improve small candidates with layers in place, each as if it were the only one, if CP-SAT may prove them.
+
+        A search with layers in place has only such a candidate, and a search over more layouts must not return a worse
+        plan.
+        """
         for known in self._promising():
             small = not known.moved and provable(known, self._params.cp_sat)
             if small and strongest_bound(known.problem).ticks * known.problem.tick_seconds < self._best.seconds:
                 self._replace(known, improve(known, budget, self._params))
 
     def _restart(self, budget: Budget) -> None:
-        """Random steps from the best list schedules of the most promising layouts, then of fewer.
+        """Take random steps from the best list schedules of the most promising layouts, then of fewer.
 
-        Large ones in two threads: most of the time is spent in compiled loops, which leave the interpreter to others.
+        Large layouts use two threads: most of the time is spent in compiled loops, which release the GIL.
         """
         params = self._layouts
         largest = max((known.problem.operations for known in self._promising() if known.moved), default=0)
@@ -158,13 +164,13 @@ class _Engine:
             if not ranked:
                 return
             within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
-            own, other = (ranked[::2], ranked[1::2]) if largest > params.largest_alone else (ranked, [])
-            second = within.beside()
+            first_half, second_half = (ranked[::2], ranked[1::2]) if largest > params.largest_alone else (ranked, [])
+            second_budget = within.beside()
             with ThreadPoolExecutor(1) as thread:
-                running = thread.submit(self._restart_each, other, second)
-                self._restart_each(own, within)
+                running = thread.submit(self._restart_each, second_half, second_budget)
+                self._restart_each(first_half, within)
                 running.result()
-            within.join(second)
+            within.join(second_budget)
 
     def _restart_each(self, some: Sequence[Incumbent], budget: Budget) -> None:
         for known, share in self._in_turn(some, budget):
@@ -172,7 +178,7 @@ class _Engine:
                 self._replace(known, list_schedules(known, share, self._params.lists, self._layouts.restart_steps))
 
     def _anneal(self, budget: Budget) -> None:
-        """Anneal the most promising few in turns, fewer each time, then one, with CP-SAT where it is small."""
+        """Anneal the most promising candidates in turns, fewer each time, then improve the best one."""
         for count, share in self._layouts.halvings:
             ranked = self._promising()[:count]
             if len(ranked) < 2:
@@ -185,19 +191,19 @@ class _Engine:
             self._replace(final[0], improve(final[0], budget, self._params))
 
     def _in_turn(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
-        """Each with an equal share of the time, until some candidate is as good as any can be."""
+        """Yield each candidate with an equal share of the time, until some candidate reaches its bound."""
         for number, known in enumerate(some):
             if self._over(budget):
                 return
             yield known, budget.share(1 / (len(some) - number))
 
     def _promising(self) -> list[Incumbent]:
-        """What may be the best after more work, what is expected to be the best first."""
+        """Return the candidates that may still improve, the best expected period first."""
         return sorted((known for known in self._found if known.open),
                       key=lambda known: known.expected(self._layouts.again))
 
     def _over(self, budget: Budget) -> bool:
-        """Whether some candidate is as good as any can be, or the search was stopped."""
+        """Return whether some candidate has reached its bound, or the search was stopped."""
         return budget.stopped or any(not known.open for known in self._found)
 
     def _replace(self, known: Incumbent, better: Incumbent) -> None:

@@ -1,4 +1,4 @@
-"""Improvement of candidates: by list schedules, by annealing, small pieces proven optimal by CP-SAT."""
+"""Improves candidates by list schedules and by annealing, and small pieces by CP-SAT."""
 
 import msgspec
 
@@ -15,15 +15,15 @@ from slipstream.schedules.schedule import Scope
 
 def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
                    steps: int | None = None) -> Incumbent:
-    """The best of many list schedules of each piece. No piece need be shorter than the longest one.
+    """Return the candidate with the best of many list schedules of each piece, at most `steps` of them at random.
 
-    Where the period of a piece is not that of the whole, only the latter is reported, in the end. `steps`: at random,
-    of each piece at most.
+    The search of a piece ends when its period is at most that of the longest piece. If there are several pieces, only
+    the final period of the whole is reported.
     """
-    found = _each_alone(known, budget, params, params.most_steps if steps is None else steps)
+    candidate = _each_alone(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
-        _report("list scheduler", found.period, known, budget)
-    return found
+        _report("list scheduler", candidate.period, known, budget)
+    return candidate
 
 
 def _report(method: str, period: int, known: Incumbent, budget: Budget) -> None:
@@ -33,17 +33,17 @@ def _report(method: str, period: int, known: Incumbent, budget: Budget) -> None:
 
 def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
     order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
-    found: dict[int, tuple[Solution, int]] = {}
+    results: dict[int, tuple[Solution, int]] = {}
     longest = 0
     for number, index in enumerate(order):
         problem = known.pieces[index].problem
-        left = sum(known.pieces[other].problem.operations for other in order[number:])
-        part = budget.share(problem.operations / left)
-        found[index] = search(
-            problem, max(known.bound.ticks, longest), part, params, steps,
+        remaining = sum(known.pieces[other].problem.operations for other in order[number:])
+        piece_budget = budget.share(problem.operations / remaining)
+        results[index] = search(
+            problem, max(known.bound.ticks, longest), piece_budget, params, steps,
             lambda period: _report("list scheduler", period, known, budget) if len(order) == 1 else None)
-        longest = max(longest, found[index][1])
-    solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
+        longest = max(longest, results[index][1])
+    solutions, periods = zip(*(results[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)
 
 
@@ -52,7 +52,7 @@ def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int
 
 def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
            cycles: int | None = None) -> Incumbent:
-    """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
+    """Return the candidate after `cycles` cooling cycles of every critical piece (None: until the budget ends)."""
     begin = params.begin_seconds * known.operations
     if budget.end(known.period, known.bound.ticks, begin):
         return known
@@ -60,26 +60,26 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
 
     best = known
 
-    def tell(made: Incumbent) -> None:
+    def report_if_better(made: Incumbent) -> None:
         nonlocal best
         if made.period < best.period:
             best = made
             _report("annealing", made.period, known, budget)
 
-    done = anneal_pieces(known, budget, params, cycles, tell)
-    tell(done)
+    done = anneal_pieces(known, budget, params, cycles, report_if_better)
+    report_if_better(done)
     return msgspec.structs.replace(best, orders=done.orders, stale=done.stale, cycles=done.cycles) if done.orders \
         else best
 
 
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
-    """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
+    """Return the indices of the pieces that are small enough for CP-SAT. Its model requires layers held by column."""
     return [index for index, piece in enumerate(known.pieces)
             if not piece.problem.assigned and piece.problem.operations_by_host <= params.largest_proof]
 
 
 def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
-    """Better solutions of small pieces, the longest first, and perhaps a better bound."""
+    """Improve small pieces by CP-SAT, the longest first, which may also raise the bound."""
     for index in sorted(provable(known, params), key=known.periods.__getitem__, reverse=True):
         if known.periods[index] > known.target(index) and not budget.stopped:
             known = _prove_piece(known, index, budget.share(params.proof_share), params)
@@ -92,31 +92,31 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
     problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
 
     def report(ticks: int) -> None:
-        if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
+        if ticks < period and len(known.pieces) == 1:  # the hint itself is not reported
             _report("CP-SAT", ticks, known, budget)
 
     solution, after, bound = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget,
                                            progress=report, params=params)
     budget.tally.add("CP-SAT: from the best plan", helped=int(after < period))
-    found = known.with_piece(index, solution, after) if after < period else known
+    candidate = known.with_piece(index, solution, after) if after < period else known
     proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
-    # Its workers in any plan of the whole run a plan of this piece, if the ops of others are left out. Unless some of
-    # theirs might go to workers of other pieces.
+    # Any plan of the whole, without the ops of other pieces, contains a plan of this piece: its bound holds for the
+    # whole. This is not so if micro-batches of this piece may run on workers of other pieces.
     alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
     if proven.scope is known.bound.scope and target == known.bound.ticks and alone:
-        found = msgspec.structs.replace(found, bound=known.bound | proven)
-    return found
+        candidate = msgspec.structs.replace(candidate, bound=known.bound | proven)
+    return candidate
 
 
 def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """The problem of a piece: with any choice of hosts that the whole allows, where that is small enough."""
+    """Return the problem of a piece, with all hosts that the whole problem allows if that is small enough."""
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
     return shared if len(known.pieces) == 1 and shared.operations_by_host <= params.largest_proof else problem
 
 
 def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
+    """Return the candidate after annealing, and after CP-SAT in between if it has small pieces."""
     if not provable(known, params.cp_sat):
         return anneal(known, budget, params.annealing)
     known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
@@ -127,14 +127,13 @@ def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent
 
 
 STALE = 0.5
-"""Share of annealing without a better plan from which on more of it hardly helps."""
+"""Share of annealing without an improvement, beyond which more annealing hardly helps."""
 FEWEST_CYCLES = 3
-"""Cooling cycles without which the plan is the likely cause of a gap."""
+"""Number of cooling cycles below which a gap is probably due to the plan and not to the bound."""
 
 
 def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
-    """
+    """Describe how long a better plan was searched for, whether more time may help, and what the bound counts."""
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

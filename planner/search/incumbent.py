@@ -1,4 +1,4 @@
-"""Candidates: where they come from, and the best solution of each so far."""
+"""Candidates of a search: where they come from, and the best solution found for each."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,95 +16,93 @@ from slipstream.schedules.schedule import Schedule
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A candidate: the pieces of a problem, the best solution of each so far, and the proven bound; of the best one in
-    the end, how the search went.
+    """A candidate: the pieces of a problem, the best solution of each, and the bound. Periods are in ticks.
 
-    Periods are in ticks.
+    The best candidate also records how the search went.
     """
 
     problem: Problem
     pieces: tuple[Piece, ...]
     bound: Bound
-    """No plan of the whole has a shorter period."""
+    """Proven lower bound on the period of the whole problem."""
     solutions: tuple[Solution, ...] = ()
-    """By piece; empty until the list schedules are made."""
+    """Best solution of each piece; empty before the list schedules are made."""
     periods: tuple[int, ...] = ()
-    """Of each piece by itself."""
+    """Period of each piece separately."""
     period: int = 0
-    """Of the whole, its pieces on one clock: may be longer than theirs."""
+    """Period of the whole, with all pieces on one clock. It may be longer than the periods of the pieces."""
     deadlines: Sequence[int] | None = None
-    """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
+    """Latest ends of compute ops by group, if annealing has put all pieces on one clock."""
     moved: int = 0
-    """Memory of the layers that workers receive; where the job gives no weights, their number."""
+    """Memory of the layers that workers receive, or the number of these layers if the job gives no weights."""
     orders: int = 0
-    """That annealing tried in its last turn for the piece that was critical in the end;"""
+    """Number of orders that the last annealing tried for the piece that was critical at its end."""
     stale: float = 0.0
-    """the share of them since its last better plan;"""
+    """Share of these orders tried since the last improvement."""
     cycles: int = 0
-    """cooling cycles it went through;"""
+    """Number of cooling cycles of the last annealing."""
     gained: float = 0.0
-    """seconds by which the plan became shorter."""
+    """Seconds by which the last annealing shortened the plan."""
     ran: str = ""
-    """Of the best when the search is over: what really was tried, in words; what others run has its name."""
+    """Techniques that the search used, in words, or the name of a baseline method."""
     end: SearchEnd = SearchEnd.BOUND
-    """Why the search ended."""
+    """Reason why the search ended."""
     evidence: str = ""
-    """What is likely to leave a gap, or nothing."""
+    """Likely cause of a gap, or an empty string."""
     fixed_period: float | None = None
-    """Seconds: the best period found with layers in place, where they move in this one."""
+    """Best period found with layers in place, in seconds, if layers move in this candidate."""
 
     @property
     def seconds(self) -> float:
-        """Its period."""
+        """Period of the whole, in seconds."""
         return self.period * self.problem.tick_seconds
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
+        """Sort key, best first: period, then memory of moved layers, then number of ops."""
         return self.seconds, self.moved, self.problem.operations
 
     def expected(self, again: float) -> tuple[float, int, int]:
-        """As `rank`, of the period that is expected of more annealing, which gains again what it gained in its last
-        turn so often."""
+        """Return `rank` with the period expected if more annealing gains `again` times as much as the last."""
         return max(0.0, self.seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operations(self) -> int:
-        """Compute ops of all pieces, each once, however many pipelines are like it."""
+        """Number of compute ops of all pieces. Each piece counts once, regardless of its copies."""
         return sum(piece.problem.operations for piece in self.pieces)
 
     @property
     def open(self) -> bool:
-        """Whether a better plan may exist."""
+        """True if a shorter plan may exist."""
         return self.period > self.bound.ticks
 
     def target(self, index: int) -> int:
-        """The period below which a piece need not go: the bound, or those of the others."""
+        """Return the period below which a piece need not go: the bound, or the longest of the other pieces."""
         return max([self.bound.ticks, *self.periods[:index], *self.periods[index + 1:]])
 
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
-        """Other solutions of all pieces, with the period of each; on one clock where they have these deadlines."""
+        """Return the candidate with other solutions of all pieces, on one clock if `deadlines` are given."""
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.period(self.problem, solutions, deadlines)
         return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Another solution of one piece, on a clock of its own, unless the whole is longer with it."""
+        """Return the candidate with another solution of one piece, unless the whole would become longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
-        found = self.with_solutions(solutions, periods)
-        return found if found.period <= self.period else self
+        candidate = self.with_solutions(solutions, periods)
+        return candidate if candidate.period <= self.period else self
 
     def schedule(self, method: str = "") -> Schedule:
-        """Its schedule, with the bound; made by this method, by default by what was tried."""
+        """Build the schedule of this candidate, with its bound. The default of `method` is `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
 
 class Solved(msgspec.Struct, frozen=True, eq=False):
-    """A piece and its best solution, of a search that is over."""
+    """A piece and its best solution, from a search that has ended."""
 
     problem: Problem
     solution: Solution
@@ -112,21 +110,22 @@ class Solved(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_solved(known: Incumbent, solved: Sequence[Solved]) -> Incumbent:
-    """The candidate with what is known of its pieces, where that is shorter."""
+    """Return the candidate with solutions of earlier searches for pieces that these make shorter."""
     for index, piece in enumerate(known.pieces):
-        for one in solved:
-            if one.period < known.periods[index] and one.problem == piece.problem:
-                known = known.with_piece(index, one.solution, one.period)
+        for earlier in solved:
+            if earlier.period < known.periods[index] and earlier.problem == piece.problem:
+                known = known.with_piece(index, earlier.solution, earlier.period)
     return known
 
 
 def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
             params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """The pieces, with a bound; by default, the strongest that is proven. `moved`: see `Incumbent`.
+    """Return the pieces of a problem without solutions. The default bound is the strongest proven one.
 
-    Where live workers have equal time, each keeps its own micro-batches: a choice of hosts for all of them widens the
-    search more than it gains (measured: with it, plans of benchmarks.quality with capacity S were up to 4 % longer).
-    With `shedding` and few micro-batches, live workers of stages that have lost one may hand on theirs.
+    If all live workers have equal time, each keeps its own micro-batches: choosing hosts for all of them widens the
+    search more than it gains (measured: plans of benchmarks.quality with capacity S became up to 4 % longer). With
+    `shedding` and few micro-batches, live workers of stages that have lost a worker may hand on their own. See
+    `Incumbent` for `moved`.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.unequal_time or problem.assigned else \
@@ -137,7 +136,7 @@ def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = Tr
 
 def ordered(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution], bound: Bound | None = None,
             ran: str = "") -> Incumbent:
-    """The solutions that a rule makes of these pieces, each by itself."""
+    """Return the candidate with the solutions that the rule `order` makes of these pieces, each separately."""
     solutions = [order(piece.problem) for piece in pieces]
     return Incumbent(problem=problem, pieces=tuple(pieces), bound=bound or Bound(0, problem.scope), ran=ran) \
         .with_solutions(solutions, [solution_period(solution) for solution in solutions])
@@ -147,19 +146,21 @@ def ordered(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem]
 
 
 Layouts = Callable[[float], Iterator[Incumbent]]
-"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with
-`largest_fine`: see `planner.layout.candidates`. Raises LookupError where there is none."""
+"""Callable that yields candidates without solutions, the most promising first, each built on demand.
+
+Its argument is `largest_fine`, see `planner.layout.candidates`. Raises LookupError if there are no candidates.
+"""
 
 
 class Proposals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one question. Alone, a problem is its only candidate."""
+    """Sources of candidates for one search. A problem by itself is its only candidate."""
 
     first: Problem | None
-    """With layers in place; None where that has no plan."""
+    """Problem with layers in place; None if that has no plan."""
     bound: Bound | None = None
-    """In its ticks, where it must hold for the layouts, too."""
+    """Bound in ticks of `first`, which must also hold for the layouts; None: the strongest bound of `first` is used."""
     layouts: Layouts | None = None
     units: int = 0
-    """Micro-batches at stages."""
+    """Number of units of the problem, for estimating the time of a layout."""
     moving: bool = False
-    """Whether layers may move."""
+    """True if layers may move."""

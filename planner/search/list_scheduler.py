@@ -1,4 +1,4 @@
-"""List schedules of one problem under one assignment: what is chosen, and the call of the compiled scheduler."""
+"""List schedules of one problem under one assignment: assignment rules, dispatch rules, and the compiled scheduler."""
 
 import heapq
 import math
@@ -27,9 +27,9 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """A host for every unit: that of the layout; else its own worker where that is alive, else a peer by the rule.
+    """Choose hosts: the worker of the layout, else the pipeline's own if alive, else a peer by the rule.
 
-    "by-speed" leaves live workers only what they have time for: see `_by_speed`.
+    The rule "by-speed" may also move micro-batches from live workers: see `_by_speed`.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
@@ -47,7 +47,7 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
     for units in rerouted.values():
-        # By micro-batch, so that those of several pipelines share their peers evenly over time.
+        # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _lost(problem)
     if rule == "spread":
@@ -59,28 +59,28 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
 
 
 def _by_speed(problem: Problem) -> dict[Unit, Worker]:
-    """Each stage's micro-batches over its live workers, so that the last of them is done as early as can be.
+    """Distribute each stage's micro-batches over its live workers to minimise the longest load.
 
-    A worker keeps as many of its own as it gets, and the others, even over the iteration, go to those that get more:
-    to workers of pipelines that run the fewest of others so far.
+    A worker keeps its own micro-batches up to its count. The others, evenly spaced over the iteration, go to workers
+    with a higher count, first to pipelines that run the fewest micro-batches of others so far.
     """
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
     for stage in range(len(problem.grid.stages)):
-        price = _prices(problem, stage)
+        ticks_of = _prices(problem, stage)
         own = {pipeline: [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                           if stage in problem.grid.path(microbatch)]
                for pipeline, count in enumerate(problem.grid.microbatches)}
-        free = _counts(price, {host: len(own[host]) for host in price}, sum(map(len, own.values())))
-        shed: list[Unit] = []
+        free = _counts(ticks_of, {host: len(own[host]) for host in ticks_of}, sum(map(len, own.values())))
+        handed_on: list[Unit] = []
         for pipeline, units in own.items():
-            leaving = evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
-            shed += [unit for index, unit in enumerate(units) if index in leaving]
-            stay = [unit for index, unit in enumerate(units) if index not in leaving]
+            leaving_indices = evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
+            handed_on += [unit for index, unit in enumerate(units) if index in leaving_indices]
+            stay = [unit for index, unit in enumerate(units) if index not in leaving_indices]
             hosts.update(dict.fromkeys(stay, problem.worker(stage, pipeline)))
             if pipeline in free:
                 free[pipeline] -= len(stay)
-        for unit in sorted(shed, key=lambda unit: (unit.microbatch, unit.pipeline)):
+        for unit in sorted(handed_on, key=lambda unit: (unit.microbatch, unit.pipeline)):
             host = min((host for host in free if free[host]), key=lambda host: (foreign[host], -free[host], host))
             hosts[unit] = problem.worker(stage, host)
             free[host] -= 1
@@ -89,7 +89,7 @@ def _by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """How many units each host runs so that the last is done first; of equal choices, its own."""
+    """Return the number of units of each host that minimises the longest load. Ties go to hosts with own units."""
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
     heapq.heapify(heap)
@@ -101,21 +101,19 @@ def _counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dic
 
 
 def _round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:
-    """ReCycle's rule (SOSP 2024): peer after peer, whatever they already have to do."""
+    """Assign units to one peer after the other, regardless of their load: ReCycle's rule (SOSP 2024)."""
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
 def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Each to the peer whose pipeline runs the fewest of others so far, at whatever stage, where that peer has time.
+    """Assign each unit to the peer whose pipeline runs the fewest re-routed units at all stages, if that peer has time.
 
-    Pipelines with dead workers of their own come last: their micro-batches wait for peers, and their workers had better
-    have time to spare.
-
-    A peer has time for more than its share where the bound is set by another stage. The stages with the least to spare
+    Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
+    spare. A peer has time for more than its share if another stage sets the bound. The stages with the least spare time
     choose first.
     """
     bound = lower_bound(problem)
-    rerouted_to = [gone * count for gone, count in zip(lost, problem.grid.microbatches, strict=True)]
+    rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, Worker] = {}
     for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
         price = _prices(problem, stage)
@@ -132,28 +130,28 @@ def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence
 
 
 def _lost(problem: Problem) -> list[int]:
-    """How many workers each pipeline has lost."""
+    """Return the number of dead workers of each pipeline."""
     here = Counter(pipeline for live in problem.live_by_column for pipeline in live)
     return [problem.grid.columns - here[pipeline] for pipeline in range(problem.grid.pipelines)]
 
 
 def _prices(problem: Problem, stage: int) -> dict[int, int]:
-    """What a micro-batch takes on each pipeline's worker of a stage, in ticks."""
+    """Return the ticks that a micro-batch takes on each pipeline's worker of a stage."""
     return {host.pipeline: sum(problem.cost(kind, stage, host) for kind in problem.kinds)
             for host in problem.holders[stage]}
 
 
 def _least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Each to the peer that would be done first with all its work; of equal peers, to one whose pipeline is whole."""
-    price = _prices(problem, stage)
-    live = sorted(price, key=lambda host: (lost[host], host))
-    loads = [(price[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
+    """Assign each unit to the peer that finishes first; ties go to pipelines with fewer dead workers."""
+    ticks_of = _prices(problem, stage)
+    live = sorted(ticks_of, key=lambda host: (lost[host], host))
+    loads = [(ticks_of[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)
     hosts = {}
     for unit in units:
         load, order, host = heapq.heappop(loads)
         hosts[unit] = problem.worker(stage, host)
-        heapq.heappush(loads, (load + price[host], order + len(live), host))
+        heapq.heappush(loads, (load + ticks_of[host], order + len(live), host))
     return hosts
 
 
@@ -165,84 +163,91 @@ Rerouted = Literal["in turn", "first", "last"]
 
 
 STEPS = 64
-"""In which places in the turn of micro-batches are told apart, to one of a micro-batch."""
+"""Resolution of priorities: a micro-batch's place in the turn is rounded to 1 / STEPS."""
 RANKS_KEPT = 32
-"""Turns of micro-batches that are kept: neighbours of a rule share them, but random steps come by thousands."""
+"""Number of cached priority arrays. Neighbouring rules share them, but there are thousands of random steps."""
 Floats = NDArray[np.float64]
 
 
 class StuckError(Exception):
-    """Micro-batches wait for each other's room: workers hold too many layers for so little memory."""
+    """Raised when micro-batches wait for each other's memory: workers hold too many layers for their room."""
 
 
 class Places(NamedTuple):
-    """By how much a micro-batch goes before its turn."""
+    """Change of one micro-batch's place in the turn."""
 
     pipeline: int
     microbatch: int
     places: float
-    """In the turn; negative: after it."""
+    """Number of places by which the micro-batch moves forward in the turn; negative: backward."""
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The dispatching rule of a list scheduler: which ready op a worker starts, if any.
+    """Dispatch rule of a list scheduler: decides which ready op a worker starts, if any.
 
-    A gradient before a forward before a weight gradient; this says the rest. `planner.search.list_search` tries many.
+    Gradients come before forwards, and forwards before weight gradients; the fields decide the rest.
+    `planner.search.list_search` tries many rules.
     """
 
     lookahead: float = 0.0
-    """Leave a worker idle rather than start a W when a more urgent op is known to be ready within this share of it."""
+    """Share of a W's time: no W starts if a more urgent op is known to become ready within it."""
     forward_lookahead: float = 0.0
-    """Leave a worker idle rather than start an F when a gradient is known to be ready within this share of it."""
+    """Share of an F's time: no F starts if a gradient is known to become ready within it."""
     fill_wait: tuple[int, ...] | None = None
-    """The same before a worker's first gradient, in ticks by slice; None: as later.
+    """Ticks, by slice, of the same wait before a worker's first gradient; None: `forward_lookahead` applies there, too.
 
-    An F that delays the first gradient delays it at all earlier stages, where other ops will have to fill the time;
-    later on, there are ops enough.
+    An F that delays the first gradient delays it at all earlier stages, where other ops must fill the time. Later there
+    are enough ops.
     """
     advance: float = 0.0
-    """Micro-batches on longer routes than others go before these: by this many times what their way takes longer."""
+    """Priority of micro-batches on longer routes: they go ahead by this multiple of the extra time of their route."""
     gradient_advance: float = 0.0
-    """The same of their gradients."""
+    """Priority of gradients on longer routes, as `advance` for forwards."""
     places: tuple[Places, ...] = ()
-    """Single micro-batches that go before, or after, their turn."""
+    """Changes of the place in the turn of single micro-batches."""
     gradient_places: tuple[Places, ...] = ()
-    """The same of their gradients."""
+    """Changes of the place in the turn of the gradients of single micro-batches."""
     forward_order: ForwardOrder = "deepest"
-    """Which F first: the lowest micro-batch, or the one furthest along its chain."""
+    """Preferred F: "oldest" is the lowest micro-batch, "deepest" the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
-    """At most this many micro-batches a worker between F and the end of I, one number per slice.
+    """Maximum number of a worker's micro-batches between F and the end of I, by slice; None: no limit.
 
-    Memory that forwards do not take is left for weight gradients to wait in, which fill bubbles later.
+    Weight gradients can wait in memory that forwards do not take, and fill bubbles later.
     """
     load_share: float = 1.0
-    """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
+    """Share of a worker's extra load added to `in_flight`: with x % more units, this share of x % more."""
     rerouted: Rerouted = "in turn"
-    """Whether re-routed micro-batches go before those of the worker's own pipeline, after them, or in turn.
+    """Priority of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or "in turn".
 
-    First is good where the broken pipeline, which has to wait for several peers, sets the pace.
+    "first" is good if the broken pipeline, which waits for several peers, sets the pace.
     """
     make_room: bool = False
-    """Where an F waits for room, run a W before anything else."""
+    """True if a W runs before anything else while an F waits for memory."""
     eager_weights: bool = False
-    """Run a W directly after its I, as an unsplit backward would."""
+    """True if each W runs directly after its I, as in a fused backward."""
     ignore_transfers: bool = False
-    """Choose the order as if transfers took no time. On the coarse grid of op lengths a worker is rarely caught in the
-    middle of an op when a more urgent one arrives a moment later; the order is then timed with the true hops."""
+    """True if the order is chosen as if transfers took no time.
+
+    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent one arrives a moment
+    later. The order is then timed with the true transfers.
+    """
 
 
 def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
-    """Limits of 1F1B, times a slope, plus more: high at early stages, whose gradients come back late."""
+    """Return the 1F1B limits of micro-batches in flight, times `slope`, plus `extra`.
+
+    They are high at early stages, whose gradients come back late.
+    """
     return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.ahead)
 
 
 def shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
-    """[slice] a share of its F's usual time, in ticks."""
+    """Return a share of the usual time of each slice's F, in ticks."""
     return tuple(math.ceil(share * problem.usual(OpKind.F, number)) for number in range(len(problem.layers_of)))
 
 
 class ListScheduler:
-    """Makes list schedules of a problem with an assignment."""
+    """Builds list schedules of a problem with an assignment."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
@@ -262,7 +267,7 @@ class ListScheduler:
         self._made: tuple[Ints, Ints] | None = None
 
     def order(self, rule: DispatchRule) -> Ints:
-        """All ops in the order in which they start under a rule. Raises StuckError; see `reserved_memory`."""
+        """Return all ops in the order in which they start under a rule. Raises StuckError; see `reserved_memory`."""
         dispatch = self._kernel.Dispatch(
             rank=self._rank(rule.rerouted, rule.advance, rule.places),
             gradient_rank=self._rank(rule.rerouted, rule.gradient_advance, rule.gradient_places),
@@ -277,9 +282,9 @@ class ListScheduler:
         return order
 
     def _forward_wait(self, rule: DispatchRule) -> Ints:
-        """[before or after its worker's first gradient, slice] ticks that an F waits for a gradient.
+        """Return the ticks that an F waits for a gradient, before and after the worker's first: shape [2, slices].
 
-        By the usual time of an F: a slow worker's slice may take longer.
+        They follow the usual time of an F, which may be exceeded on a slow worker.
         """
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:
@@ -289,7 +294,7 @@ class ListScheduler:
         return self._waits[key]
 
     def _rank(self, rerouted: Rerouted, advance: float, places: tuple[Places, ...]) -> Ints:
-        """[unit] how urgent it is; see `_ranks`."""
+        """Return the priority of each unit; see `_ranks`."""
         key = rerouted, advance, places
         if key not in self._ranks:
             if len(self._ranks) == RANKS_KEPT:
@@ -303,24 +308,24 @@ class ListScheduler:
         return _longer(self.arrays)
 
     def period(self, rule: DispatchRule) -> int:
-        """The period in ticks that a rule gives. `solution` is then that of this rule."""
+        """Return the period of a rule, in ticks. Afterwards, `solution` returns the plan of this rule."""
         order = self.order(rule)
         period, start = timed(self.arrays, order)
         self._made = order, start
         return period
 
     def solution(self) -> Solution:
-        """The last plan that `period` made."""
+        """Return the last plan that `period` made."""
         return self.arrays.solution(*self.made)
 
     @property
     def made(self) -> tuple[Ints, Ints]:
-        """Its order and [op] start ticks."""
+        """Order and start ticks of the last plan that `period` made."""
         assert self._made is not None
         return self._made
 
     def _slots(self, rule: DispatchRule) -> Ints:
-        """[worker, slice] most micro-batches in flight."""
+        """Return the maximum number of micro-batches in flight: shape [workers, slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -332,27 +337,29 @@ class ListScheduler:
 
 def _ranks(arrays: ProblemArrays, longer: Floats | None, rerouted: Rerouted, advance: float,
            places: Sequence[Places]) -> Ints:
-    """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn.
+    """Return the priority of each unit: older micro-batches first, those of several pipelines in turn.
 
-    Those on longer routes (`_longer`) count as older: `DispatchRule.advance`, and single ones: `DispatchRule.places`.
+    Micro-batches on longer routes (`_longer`) count as older (`DispatchRule.advance`), and so do single ones
+    (`DispatchRule.places`).
     """
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
-    for one in places:
-        older[(pipeline == one.pipeline) & (number == one.microbatch)] += one.places
-    _, found = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
+    for change in places:
+        older[(pipeline == change.pipeline) & (number == change.microbatch)] += change.places
+    _, ranks = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
                          return_inverse=True)
     if rerouted == "in turn":
-        return found
+        return ranks
     home = ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == pipeline
     later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
-    return found + later * int(found.max() + 1)
+    return ranks + later * int(ranks.max() + 1)
 
 
 def _longer(arrays: ProblemArrays) -> Floats:
-    """[unit] how much longer than the shortest way, there and back, that of its micro-batch is.
+    """Return how much longer each unit's route is than the shortest one, forward and back.
 
-    In times that the busiest worker needs for a micro-batch. An op waits on average for half of another one to end.
+    The unit of time is what the busiest worker needs for a micro-batch. An op waits on average for half of another one
+    to end.
     """
     ops, kinds = arrays.ops, arrays.ops.kinds
     both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * arrays.problem.times.transfer + ops.duration.mean()
@@ -367,31 +374,34 @@ def _longer(arrays: ProblemArrays) -> Floats:
 
 
 class ReservedMemory(NamedTuple):
-    """Room by slice.
+    """Memory that is reserved when an F starts, by slice.
 
-    Why nothing gets stuck: of all micro-batches that wait for room, take one whose next op is at the deepest position p
-    of its chain, an I before an F. Whatever else its worker holds was begun at positions up to p (before p, if the op
-    is an F), and the last of these was begun only while the room that is needed at p was left. So the op fits.
+    The reservation prevents deadlock. Of all micro-batches that wait for room, take one whose next op is at the deepest
+    position p of its chain, an I before an F. Everything else on its worker was begun at positions up to p (before p,
+    if the op is an F), and the last of it was begun only while the room needed at p remained. So the op fits.
     """
 
     at_start: tuple[int, ...]
-    """Room taken when an F starts. Where the stash is more, the I waits until the worker has run enough of its W."""
+    """Room taken when an F starts. If the stash needs more, the I waits until the worker has run enough W."""
     needed: tuple[int, ...]
-    """Room that must be free when an F starts: for itself, and to go on at the deeper stages of its worker."""
+    """Room that must be free when an F starts: for itself, and for continuing at the deeper stages of its worker."""
     chains_in_turn: bool
-    """Whether the micro-batches of one chain must all be done before those of the next begin."""
+    """True if all micro-batches of one chain must finish before those of the next begin."""
 
 
 def reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
-    """What keeps a list schedule from getting stuck; where layers are not held by column, what mostly does."""
+    """Return the memory to reserve so that a list schedule does not get stuck.
+
+    This is a guarantee if layers are held by column; for other layouts a schedule may still get stuck.
+    """
     return _by_worker(arrays) if arrays.problem.assigned else _by_column(arrays.problem)
 
 
 def _by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Room for the largest of the deeper slices that a worker runs, too, under this assignment.
+    """Reserve, under this assignment, room for the largest of the deeper slices that the worker runs, too.
 
-    So all of them can drain, by the argument above, if no worker's room is too small for that. Else each F waits for
-    its own room only.
+    All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this,
+    each F waits only for its own room.
     """
     problem = arrays.problem
     count = len(problem.layers_of)
@@ -413,10 +423,10 @@ def _by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _by_column(problem: Problem) -> ReservedMemory:
-    """Where memory allows, room for the stash of every micro-batch in flight and for one more at each deeper stage.
+    """Reserve room for all stashes in flight, and for one more at each deeper stage, if memory allows.
 
-    Then no I ever waits for room. Else the least with which a plan exists (`Problem.least_room`). With that little,
-    micro-batches that go opposite ways would block each other, so that chains take turns.
+    No I then ever waits for room. Otherwise reserve the least with which a plan exists (`Problem.least_room`). With so
+    little room, micro-batches in opposite directions would block each other, so that chains take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(map(problem.hold, stages))
@@ -432,9 +442,9 @@ def _by_column(problem: Problem) -> ReservedMemory:
 
 
 def _starves(problem: Problem, room: Sequence[int]) -> bool:
-    """Whether room for the stash of all in flight, where it is more than the activation, keeps too many from starting.
+    """Return whether reserving stashes, where larger than activations, lets too few micro-batches start.
 
-    So it is where activations are computed again: hardly anything is held until I, and then as much as ever.
+    This happens with activation recomputation: little is held until I, and then as much as without it.
     """
     grid = problem.grid
     return grid.chains == 1 and any(
@@ -447,18 +457,18 @@ def _starves(problem: Problem, room: Sequence[int]) -> bool:
 
 
 def one_f_one_b(problem: Problem) -> Solution:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021); micro-batches of workers that are down go to peers round-robin.
+    """Return the solution of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
 
-    Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
+    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or split.
     """
     return _list(problem, DispatchRule(forward_order="oldest", eager_weights=True, in_flight=in_flight(problem)))
 
 
 def recycle(problem: Problem) -> Solution:
-    """ReCycle's rule (SOSP 2024): round-robin assignment, every worker's own micro-batches in 1F1B order.
+    """Return the solution of ReCycle's rule (SOSP 2024): round-robin assignment, own micro-batches in 1F1B order.
 
-    Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A peer may have as many more
-    micro-batches in flight as it runs more of them.
+    Re-routed micro-batches and weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer
+    grows with the number of micro-batches that it runs.
     """
     return _list(problem, DispatchRule(forward_order="oldest", rerouted="last", in_flight=in_flight(problem)))
 

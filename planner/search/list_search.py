@@ -1,6 +1,6 @@
-"""Many list schedules, the best kept: first a grid of dispatch rules, then random steps from the best one.
+"""Searches many list schedules: a grid of dispatch rules first, then random steps from the best one.
 
-A step changes the dispatch rule, or who of its peers runs which micro-batches of a dead worker.
+A step changes the dispatch rule, or which peers run the micro-batches of a dead worker.
 """
 
 import itertools
@@ -41,7 +41,10 @@ from slipstream.planner.search.list_scheduler import (
 
 
 def shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
-    """(assignment rule, dispatch rule): what the fill bound says, then what comes close to the grid's best."""
+    """Yield promising pairs of (index of an assignment rule, dispatch rule).
+
+    The first ones follow from the fill bound; the others often come close to the best of the grid.
+    """
     if fill := whole_fill(problem):
         wait = tuple(ticks + 1 for ticks in fill.idle)
         for lookahead in (0.0, 1.0, 0.5):
@@ -64,7 +67,7 @@ def shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, Dispa
 
 
 def grid(problem: Problem) -> Iterator[DispatchRule]:
-    """Dispatch rules that are the best somewhere; those that most often are come first."""
+    """Yield dispatch rules that are the best for some problem, the most often successful first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
     turns: tuple[Rerouted, ...] = ("in turn", "first") if problem.failed else ("in turn",)
@@ -78,7 +81,7 @@ def grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def changed(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
-    """A neighbour of a rule: one thing is changed, or two."""
+    """Return a neighbour of a rule, which differs in one field or two."""
     rule = _changed_once(problem, rule, random, params)
     return _changed_once(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -86,14 +89,14 @@ def changed(problem: Problem, rule: DispatchRule, random: random.Random, params:
 def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
     which = params.changes_of_layouts if problem.assigned else params.changes
     if not (problem.failed or problem.assigned):
-        which = tuple(one for one in which if one[0] not in ("load_share", "rerouted")) or which
+        which = tuple(change for change in which if change[0] not in ("load_share", "rerouted")) or which
     names, weights = zip(*which, strict=True)
     name = random.choices(names, weights)[0]
     return msgspec.structs.replace(rule, **{name: _drawn(problem, rule, name, random, params)})
 
 
 def _drawn(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
-    """Another value of this field of a rule."""
+    """Draw another value of this field of a rule."""
     if name in ("places", "gradient_places"):
         return _with_other_place(problem, getattr(rule, name), random, params)
     if name in ("advance", "gradient_advance"):
@@ -112,7 +115,7 @@ def _drawn(problem: Problem, rule: DispatchRule, name: str, random: random.Rando
 
 
 def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
-    """More or fewer micro-batches in flight on some consecutive stages."""
+    """Change the limit of micro-batches in flight on some consecutive stages."""
     stages = len(problem.grid.stages)
     limits = list(rule.in_flight or in_flight(problem, 2.0, 0))
     first = random.randrange(stages)
@@ -124,17 +127,17 @@ def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -
 
 def _with_other_place(problem: Problem, places: Sequence[Places], random: random.Random,
                       params: ListParams) -> tuple[Places, ...]:
-    """Another place for one micro-batch."""
+    """Change the place of one micro-batch in the turn."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
-    known = {(one.pipeline, one.microbatch): one.places for one in places}
+    known = {(change.pipeline, change.microbatch): change.places for change in places}
     known[pipeline, microbatch] = known.get((pipeline, microbatch), 0.0) + random.choice(params.places)
     return tuple(Places(*who, more) for who, more in sorted(known.items()) if more)
 
 
 def _other_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
-    """Another wait for the first gradient, of all slices or of some consecutive ones."""
+    """Change the wait for the first gradient, on all slices or on some consecutive ones."""
     waits = list(rule.fill_wait or shares_of_forward(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
@@ -149,21 +152,21 @@ def _other_waits(problem: Problem, rule: DispatchRule, random: random.Random, pa
 
 TRIED_RULES, TRIED_STEPS, TRIED_ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
-"""What is tried, for the tally."""
+"""Labels of the attempts that the tally counts."""
 Tell = Callable[[int], None]
 
 
 class _Tried(NamedTuple):
-    """A dispatch rule under an assignment."""
+    """A dispatch rule under an assignment, with its period."""
 
     period: int
-    """In ticks, that the rule alone gives."""
+    """Period of this rule, in ticks."""
     rule: DispatchRule
     scheduler: ListScheduler
 
 
 class _Best:
-    """The best plan so far, and the dispatch rules that random steps start from."""
+    """The best plan so far, and the dispatch rule from which random steps start."""
 
     def __init__(self, problem: Problem, bound: int, budget: Budget, tell: Tell) -> None:
         self.problem = problem
@@ -174,12 +177,15 @@ class _Best:
         self._tell = tell
         self._slowest = 0.0
         self.at: _Tried | None = None
-        """Where the random steps are."""
+        """Rule from which the next random step starts."""
         self.period: int | None = None
         self.found: Solution | None = None
 
     def offer(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Tried | None:
-        """Try a dispatch rule, and count that as `why`; go on from it where it is no worse. None: it is stuck."""
+        """Try a dispatch rule, count it in the tally as `why`, and start the next steps from it if it is no worse.
+
+        Return None if it gets stuck.
+        """
         began, before = self._clock.now(), self.period
         self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
@@ -190,48 +196,48 @@ class _Best:
         self._slowest = max(self._slowest, self._clock.now() - began)
         self._take(period, scheduler.solution)
         self._budget.tally.add(why, helped=int(self.period != before))
-        tried = _Tried(period, rule, scheduler)
+        attempt = _Tried(period, rule, scheduler)
         if self.at is None or period <= self.at.period:
-            self.at = tried
-        return tried
+            self.at = attempt
+        return attempt
 
     def _take(self, period: int, solution: Callable[[], Solution]) -> None:
-        """Take a plan if it is better than the best."""
+        """Keep a plan if it is better than the best."""
         if self.period is None or period < self.period:
             self.found, self.period = solution(), period
             self._tell(period)
 
     def offer_solution(self, solution: Solution) -> None:
-        """Take a plan made elsewhere if it is better."""
+        """Keep a plan that was made elsewhere if it is better than the best."""
         self._take(solution_period(solution), lambda: solution)
 
     @property
     def spent(self) -> float:
-        """Share of the time that is over, once there is a plan."""
+        """Share of the time that has passed; 0 before there is a plan."""
         return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
     def closed(self) -> bool:
-        """Nothing left to gain."""
+        """True if the best plan has reached the bound."""
         return self.period is not None and self.period <= self._bound
 
     @property
     def over(self) -> bool:
-        """There is a plan, and nothing left to gain, or no time for another try, or told to stop."""
+        """True if there is a plan and the search must end: by the bound, the time, or a request to stop."""
         return self.period is not None and self._budget.end(self.period, self._bound, self._slowest) is not None
 
     def scheduler(self, arrays: ProblemArrays) -> ListScheduler:
-        """A list scheduler of an assignment."""
+        """Return a list scheduler of an assignment, counting its steps."""
         self._clock.count(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
         return ListScheduler(arrays)
 
 
 def search(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists, steps: int | None = None,
            tell: Tell = lambda _: None) -> tuple[Solution, int]:
-    """The best of many list schedules within the budget; at least one.
+    """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
 
-    With its period in ticks. `tell` is called with the period, in ticks, of each better one. `steps`: at random, at
-    most. Raises StuckError where all get stuck.
+    The callback `tell` receives the period, in ticks, of each better plan. `steps` limits the random steps. Raises
+    StuckError if all schedules get stuck.
     """
     best = _Best(problem, bound, budget, tell)
     starts = _try_grid(best, params)
@@ -245,53 +251,53 @@ def search(problem: Problem, bound: int, budget: Budget, params: ListParams = DE
 
 
 def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
-    """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run.
+    """Try the grid under every assignment while there is time, and the baselines. Return the best rules.
 
-    The best few, from which random steps start.
-
-    With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
+    Random steps start from these. With routes given, only the shortlist is tried unless it gets stuck: random steps
+    from there find more in the same time.
     """
     problem = best.problem
     schedulers: list[ListScheduler | None] = []
-    exchanging, over = _can_exchange(problem), False
+    exchanging, is_over = _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.assigned:
         others = itertools.takewhile(lambda _: best.found is None, others)
-    tried: list[_Tried] = []
+    attempts: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem, params), others):
-        if (scheduler := _scheduler(best, schedulers, index)) and (one := best.offer(scheduler, rule, TRIED_RULES)):
-            tried.append(one)
-        if over := best.over or (exchanging and best.spent > params.grid_share):
+        if (scheduler := _scheduler(best, schedulers, index)) and (attempt := best.offer(scheduler, rule, TRIED_RULES)):
+            attempts.append(attempt)
+        if is_over := best.over or (exchanging and best.spent > params.grid_share):
             break
     if best.found is None or (not problem.assigned and (
-            not over or (not best.closed and problem.operations <= params.largest_untimed))):
+            not is_over or (not best.closed and problem.operations <= params.largest_untimed))):
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
-    return sorted(tried, key=lambda one: one.period)[:params.starts]
+    return sorted(attempts, key=lambda attempt: attempt.period)[:params.starts]
 
 
 def _scheduler(best: _Best, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
-    """That of an assignment rule; None where an earlier rule gives the same assignment. It is made when it is asked
-    for: a first plan needs but one. `made` are those of the first rules.
+    """Return the list scheduler of an assignment rule, or None if an earlier rule gives the same assignment.
+
+    Schedulers are built on demand: a first plan needs only one. `made` holds those of the first rules.
     """
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
         gives = problem.unequal_time if rule == "by-speed" else not made or (problem.failed and not problem.assigned)
         hosts = assign(problem, rule) if gives else {}
-        known = not hosts or any(hosts == one.arrays.hosts for one in made if one)
-        made.append(None if known else best.scheduler(ProblemArrays(problem, hosts)))
+        is_duplicate = not hosts or any(hosts == earlier.arrays.hosts for earlier in made if earlier)
+        made.append(None if is_duplicate else best.scheduler(ProblemArrays(problem, hosts)))
     return made[index]
 
 
 def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, steps: int, params: ListParams) -> None:
-    """Small changes of a dispatch rule, or of its assignment, again and again; those that are no worse are kept.
+    """Change the dispatch rule or its assignment in small random steps, keeping changes that are no worse.
 
-    Where nothing is better for long, they start again from one of the best rules (random restarts): how far they come
-    is decided by the first of them more than by how many follow.
+    If nothing better is found for long, the steps start again from one of the best rules (random restarts): how far
+    they come depends more on the first steps than on their number.
     """
-    if best.at is None:  # what others run does not get stuck, ours does
+    if best.at is None:  # only the baselines did not get stuck
         return
     exchanging = _can_exchange(best.problem)
     before, stale, stale_starts = best.period, 0, 0
@@ -311,14 +317,15 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
 
 
 def _can_exchange(problem: Problem) -> bool:
-    """Whether other assignments are worth a try: with one broken pipeline they are much the same."""
+    """Return whether other assignments are worth trying: with one broken pipeline, they hardly differ."""
     return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 
 def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
-    """The re-routed micro-batches of a stage, or of all, exchange their workers, so that all keep their loads.
+    """Exchange workers of re-routed units, at one stage or at all, so that all workers keep their load.
 
-    Over all of the iteration, or neighbours only: the one finds other pairs of pipelines, the other a better order.
+    The exchange is over the whole iteration, which finds other pairs of pipelines, or between neighbours, which finds a
+    better order.
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}
@@ -329,7 +336,7 @@ def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
     chosen = list(rerouted.values()) if random.random() < 0.5 else [random.choice(list(rerouted.values()))]
     neighbours = random.random() < 0.5
     hosts = arrays.ops.worker.copy()
-    for units in chosen:  # by pipeline, then micro-batch
+    for units in chosen:  # ordered by pipeline, then micro-batch
         workers = hosts[units].tolist()
         if not neighbours:
             random.shuffle(workers)

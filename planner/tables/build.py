@@ -1,8 +1,9 @@
-"""Builds tables: for every number of failures, optionally for every failure pattern and every one or two nodes lost, a
-schedule that runs at once and a settled one, for which layers may have moved.
+"""Build tables of schedules: one that runs at once and a settled one, for which layers may have moved, for each entry.
 
-Entries are planned in parallel processes, the most expensive first. Only the parent writes (`planner.tables.folder`).
-It writes all entries in the order of their keys, so the table does not depend on which process finished first.
+There is an entry for every number of failures, and optionally for every failure pattern and every loss of one or two
+nodes. Entries are planned in parallel processes, the most expensive first. Only the parent writes
+(`planner.tables.folder`). It writes all entries in the order of their keys, so the table does not depend on which
+process finished first.
 """
 
 import math
@@ -47,8 +48,11 @@ from slipstream.schedules.tables.pattern import (
 
 
 def improved(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
-    """The parts of counts 0 to `most` that others make better, by key; `parts` are all of a table. `slow`: those with
-    this slow worker among the failures."""
+    """Return the parts for counts 0 to `most` that plans of other parts improve, by key.
+
+    Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All parts of
+    the table are in `parts`. With `slow`, the improved parts are those with this slow worker among the failures.
+    """
     better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
         for key, others in _sources(failures, slow):
@@ -57,13 +61,13 @@ def improved(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None =
                 source = better.get(other, parts.get(other))
                 if own is None or source is None or own.reason or source.reason or _period(source) >= _period(own):
                     continue
-                if (found := _taken_over(own, source)) is not None:
-                    better[key] = own = found
+                if (taken_over := _taken_over(own, source)) is not None:
+                    better[key] = own = taken_over
     return better
 
 
 def _sources(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """The keys of a count, each with those whose plans will also do."""
+    """Return the keys for a count, each with the keys of parts whose plans also serve it."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -74,7 +78,7 @@ def _period(part: FinishedPart) -> float:
 
 
 def _taken_over(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """The plan of another part as one for this part's number of failures; None where it is none."""
+    """Return the plan of another part as one for this part's number of failures; None if it is not valid for that."""
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
         standing_by = with_a_worker_standing_by(schedule)
@@ -89,7 +93,8 @@ def _taken_over(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
 
 
 def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
-    """The schedule with one failed worker fewer, which only reduces gradients and steps; None where that breaks a rule.
+    """Return the schedule with one failed worker fewer, which only reduces gradients and steps; None if that breaks a
+    rule.
 
     The worker's layers are those of its role; it needs a peer that holds the same.
     """
@@ -99,10 +104,10 @@ def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
             continue
         closing: Program = tuple(op for op in schedule.programs[peer.program] if op.microbatch is None)
         seats = sorted((*schedule.seats, Seat(role, role, len(schedule.programs))), key=lambda seat: seat.worker)
-        found = msgspec.structs.replace(schedule, failed=tuple(one for one in schedule.failed if one != role),
-                                        seats=tuple(seats), programs=(*schedule.programs, closing))
-        if not check(found):
-            return found
+        result = msgspec.structs.replace(schedule, failed=tuple(worker for worker in schedule.failed if worker != role),
+                                         seats=tuple(seats), programs=(*schedule.programs, closing))
+        if not check(result):
+            return result
     return None
 
 
@@ -111,7 +116,7 @@ def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
 
 MAX_ENTRIES = 20_000
 MAX_SINGLE = 64
-"""Patterns of one failure up to which each is planned in place without being asked for, one for each stage."""
+"""Number of patterns of one failure up to which each is planned in place by default, one for each stage."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
@@ -120,55 +125,55 @@ class EntryTask(msgspec.Struct, frozen=True):
     key: str
     failures: int
     failed: tuple[Worker, ...] | None = None
-    """The roles that are down, for a failure pattern."""
+    """Vacant roles, for a failure pattern."""
     settled: bool = False
-    """Whether layers may move."""
+    """True if layers may move."""
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Each set of nodes whose loss has this failure pattern, in a table by node."""
+    """Sets of nodes whose loss has this failure pattern, in a table by node."""
     slow: Worker | None = None
-    """For a number of failures: the slow worker that is one of them."""
+    """Slow worker among the failures, for a number of failures."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
 
 
 class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished table."""
+    """A finished table, and the cost of building it."""
 
     index: Index
     planned: int
-    """Entries planned by this call; the others had been finished before."""
+    """Number of entries planned by this call; the others had been finished before."""
     seconds: float
     bytes: int
 
     @property
     def worst_gap(self) -> float:
-        """The largest gap of any entry."""
+        """Largest gap of any entry."""
         return max((row.gap for row in self.index.entries if row.gap is not None), default=0.0)
 
     @property
     def worst_key(self) -> str:
-        """The key of the entry with the largest gap."""
+        """Key of the entry with the largest gap."""
         return max(self.index.entries, key=lambda row: row.gap or 0.0).key
 
     def report(self) -> dict[str, object]:
-        """The answer of `slipstream table --json`."""
+        """Return the answer of `slipstream table --json`."""
         return {"entries": len(self.index.entries), "seconds": round(self.seconds, 3), "worst_gap": self.worst_gap,
                 "bytes": self.bytes, "planned": self.planned,
                 "no_plan": sum(row.reason is not None for row in self.index.entries)}
 
 
 class Share(NamedTuple):
-    """Which entries one of several processes plans, each with the same folder."""
+    """Share of the entries that one of several processes plans, all of which use the same folder."""
 
     number: int = 0
     of: int = 1
 
     @staticmethod
     def parse(text: str) -> "Share":
-        """Read "I/N", I from 0 to N - 1. Raises ValueError."""
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-        share = Share(*map(int, found.groups())) if found else Share(of=0)
+        """Read "I/N", I from 0 to N - 1. Raises ValueError for any other text."""
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        share = Share(*map(int, match.groups())) if match else Share(of=0)
         if share.number >= share.of:
             raise ValueError(f"{text!r} is no share; expected I/N, with I from 0 to N - 1, such as 0/8")
         return share
@@ -178,16 +183,16 @@ WHOLE = Share()
 
 
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of which other shares have not planned all of their entries yet."""
+    """A table of which other shares have not planned all entries yet."""
 
     entries: int
     finished: int
     planned: int
-    """By this call."""
+    """Number of entries planned by this call."""
     seconds: float
 
     def report(self) -> dict[str, object]:
-        """The answer of `slipstream table --share --json`."""
+        """Return the answer of `slipstream table --share --json`."""
         return {"entries": self.entries, "seconds": round(self.seconds, 3), "planned": self.planned,
                 "finished": self.finished}
 
@@ -195,7 +200,7 @@ class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
-    """`build_share` of all entries."""
+    """Build a table of all entries; see `build_share`."""
     built = build_share(job, job_text, folder, options, WHOLE, max_failures=max_failures, exact=exact, by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
     assert isinstance(built, BuiltTable)
@@ -206,14 +211,14 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None,
                 executor: Executor | None = None) -> BuiltTable | UnfinishedTable:
-    """Plan the entries of a share that are missing, and write the table if the others are there.
+    """Plan the missing entries of a share, and write the table if all other entries are finished.
 
-    `job_text` is the job file; the table keeps a copy. Entries are planned by `jobs` processes, or by an executor.
+    The table stores a copy of the job file `job_text`. Entries are planned by `jobs` processes, or by an executor.
 
-    Entries that run at once leave all layers where they are, and cut micro-batches within a stage where that is faster.
-    Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
-    the job has no plan even without failures, JobError when it is too large for the time limit, TableError when the
-    folder holds something else or is damaged, OSError when it cannot be written, PoolError when a process dies.
+    Entries that run at once leave all layers where they are, and cut micro-batches within a stage if that is faster.
+    After an interruption, finished entries are stored, and the next call continues from there. Raises NoPlanError if
+    the job has no plan even without failures, JobError if it is too large for the time limit, TableError if the folder
+    holds something else or is damaged, OSError if it cannot be written, PoolError if a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
@@ -226,21 +231,21 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
     if index is None:
         finished = table_folder.reopen()
         # Most expensive first, so that the processes end together, and shares take about as long.
-        mine = sorted(tasks, key=lambda task: (task.failed is not None, -task.failures))[share.number::share.of]
-        missing = [task for task in mine if task.key not in finished]
-        progress(len(mine) - len(missing), len(mine))
+        share_tasks = sorted(tasks, key=lambda task: (task.failed is not None, -task.failures))[share.number::share.of]
+        missing = [task for task in share_tasks if task.key not in finished]
+        progress(len(share_tasks) - len(missing), len(share_tasks))
         if missing and executor is None:
             ready()  # here, and not in every process
         with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError),
                              executor=executor)) as results:
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
-                progress(len(mine) - len(missing) + done, len(mine))
-        there = table_folder.count(keys)
-        if there < len(keys):
+                progress(len(share_tasks) - len(missing) + done, len(share_tasks))
+        finished_count = table_folder.count(keys)
+        if finished_count < len(keys):
             index = table_folder.published_by_others(keys, nodes)
             if index is None:
-                return UnfinishedTable(entries=len(keys), finished=there, planned=len(missing),
+                return UnfinishedTable(entries=len(keys), finished=finished_count, planned=len(missing),
                                        seconds=time.monotonic() - began)
         else:
             index = _publish(table_folder, tasks, nodes, job_text, share, max_failures=max_failures, exact=exact,
@@ -249,7 +254,8 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
 
 def _opened(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """The folder of a table. Where the process of another share publishes it meanwhile, files go; then it is there."""
+    """Open the folder of a table; try again once if the process of another share has published it meanwhile. Publishing
+    removes files, after which the finished table is found."""
     try:
         return TableFolder(folder, basis)
     except TableError:
@@ -260,8 +266,8 @@ def _opened(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share, *,
              max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table. Several shares that end together may do so at once: all write the same bytes, and who finds that
-    files are gone finds the table published."""
+    """Write the table. Several shares that end together may write at once: all write the same bytes, and a share that
+    finds files removed finds the table published."""
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     try:
         parts, most = folder.parts([task.key for task in counts]), max(task.failures for task in counts)
@@ -277,7 +283,8 @@ def _publish(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntr
 
 
 def basis_of(job: Job, options: PlanOptions) -> Basis:
-    """What all entries of the job's table have in common. Raises NoPlanError when the job has no plan at all."""
+    """Return the basis that all entries of the job's table have in common. Raises NoPlanError if the job has no plan at
+    all."""
     problem = options.problem(job)
     return Basis(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                  memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer, method=options.method,
@@ -287,13 +294,15 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
-    """All entries of a table in its order: counts, those with each slow worker among the failures, patterns by number
-    of failures, those of nodes that are no such pattern, and then the settled ones of all but the patterns of one
-    failure that were not asked for.
+    """Return all entries of a table in its order.
 
-    By node, there is also one for each number of workers that one or two nodes have: in that, roles have moved to where
-    their loss costs least. Raises TableError for more failures than workers, too many patterns or slow workers, or a
-    job that does not say what its nodes are.
+    First come counts, then counts with each slow worker among the failures, patterns by number of failures, patterns of
+    nodes that are not among these, and then the settled entries of all but the patterns of one failure that were added
+    by default.
+
+    By node, there is also an entry for each number of workers that one or two nodes have: in it, roles have moved to
+    where their loss costs least. Raises TableError for more failures than workers, for too many patterns or slow
+    workers, or if the job does not state its nodes.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:
@@ -318,20 +327,21 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
 
 
 def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
-    """The patterns of up to so many failures. Raises TableError for too many."""
+    """Iterate over the patterns of up to this many failures. Raises TableError if there are too many."""
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
-    found = (EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes))
+    tasks = (EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes))
              for failures in range(1, max_failures + 1) for pattern in patterns(failures, job.stages, classes))
-    for number, task in enumerate(found, max_failures + 2):
+    for number, task in enumerate(tasks, max_failures + 2):
         if number > MAX_ENTRIES:
             raise _too_many(max_failures)
         yield task
 
 
 def _node_tasks(job: Job) -> Iterator[EntryTask]:
-    """The patterns of one and of two nodes lost, each once. Raises TableError where nodes are unknown or too many."""
+    """Iterate over the patterns of one and of two lost nodes, each once. Raises TableError if nodes are unknown or too
+    many."""
     if not job.nodes:
         raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "
                          "workers_per_node = N")
@@ -351,7 +361,7 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Refuse too many patterns before enumerating any: count those within one pipeline."""
+    """Raise TableError for too many patterns before any is enumerated, by the number of those within one pipeline."""
     if sum(math.comb(job.stages, lost) for lost in range(1, min(max_failures, job.stages) + 1)) > MAX_ENTRIES:
         raise _too_many(max_failures)
 
@@ -362,14 +372,14 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Plans entries in one process. What was computed for one entry is kept for the next (`Windows`)."""
+    """Planner of entries in one process. Results computed for one entry (`Windows`) are stored for the next."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
         self._options = options
         self._basis = basis
         self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, windows_of(job, options))}
-        """The job, and that without each slow worker that is down in some entry."""
+        """Job and its windows by the slow worker that is down: None for the job as it is."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
         """Plan an entry."""
@@ -386,7 +396,8 @@ class EntryPlanner:
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _settled(self, task: EntryTask) -> Schedule:
-        """For a number of failures, of the roles that seem the best to leave vacant: where they are matters little."""
+        """Plan the settled schedule of an entry. For a number of failures, the vacant roles are those that seem best:
+        which ones they are matters little."""
         job, windows = self._while_alive(task.slow)
         failed = task.failed or next(iter(candidates(job, windows, task.failures, self._options.params.roles)), None)
         if failed is None:
@@ -394,8 +405,8 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def _while_alive(self, slow: Worker | None) -> tuple[Job, Windows]:
-        """The job in which this slow worker, which is down, is not slow: else its role would be kept for one of its
-        speed."""
+        """Return the job in which this failed slow worker is not slow, and its windows. Otherwise its role would be
+        reserved for a worker of its speed."""
         if slow not in self._alive:
             job = slow_while_alive(self._job, [slow] if slow else [])
             self._alive[slow] = job, windows_of(job, self._options)

@@ -1,7 +1,7 @@
-"""Executors that plan on many machines: MPI's processes, or the workers of a Dask cluster.
+"""Executors that plan on many machines: MPI processes, or the workers of a Dask cluster.
 
-Both are optional packages, imported where they are asked for. They pickle what they send: who can reach a Dask
-scheduler can run code on all of its machines.
+Both need optional packages, imported at first use. They pickle what they send: anyone who can reach a Dask scheduler
+can run code on all of its machines.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,15 @@ CONNECT_SECONDS = 30
 
 
 class ExecutorError(ValueError):
-    """An executor that cannot be had. The message is one line."""
+    """Error for an executor that cannot be provided. The message is one line."""
 
 
 @contextmanager
 def executor_of(name: str | None) -> Iterator[Executor | None]:
-    """The executor of a name, "mpi" or "dask://HOST:PORT"; None: processes of this machine. Raises ExecutorError."""
+    """Provide the executor named "mpi" or "dask://HOST:PORT"; None means processes of this machine.
+
+    Raises ExecutorError if it is unknown or not available.
+    """
     if name is None:
         yield None
     elif name == "mpi":

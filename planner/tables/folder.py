@@ -1,7 +1,7 @@
-"""The folder of a table while it is built: each finished entry is a file in `parts/` until all are there.
+"""The folder of a table during its build: each finished entry is a file in `parts/` until all entries are there.
 
 A part has all that its entry needs, its digest, and the job and options that it was planned for. So a build that was
-killed goes on where it stopped, and a part of another job or of other options is refused.
+killed continues where it stopped, and a part of another job or of other options is refused.
 """
 
 import shutil
@@ -46,14 +46,14 @@ from slipstream.schedules.tables.table import Table
 
 HEAD = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
 SETTLED = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
-"""Further columns, after the period and the throughput, where the table has settled entries."""
+"""Headings of further columns, after the period and the throughput, if the table has settled entries."""
 NODES = "nodes down"
-"""The column before the key where the table is by node."""
+"""Heading of the column before the key, if the table is by node."""
 LEFT = ("answer", "status", "roles down", NODES, "key")
 
 
 def index_markdown(index: Index) -> str:
-    """The index as a Markdown table with aligned columns, and a line that explains it."""
+    """Return the index as a Markdown table with aligned columns, and text that explains it."""
     rows = {row.key: row for row in index.entries}
     by_node = any(row.nodes for row in index.entries)
     head = (*HEAD[:4], *(SETTLED if index.settled else ()), *HEAD[4:-1], *((NODES,) if by_node else ()), HEAD[-1])
@@ -94,7 +94,7 @@ def _cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -
 
 
 def _shortened(names: Iterable[str]) -> str:
-    """The names in a row, 60 characters at most."""
+    """Join names to a cell of at most 60 characters."""
     text = " ".join(names) or "-"
     return text if len(text) <= 60 else text[:text.rindex(" ", 0, 57)] + " ..."
 
@@ -112,12 +112,12 @@ def _settled(row: Row | None) -> tuple[str, ...]:
 
 PARTS = "parts"
 NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]
-"""The sets of nodes whose loss an entry is for, by its key."""
+"""Sets of nodes whose loss an entry is for, by the key of the entry."""
 NO_NODES: NodesOfEntry = {}
 
 
 class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A finished entry: its schedule with its programs, or the reason why there is none."""
+    """A finished entry: its schedule with its programs, or the reason why it has no plan."""
 
     format: str = "slipstream.part"
     version: int = VERSION
@@ -128,9 +128,9 @@ class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     programs: tuple[msgspec.Raw, ...]
     failures: int
     reason: str | None = None
-    """Why no plan can exist, in which case the entry has no workers."""
+    """Reason why no plan can exist, in which case the entry has no workers."""
     moved: Transition | None = None
-    """Of a settled entry: what it moves."""
+    """Transfer of layers that a settled entry needs."""
 
 
 _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=FinishedPart,
@@ -138,7 +138,7 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
-    """The part for a schedule."""
+    """Return the part for a schedule."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -146,20 +146,20 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
 
 
 def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int) -> FinishedPart:
-    """The part for failures that no plan can exist for."""
+    """Return the part for failures for which no plan can exist."""
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
     return FinishedPart(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
 
 
 def encode_part(part: FinishedPart) -> bytes:
-    """The bytes of a part's file."""
+    """Return the bytes of a part's file."""
     part = msgspec.structs.replace(part, sha256="")
     return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=digest(msgspec.json.encode(part)))))
 
 
 def decode_part(data: bytes, source: str) -> FinishedPart:
-    """Read a part. Raises TableError, also when its digest does not match."""
+    """Read a part. Raises TableError if it is not valid or does not match its digest."""
     part = _KIND.decode(decompress(data, source), source)
     if digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
         raise TableError(f"{source}: changed since it was written: its digest does not match")
@@ -167,10 +167,10 @@ def decode_part(data: bytes, source: str) -> FinishedPart:
 
 
 class TableFolder:
-    """The folder of a table that is finished or being built."""
+    """Folder of a table that is finished or being built."""
 
     def __init__(self, path: Path, basis: Basis) -> None:
-        """Open the folder. Raises TableError when it holds a table of another job or options, or a damaged one."""
+        """Open the folder. Raises TableError if it holds a table of another job or other options, or a damaged one."""
         self._path = path
         self._basis = basis
         self._table: Table | None = None
@@ -180,27 +180,32 @@ class TableFolder:
         self._finished = {self._read_part(part).entry.key for part in self._parts()}
 
     def published(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """The index of the finished table, if it has exactly these entries, for these nodes."""
+        """Return the index of the finished table if it has exactly these entries, for these nodes; else None."""
         wanted = [(key, nodes.get(key, ())) for key in keys]
         if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
         return self._table.index
 
     def published_by_others(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """`published`, by now: the process of another share may have done so. What is left of parts goes."""
+        """Return `published` of the folder as it is now, since the process of another share may have finished the
+        table.
+
+        If it is finished, the remaining parts are removed.
+        """
         if not (self._path / INDEX).exists():
             return None
-        found = TableFolder(self._path, self._basis).published(keys, nodes)
-        if found is not None:
+        index = TableFolder(self._path, self._basis).published(keys, nodes)
+        if index is not None:
             shutil.rmtree(self._path / PARTS, ignore_errors=True)
-        return found
+        return index
 
     def count(self, keys: Sequence[str]) -> int:
-        """How many of these entries are finished, by this process or another one."""
+        """Return how many of these entries are finished, by this process or another one."""
         return sum(self._part_path(key).exists() for key in keys)
 
     def reopen(self) -> frozenset[str]:
-        """Make the folder ready for more entries. Returns the keys of those it has. Raises OSError, TableError."""
+        """Prepare the folder for more entries, and return the keys of those that it has. Raises OSError or
+        TableError."""
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
             for row in self._table.rows():
@@ -216,14 +221,14 @@ class TableFolder:
         self._finished.add(part.entry.key)
 
     def parts(self, keys: Sequence[str]) -> dict[str, FinishedPart]:
-        """The finished entries with these keys. Raises TableError."""
+        """Return the finished entries with these keys. Raises TableError."""
         return {key: self._read_part(self._part_path(key)) for key in keys}
 
     def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool,
                 settled: bool = False, nodes: NodesOfEntry = NO_NODES) -> Index:
         """Write the table of these keys in this order. All are finished, and the first one is fault-free.
 
-        The index is written last: until then the folder holds no table for a reader. Raises OSError, TableError.
+        The index is written last: until then the folder holds no table for a reader. Raises OSError or TableError.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
@@ -252,7 +257,7 @@ class TableFolder:
         return index
 
     def size(self) -> int:
-        """Bytes of all files of the finished table."""
+        """Return the bytes of all files of the finished table."""
         files = [self._path / name for name in (INDEX, READABLE_INDEX, JOB, PROGRAMS)]
         return sum(path.stat().st_size for path in (*files, *(self._path / ENTRIES).iterdir()))
 
@@ -278,6 +283,7 @@ class TableFolder:
         return part
 
     def _require_same(self, basis: Basis, path: Path) -> None:
+        """Raise TableError unless a table or part has the same job and options as this one."""
         for name in Basis.__struct_fields__:
             theirs, ours = getattr(basis, name), getattr(self._basis, name)
             if theirs != ours:
@@ -288,7 +294,7 @@ class TableFolder:
 
 
 def _document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """The entry with the numbers that its programs have in the whole table; new ones are added to `numbers`."""
+    """Return the entry with the numbers that its programs have in the whole table; new ones are added to `numbers`."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
     fields["seats"] = tuple((number[program], *helped) for program, *helped in part.entry.seats)

@@ -1,8 +1,8 @@
-"""Processes for long, independent tasks: of this machine, or of an executor of one's own, which may have many machines.
+"""Processes for long, independent tasks: of this machine, or of an executor, which may use many machines.
 
-Those of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop tasks
-that are running, and a table build is usually interrupted in the middle of tasks: so each process waits in a thread for
-a pipe to close, and ends with it.
+The processes of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop
+running tasks, and a table build is usually interrupted during tasks. So a thread of each process waits for a pipe to
+close, and then ends the process.
 """
 
 import os
@@ -23,18 +23,19 @@ Result = TypeVar("Result")
 
 
 class PoolError(Exception):
-    """A process died or failed. The message names the task."""
+    """Error for a process that died or failed. The message names the task."""
 
 
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
             refusals: tuple[type[Exception], ...] = (), fork: bool = False, executor: Executor | None = None) -> \
         Generator[tuple[Task, Result], None, None]:
-    """Pairs (task, result) as they finish, from up to `jobs` processes or an executor. Tasks are started in order.
+    """Iterate over (task, result) as tasks finish in up to `jobs` processes or in an executor. Tasks are started in
+    order.
 
-    `function` may keep state in each process; with `fork` it need not be picklable, as the
-    processes begin with all that the caller has. All processes end when the iteration ends, and
-    with a killed caller; with an executor, tasks that have not begun are given up. They ignore Ctrl-C, which is for the
-    caller. Raises the exceptions in `refusals` as the function raised them, and PoolError for all others.
+    The function may keep state in each process; with `fork` it need not be picklable, since the processes begin with
+    all that the caller has. All processes end when the iteration ends or the caller is killed; tasks of an executor
+    that have not begun are cancelled. The processes ignore Ctrl-C, which is for the caller. Exceptions of the types in
+    `refusals` are raised as the function raised them; any other raises PoolError.
     """
     pending = list(tasks)
     if executor is not None:
@@ -64,11 +65,12 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 
 
 def _results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
+    """Iterate over (task, result) as futures finish. Raises PoolError for tasks that failed or whose process died."""
     for future in as_completed(running):
         try:
             result, failure = future.result()
         except BrokenProcessPool:
-            first = next(task for one, task in running.items() if not one.done() or one.exception())
+            first = next(task for other, task in running.items() if not other.done() or other.exception())
             raise PoolError(f"{first}: its process died, or that of another task at the same time; perhaps it was "
                             "killed for want of memory") from None
         except Exception as error:  # an executor's own, which says why nothing has run the task
@@ -82,7 +84,7 @@ def _results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C for the few milliseconds within. Only a main thread can."""
+    """Ignore Ctrl-C for the few milliseconds of the context; only a main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,7 +97,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Processes that are started within look for no module in the working directory before they know our path."""
+    """Keep processes that are started in the context from importing modules of the working directory. They do so until
+    they have received the caller's path."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -108,10 +111,11 @@ def _safe_path() -> Iterator[None]:
 
 
 _OF_PROCESS: list[Callable[[Any], Any]] = []
-"""What a process of a pool runs, which may keep state: set once, before its first task."""
+"""Function that a process of a pool runs, which may keep state: set once, before the first task."""
 
 
 def _begin(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
+    """Initialize a process of the pool: ignore Ctrl-C, store the function, and watch the caller's pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:
         callers.close()  # a forked process has that end too, and would keep it open
@@ -120,13 +124,14 @@ def _begin(pipe: Connection, callers: Connection | None, function: Callable[[Any
 
 
 def _end_with(pipe: Connection) -> None:
-    """End this process when the caller's end of a pipe is closed, whatever it is at."""
+    """End this process when the caller's end of a pipe is closed, even during a task."""
     pipe.poll(None)
     os._exit(1)
 
 
 _ELSEWHERE: dict[str, Callable[[Any], Any]] = {}
-"""What a process of an executor runs, by the caller's key: the last one, whose state is kept for its next task."""
+"""Function that a process of an executor runs, by the caller's key. Only the last one is stored, with its state, for
+its next task."""
 
 
 def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
@@ -143,6 +148,7 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
 
 def _answer(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
             ) -> tuple[Any, Exception | str | None]:
+    """Run a task; return its result, or the refusal or traceback that it raised."""
     try:
         return function(task), None
     except refusals as error:

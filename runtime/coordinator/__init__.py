@@ -1,11 +1,12 @@
-"""The coordinator, in the launcher of node 0: it decides who trains by which schedule, and computes nothing itself.
+"""Coordinator: decides which workers train and by which schedule. It runs in the launcher of node 0 and computes no
+model.
 
-Arrows point down: what stands higher imports what stands lower.
+A module imports only from modules that are listed below it.
 
-    event_loop   makes events of messages, missed heartbeats and ended processes; carries out their effects
-    connections  to workers and node agents: who is there, silent, given up; what they may say
-    records      what is kept of a run in files, and told to people
-    run          what a coordinator is given
-    planning     finds schedules beside the event loop
-    decisions    what each event changes, and what is decided then: functions of the state and the event alone
+    event_loop   turns messages, missed heartbeats and ended processes into events; carries out their effects
+    connections  connections to workers and node agents; detection of silent and stalled workers; validation of messages
+    records      files of a run, and progress lines for its users
+    run          description of the run that the launcher passes to the coordinator
+    planning     finds schedules concurrently with the event loop
+    decisions    what each event changes and triggers: functions of the state and the event alone
 """

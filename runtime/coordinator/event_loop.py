@@ -1,7 +1,7 @@
-"""Coordinator event loop: handles messages of workers, missed heartbeats, ends of processes, and planned schedules.
+"""Coordinator event loop: handles messages of workers, missed heartbeats, ended processes, and planned schedules.
 
-One thread, with asyncio. Every event goes into one queue, and `EventLoop.serve` handles one after the other. No handler
-waits for anything.
+It runs in one thread with asyncio. All events go into one queue, and `EventLoop.serve` handles them one after the
+other. No handler blocks.
 """
 
 import asyncio
@@ -77,14 +77,14 @@ from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
 
 MOST_UNKNOWN = 256
-"""Connections that may be open of peers that have not said who they are, besides one for each worker."""
+"""Number of connections that may be open without an identified peer, in addition to one for each worker."""
 
 FIND_AGAIN_SECONDS = 0.05
-"""From one look whether all workers of another coordinator have been found to the next."""
+"""Interval of the checks whether all workers of a dead coordinator have been found."""
 
 
 class EventLoop:
-    """Serves one run, until the workers have left or cannot go on."""
+    """Event loop of one run, which serves until all workers have been told to leave or the run cannot continue."""
 
     def __init__(self, run: Run, commits: CommitLog, processes: ProcessManager, log: RunLog,
                  writer: WriterThread | None = None) -> None:
@@ -107,18 +107,18 @@ class EventLoop:
             run.schedule.grid, Finders(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), log.write,
             divided, background, (lambda _: None) if self._ahead is None else self._ahead.known)
-        # Who shares a machine matters only where workers keep parts of each other's states.
+        # Failure domains matter to workers only if they keep parts of each other's states.
         self._setup = run.setup if run.config.training.shard_optimizer else replace(run.setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
         self._rules = run.rules(self._schedules.prepared)
         at = time.monotonic()
         self.state = begun(self._rules, commits, at, run.rejoining(at), run.journal)
         self._injected: dict[int, float] = {}
-        """When each failure on purpose happened."""
+        """Time at which each injected failure happened, by the index of the injection."""
         self._bounds = Bounds(run.setup, len(resilience.injections), grid)
         self._agents = NodeAgents(run, processes, self._workers, self._bounds)
         self.out_of_time = False
-        """Whether the run was told to end, and could not in time."""
+        """True if the run was told to end and has not ended within the time allowed."""
 
     @property
     def _left(self) -> bool:
@@ -126,14 +126,14 @@ class EventLoop:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has ended before its last iteration, as it was told to."""
+        """True if the run was told to end and has ended before its last iteration."""
         early = self.state.log.next_iteration < self._rules.iterations.stop
         return self.out_of_time or (self._left and early)
 
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
-        """Return when all is done, or the run has ended as it was told to.
+        """Serve the run until all iterations are done or it has ended because it was told to.
 
-        Raises RunError when there is no way to go on, and CoordinatorFailedError where another could.
+        Raises RunError if the run cannot continue, and CoordinatorFailedError if another coordinator could continue it.
         """
         self.processes.connect(self._agents.send, self.news.note)
         connected = Server(self._run.secret, self._heard, self._notify, MOST_UNKNOWN + len(self._bounds.workers))
@@ -173,10 +173,10 @@ class EventLoop:
                 self._log.write(RunFinished(error=error))
                 await self._agents.announce_end(error, anew=anew)
                 self._workers.close()
-            connected.end()  # after a failure all connections, as when this process dies: all look for another one
+            connected.end()  # after a failure, as if this process died: all look for another one
 
     def _stop(self) -> None:
-        """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
+        """Handle a signal to end: stop at the next iteration boundary, or at once after half of the grace time."""
         loop, grace = asyncio.get_running_loop(), self._run.options.grace_seconds
         self._notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it at "
                      "once")
@@ -191,7 +191,7 @@ class EventLoop:
         self._events.put_nowait(event)
 
     def _happens(self, event: Event) -> None:
-        """Go on with the state after an event, and carry out its effects. Raises what they raise."""
+        """Apply an event to the state and carry out its effects. Raises what they raise."""
         before = self.state
         self.state, effects = transition(self._rules, before, event, time.monotonic())
         for effect in effects:
@@ -200,7 +200,7 @@ class EventLoop:
         if (self.state.order, self.state.log.next_iteration) != (before.order, before.log.next_iteration):
             self._stall.progressed()
         if self.state.order == 1 > before.order:
-            gc.freeze()  # connections and modules stay: the collector need not look at them again and again
+            gc.freeze()  # connections and modules stay: the collector need not scan them again
         (gc.disable if _is_waited_for(self.state) else gc.enable)()
         if self._ahead is not None and self.state.order > before.order and isinstance(self.state.phase, Training):
             self._ahead.look(self.state.current)
@@ -238,7 +238,7 @@ class EventLoop:
             case Recovery() | str():
                 self._notify(effect)
             case Found():
-                for worker in self._workers.incomplete:  # its other ranks would be told to forget what they hold
+                for worker in self._workers.incomplete:  # its remaining ranks would be told to drop what they hold
                     self._carry_out(GiveUp(worker, f"worker {worker} was not found whole by the new node 0"))
                 self.news.took_over(effect)
                 self.processes.start_missing()
@@ -247,12 +247,12 @@ class EventLoop:
         if message is None:
             self._put(lambda: self._disconnected(connection))
         elif isinstance(message, Heartbeat):
-            self._workers.hears(connection)  # not behind what is in the queue
+            self._workers.hears(connection)  # at once, not after the events in the queue
         else:
             self._put(lambda: self._handle(connection, message))
 
     def _every(self, seconds: float, work: Callable[[], None]) -> None:
-        """Have this done as an event, now and then."""
+        """Call a function as an event, again and again at the given interval."""
         def again() -> None:
             self._put(work)
             self._every(seconds, work)
@@ -260,14 +260,13 @@ class EventLoop:
         asyncio.get_running_loop().call_later(seconds, again)
 
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Say for whom this node waits before the first order; at the start only for other nodes."""
-        own = self._run.shares[0] if others_only else ()
-        self.news.awaited([worker for worker in awaited(self.state) if worker not in own],
+        """Report which workers the first order waits for; at the start of the run, only those of other nodes."""
+        own_workers = self._run.shares[0] if others_only else ()
+        self.news.awaited([worker for worker in awaited(self.state) if worker not in own_workers],
                           self._agents.connected, address)
 
     def _look(self) -> None:
-        """Give up who is silent. Where nothing is committed for long, say so, and give up who keeps the others waiting
-        by itself."""
+        """Give up silent workers and those that hold up the others; restart due workers; report slow writes."""
         for text in self._writer.news() if self._writer is not None else ():
             self.news.note(text)
         self._workers.give_up_silent()
@@ -277,32 +276,32 @@ class EventLoop:
         if stall is not None and needed:
             self.news.note(str(stall))
         for one in stall.culprits(needed) if stall is not None else ():
-            self.processes.kill(one.worker)  # first: the others of its processes may end by themselves then
+            self.processes.kill(one.worker)  # first, as its other processes may then end by themselves
             self._workers.give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
         self._happens(Look())
 
     def _find(self) -> None:
-        """Take over once the workers of another coordinator have been found. Raises NobodyLeftError."""
+        """Check whether a dead coordinator's workers have been found. Raises NobodyLeftError if none came."""
         if isinstance(self.state.phase, Rejoining):
             self._happens(Look())
 
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """Handle a message of a worker or a node agent."""
         peer = connection.peer
-        wrong = self._bounds.wrong(message, self.state.log.next_iteration)
-        if wrong is not None:
-            connection.cut_off(wrong)
+        violation = self._bounds.wrong(message, self.state.log.next_iteration)
+        if violation is not None:
+            connection.cut_off(violation)
         elif isinstance(peer, int):
             self._handle_agent(connection, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
         elif peer is not None:
-            whole = self._workers.take(connection, printable(message))
-            if whole is not None:
-                self._handle_worker(peer, whole)
+            combined = self._workers.take(connection, printable(message))
+            if combined is not None:
+                self._handle_worker(peer, combined)
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
-        """Handle what a worker says. Raises CommitLogError, and RunError where a worker's error is all workers'."""
+        """Handle a message of a worker. Raises CommitLogError, and RunError for an error that all would meet."""
         match message:
             case Note():
                 self.news.note_once(message.text)
@@ -344,7 +343,7 @@ class EventLoop:
             case JoinNode():
                 if self._agents.admit(connection, message, restarted=self.state.order > 0
                                       or isinstance(self.state.phase, Rejoining)):
-                    self._workers.node_gone(message.node)  # what is left of its last workers: new ones would be refused
+                    self._workers.node_gone(message.node)  # else its new workers would be refused
             case Leaving() if message.worker in self._agents.speaks_for(connection):
                 self._happens(message)
             case Ended() if message.worker in self._agents.speaks_for(connection):
@@ -357,7 +356,7 @@ class EventLoop:
                 self._agents.answer()
 
     def _disconnected(self, connection: Connection) -> None:
-        """A connection has ended, and all messages that came over it have been handled."""
+        """Handle the end of a connection. All messages that arrived over it have been handled."""
         peer = connection.peer
         if isinstance(peer, Worker):
             if self._workers.disconnected(connection):
@@ -374,23 +373,23 @@ class EventLoop:
             self._put(partial(_fail, error))
 
     def _require_all_there(self) -> None:
-        """Raises RunError where workers are still waited for before the first order."""
+        """Raise RunError if workers are still missing before the first order."""
         if isinstance(self.state.phase, Gathering) and (missing := awaited(self.state)):
             raise RunError(f"waited {self._run.resilience.join_timeout_seconds:g} s in vain for "
                            + who_is_awaited(missing, self._run.shares, self._agents.connected))
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
-        """A worker is gone."""
+        """Handle the loss of a worker."""
         if not self._left:
             injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at
-            # It has outlived what it did before the last order, or was started again since.
-            failed = [at for index, at in self._injected.items() if injections[index].worker == worker and at > ordered]
-            self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
+            # Injections before the last order do not count: the worker outlived them, or was started again since.
+            times = [at for index, at in self._injected.items() if injections[index].worker == worker and at > ordered]
+            self._happens(Lost(worker, reason, max([since, *times]) or time.monotonic()))
 
 
 def _is_waited_for(state: RunState) -> bool:
-    """Whether workers wait for an order, or all layers have been fetched for the next one: then nobody looks for
-    garbage, which takes a third of the CPU seconds of a death among 4,096 workers."""
+    """Return whether workers wait for an order, or all layers for the next one have been fetched. Garbage collection is
+    off then: it takes a third of the CPU time of a death among 4,096 workers."""
     return not isinstance(state.phase, Training) or state.phase.ended or state.joins.current is not None
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator is given: the run as its launcher has set it up."""
+"""Description of a run, as the launcher of node 0 passes it to the coordinator."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,44 +23,45 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run."""
+    """Description of one run, which does not change while the coordinator works."""
 
     schedule: Schedule
     setup: Setup
     shares: Sequence[Sequence[Worker]]
-    """The workers of each node that are there from the start."""
+    """Workers of each node that are started with the run."""
     out: Path
     config: RunConfig
     secret: Secret
-    """What all who take part know."""
+    """Secret that all processes of the run share, by which they authenticate each other."""
     resilience: Resilience = Resilience()
     options: RunOptions = RunOptions()
     forget_orders: Callable[[int], None] = lambda _: None
-    """Called in a thread, once an order has committed an iteration: nobody connects for those before it any more."""
+    """Function that removes the connection data of all orders before the given one; called in a thread when that order
+    has committed an iteration, after which no worker connects for an earlier one."""
     layer_bytes: Sequence[int] = ()
-    """What is sent of each layer of the model."""
+    """Bytes that are sent for each layer of the model when it moves."""
     shared_layers: Sequence[Collection[int]] = ()
-    """The layers of the model that have a parameter together, group by group (`runtime.model.layers.sharing`)."""
+    """Groups of layers of the model that share a parameter (`runtime.model.layers.sharing`)."""
     whole_schedules: bool = False
-    """Whether workers deal or evaluate data by the whole of each schedule."""
+    """True if workers need each whole schedule, to deal samples or to evaluate by it."""
     elements: Sequence[Elements]
-    """Of each layer of the model: how many are trained."""
+    """Number of trained elements of each layer of the model."""
     behind: LeftBehind | None = None
-    """Where another coordinator has died: its workers are looked for."""
+    """Record left by a coordinator that died, whose workers are looked for; None if there is none."""
     losses: Sequence[float] | None = None
-    """Those that it has committed; None: they are not known."""
+    """Losses that the coordinator before this one committed; None if they are not known."""
     journal: Journal = NO_JOURNAL
-    """What its events tell."""
+    """Summary of the events that the coordinator before this one wrote."""
     gone: Sequence[Worker] = ()
-    """Workers that have died with it."""
+    """Workers that died together with the coordinator before this one."""
 
     @property
     def domains(self) -> FailureDomains:
-        """Which workers fail together."""
+        """Failure domains of the run: groups of workers that fail together."""
         return FailureDomains(self.setup.failure_domains)
 
     def rules(self, prepared: Callable[[Schedule], Prepared]) -> Rules:
-        """What stays the same, with what a schedule is in an order."""
+        """Return what stays the same during the run; `prepared` turns a schedule into the form that orders send."""
         setup, resilience = self.setup, self.resilience
         return Rules(
             first=self.schedule, prepared=prepared,
@@ -74,7 +75,7 @@ class Run:
             whole_schedules=self.whole_schedules)
 
     def rejoining(self, at: float) -> Rejoining | None:
-        """The phase that begins at a time by time.monotonic where another coordinator has died."""
+        """Return the phase that looks for a dead coordinator's workers from time `at` on; None if there is none."""
         return None if self.behind is None else Rejoining(
             losses=self.losses, first=self.setup.first_iteration, gone=frozenset(self.gone), began=at,
             expected=frozenset(self.schedule.members), grid=frozenset(self.schedule.grid.workers()))

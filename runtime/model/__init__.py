@@ -1,14 +1,13 @@
-"""What a worker holds and runs: layers, their optimizer, the text they train on; and how these are saved.
+"""Layers that a worker holds and runs, their optimizer, the data they train on, and the files they are saved to.
 
     microbatch        the name of a micro-batch
     seeds             random numbers by iteration, pipeline, micro-batch and layer
     object_reference  a user's own model, data or optimizer, named in the job file
-    passed            what passes from layer to layer: a tensor, or a tuple of tensors
+    passed            values that pass from layer to layer: a tensor, or a tuple of tensors
     tensor_codec      tensors as safetensors
     layers/           models as lists of layers, whole or as one of several processes of a worker has them
     data/             text and tokens, cut into micro-batches
     state/            the layers that a worker holds, their gradients, their optimizer
-    ranks/            all of that at a process that stands for several ranks
     computing/        the slices that a worker runs, and their micro-batches in flight
     checkpoints/      layers and their states on disk
 """

@@ -1,10 +1,10 @@
-"""The name of a micro-batch, and how samples are counted from run to run."""
+"""Names of micro-batches, and the count of samples over several runs."""
 
 from typing import NamedTuple
 
 
 class Microbatch(NamedTuple):
-    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
+    """Name of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
 
     iteration: int
     pipeline: int
@@ -12,14 +12,18 @@ class Microbatch(NamedTuple):
 
 
 class SamplesRead(NamedTuple):
-    """How many samples all iterations before one have read: runs on other grids read other numbers in each."""
+    """Number of samples that all iterations before `iteration` have read.
+
+    Runs on other grids read other numbers of samples in an iteration, so the number is stored and not computed.
+    """
 
     iteration: int
     samples: int
 
     def before(self, iteration: int, samples_per_iteration: int) -> int:
-        """Return how many samples are read before an iteration of this run."""
+        """Return the number of samples that are read before an iteration of this run."""
         return self.samples + (iteration - self.iteration) * samples_per_iteration
 
 
 FROM_THE_START = SamplesRead(0, 0)
+"""Count of a run that does not continue an earlier one."""

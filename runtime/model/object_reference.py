@@ -1,4 +1,4 @@
-"""A user's own code, named in the job file as `module:attribute`."""
+"""References to a user's own code, written `module:attribute` in the job file."""
 
 import importlib
 import importlib.util
@@ -12,13 +12,13 @@ from slipstream.runtime.config import ConfigError
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name is written `module:attribute`."""
+    """Return whether a name has the form `module:attribute`."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
 
 
 def search_here() -> Path:
-    """Have modules also be found in the working directory, and last there."""
+    """Append the working directory to Python's module search path, and return it."""
     here = Path.cwd()
     if str(here) not in sys.path:
         sys.path.append(str(here))
@@ -26,34 +26,34 @@ def search_here() -> Path:
 
 
 def load_reference(key: str, name: str) -> Any:
-    """Import what `module:attribute` names, from wherever Python finds it or from the working directory.
+    """Import the object that `module:attribute` names, from Python's module search path or the working directory.
 
-    It is the user's code, on the user's machine: importing it runs it. The working directory is searched last, and only
-    from here on: nothing in it replaces a module of this program or of a library. `key` names the job file's key in
-    errors. Raises ConfigError, in one line, when it cannot be imported, when a module of the same name is found
-    elsewhere first, or when it is not callable.
+    Importing runs the user's code on the user's machine. The working directory is searched last, and only from this
+    call on, so no file in it replaces a module of this program or of a library. `key` is the job file's key, for error
+    messages. Raises ConfigError, in one line, if the object cannot be imported, if another module of the same name is
+    found first, or if the object is not callable.
     """
     module, _, attribute = name.partition(":")
     here = search_here()
-    wrong, before = f"{key} is {name!r}", set(sys.modules)
-    _refuse_clash(wrong, here, [module])
+    subject, before = f"{key} is {name!r}", set(sys.modules)
+    _refuse_clash(subject, here, [module])
     try:
-        found: Any = importlib.import_module(module)
-        used = [one.__name__ for one in vars(found).values() if isinstance(one, ModuleType)]
+        target: Any = importlib.import_module(module)
+        modules_used = [value.__name__ for value in vars(target).values() if isinstance(value, ModuleType)]
         for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # whatever the user's module raises when it runs
-        _refuse_clash(wrong, here, [getattr(error, "name", None) or module])
+            target = getattr(target, part)
+    except Exception as error:  # the user's module may raise anything
+        _refuse_clash(subject, here, [getattr(error, "name", None) or module])
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{wrong}, which cannot be imported: {reason}") from None
-    _refuse_clash(wrong, here, [*used, *sys.modules.keys() - before])
-    if not callable(found):
-        raise ConfigError(f"{wrong}, a {type(found).__name__}; expected something to call")
-    return found
+        raise ConfigError(f"{subject}, which cannot be imported: {reason}") from None
+    _refuse_clash(subject, here, [*modules_used, *sys.modules.keys() - before])
+    if not callable(target):
+        raise ConfigError(f"{subject}, a {type(target).__name__}; expected something to call")
+    return target
 
 
 def _refuse_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raises ConfigError where one of the modules is in the working directory, and another one was found first."""
+    """Raise ConfigError if a module is in the working directory, but one of the same name was found first."""
     for top in {name.partition(".")[0] for name in names}:
         local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)
         if local is None:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, not on which worker draws them or when."""
+"""Random numbers that depend on what they are used for, not on the worker that draws them or on the time."""
 
 import hashlib
 import threading
@@ -9,12 +9,12 @@ import torch
 
 
 class Generators:
-    """torch's default generators, which belong to the process: a lock for threads that seed them, or may.
+    """Lock for torch's default generators, which belong to the process and not to a thread.
 
-    Also for those that change torch's default dtype, which belongs to the process, too.
-
-    A thread may enter it again. One that is stuck in a call, and that nobody waits for any more
-    (`runtime.replay.stuck_calls`), can lose it to the others; it then leaves without a change.
+    A thread holds it while it seeds the generators or may seed them, and while it changes torch's default dtype, which
+    also belongs to the process. A thread may enter it again. A thread that hangs in a call and has been abandoned
+    (`runtime.replay.stuck_calls`) can lose the lock to other threads; it then leaves the context without changing
+    anything.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Generators:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has them, and has not lost them."""
+        """True if the calling thread holds the lock and has not lost it."""
         return self._thread == threading.get_ident()
 
     def take_from(self, thread: int) -> None:
-        """Others may have them now, if a thread has them."""
+        """Release the lock if the given thread holds it, so that other threads can acquire it."""
         with self._condition:
             if self._thread == thread:
                 self._thread, self._depth = None, 0
@@ -50,18 +50,18 @@ class Generators:
 
 
 GENERATORS = Generators()
-"""Of this process."""
+"""Lock of this process."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that depends on all parts and their order, the same on every machine."""
+    """Return a seed in [0, 2^63) that depends on all parts and their order, and is the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from torch's default generators, of the CPU and of `device`, as if freshly seeded; then put them back."""
+    """Seed torch's default generators, of the CPU and of `device`, within the context; then restore their states."""
     with seeding(device) as seed_them:
         seed_them(seed)
         yield
@@ -69,9 +69,9 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Seed torch's default generators, of the CPU and of `device`, as often as is wanted; then put them back.
+    """Yield a function that seeds torch's default generators, of the CPU and of `device`; finally restore their states.
 
-    To save and restore them takes longer than to seed them.
+    The function may be called any number of times, because saving and restoring the states takes longer than seeding.
     """
     generators = _generators(device)
 
@@ -90,13 +90,13 @@ def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None
 
 
 def generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Those of torch's default generators, of the CPU and of `device`; to be asked for within `seeding`."""
+    """Return the states of torch's default generators, of the CPU and of `device`. Must be called within `seeding`."""
     return [generator.get_state() for generator in _generators(device)]
 
 
 @contextmanager
 def drawing_from(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Draw from torch's default generators as they were when these were their states; then put them back."""
+    """Set torch's default generators to earlier `states` within the context; then restore the states from before it."""
     with seeding(device):
         for generator, state in zip(_generators(device), states, strict=True):
             generator.set_state(state)
@@ -104,6 +104,7 @@ def drawing_from(states: Sequence[torch.Tensor], device: torch.device | None = N
 
 
 def _generators(device: torch.device | None) -> list[torch.Generator]:
+    """Return torch's default generators, of the CPU and of `device` if it is a GPU."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators

@@ -1,6 +1,7 @@
-"""Named tensors as bytes, on disk and between workers: the safetensors format. Nothing in it can be run.
+"""Named tensors as bytes, on disk and between workers, in the safetensors format, which contains no executable code.
 
-https://huggingface.co/docs/safetensors describes the format; other tools read these files and write such.
+https://huggingface.co/docs/safetensors describes the format. Other tools read the files written here, and files that
+other tools wrote can be read here.
 """
 
 import hashlib
@@ -21,21 +22,21 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class TensorError(ValueError):
-    """Bytes or a file that hold no readable tensors. The message is one line."""
+    """Bytes or a file without readable tensors. The message is one line."""
 
 
 class Written(NamedTuple):
-    """What identifies the bytes of a file."""
+    """Length and SHA-256 of a file's bytes, by which the file is recognised."""
 
     bytes: int
     sha256: str
 
 
 def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Tensors of any device, shape and layout, as the pieces of safetensors bytes.
+    """Encode tensors of any device, shape and layout as consecutive pieces of safetensors bytes.
 
-    What is contiguous on the CPU is not copied: a piece is its memory. The package's `save` copies twice, at about
-    1 GB/s, and holds up all other threads meanwhile; that is why the header is written here.
+    Contiguous CPU tensors are not copied: their piece is a view of their memory. The header is written here because
+    `safetensors.torch.save` copies twice, at about 1 GB/s, and blocks all other threads meanwhile.
     """
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(
         tensors.items(), key=lambda one: -one[1].element_size())}  # so each is aligned, as the package wants it
@@ -52,7 +53,7 @@ def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes) -> dict[str, Tensor]:
-    """The tensors of safetensors bytes, on the CPU, copied once. Raises TensorError."""
+    """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError if there are none."""
     try:
         return load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -60,9 +61,10 @@ def decode(data: bytes) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write a file to the disk, to its last byte. Raises OSError, and then leaves none.
+    """Write tensors to a file and flush it to the disk; return the length and hash of the file.
 
-    The package's `save_file` writes a temporary file of a name of its own, which a killed writer would leave.
+    If writing fails, the file is removed and OSError is raised. `save_file` of the safetensors package is not used: it
+    writes to a temporary file with a name of its own, which would remain if the process were killed.
     """
     size, digest = 0, hashlib.sha256()
     try:
@@ -82,9 +84,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
 
 
 def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU.
+    """Return the tensors of a file, on the CPU.
 
-    Raises TensorError when it is not what `expected` says, or no such file at all, and OSError.
+    Raises TensorError if the file is not in the safetensors format or differs from `expected`, and OSError if it cannot
+    be read.
     """
     if expected is not None:
         require_written(path, expected)
@@ -95,7 +98,7 @@ def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tenso
 
 
 def require_written(path: Path, expected: Written) -> None:
-    """Compare a file with what was written. Raises TensorError where it differs, and OSError."""
+    """Compare length and SHA-256 of a file with the expected ones. Raises TensorError if they differ, and OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
@@ -105,4 +108,5 @@ def require_written(path: Path, expected: Written) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    """Return the message of an error in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]

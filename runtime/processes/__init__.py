@@ -1,16 +1,16 @@
-"""Starts and ends processes.
+"""Start, watch and end processes.
 
-    fork_server            a process that imports torch once, and forks others: the end of its launcher
-    fork_server_process    the process itself
-    fork_server_messages   what both say to each other
-    parent_death           what a process does when its parent dies
-    children               tasks side by side, each in a process of its own, with an answer
-    worker_start           what a worker's process is given
+    fork_server            a process that imports torch once and forks others: the launcher's side
+    fork_server_process    the fork server's process itself
+    fork_server_messages   messages between the launcher and the fork server
+    parent_death           a signal to a process when its parent dies
+    children               parallel tasks, each in a process of its own that returns a result
+    worker_start           settings that a worker's process is started with
     process_manager        the processes of a run's workers, on all nodes
-    descriptors            how many files and connections a process may have open, and node 0 needs
-    start_limit            how many processes a node starts for another
+    descriptors            limit on open files and connections, and the number that node 0 needs
+    start_limit            limit on the number of processes that node 0 may start on another node
     faults                 whether and when a worker that has crashed is started again
-    process_title          what ps, top and nvidia-smi show
+    process_title          process names as shown by ps, top and nvidia-smi
     stop_signals           SIGTERM and Ctrl-C
-    launchers              what torchrun, srun or mpirun have set in the environment
+    launchers              environment variables set by torchrun, srun or mpirun
 """

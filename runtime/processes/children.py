@@ -1,4 +1,4 @@
-"""Runs tasks side by side, each in a process of its own, and collects their answers."""
+"""Run tasks in parallel, each in a process of its own, and collect their results."""
 
 import tempfile
 import time
@@ -14,32 +14,35 @@ from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5
-"""How long others may take to end once one has failed: the error of another may be the cause."""
+"""Time that the other processes may take to end after one has failed: the error of another process may be the cause."""
 
 
 class ChildError(RuntimeError):
-    """A process has failed. The message is the last line of its log, or its exit status."""
+    """Error for a process that has failed. The message is the last line of its log, or its exit status."""
 
 
 class _Task(msgspec.Struct, frozen=True):
+    """Task of one process, as JSON, with the function to call."""
     target: str
     content: str
     answer: str
-    """The file for it."""
+    """Path of the file that the result is written to."""
 
 
 _TASK = msgspec.json.Decoder(_Task)
 
 
 class Children:
-    """One process a task, started when this is made, and ended when it is closed. Raises ChildError.
+    """Group of processes, one for each task. They start when the object is created and end when it is closed.
+
+    Raises ChildError if a process cannot be started.
 
     Parameters
     ----------
     target
-        `module:function`: takes the task as JSON, gives the answer as bytes.
+        `module:function` that takes the task as JSON and returns the result as bytes.
     fork_server
-        One that others use before and after; None: one of its own, which takes seconds to import torch.
+        Fork server that is used before and afterwards, too. None: start a new one, which takes seconds to import torch.
     """
 
     def __init__(self, target: str, tasks: Sequence[msgspec.Struct], fork_server: ForkServer | None = None) -> None:
@@ -49,13 +52,13 @@ class Children:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
             self.fork_server = fork_server or stack.enter_context(ForkServer())
             stack.callback(self.fork_server.kill_all)
-            with suppress(ForkServerError):  # which the first task will tell
+            with suppress(ForkServerError):  # starting the first task raises the same error
                 self.fork_server.clean_up("shutil:rmtree", self._folder)
             for name, task in zip(self._names, tasks, strict=True):
                 content = msgspec.json.encode(task).decode()
-                wrapped = msgspec.json.encode(_Task(target, content, str(self._answer(name)))).decode()
+                encoded_task = msgspec.json.encode(_Task(target, content, str(self._answer(name)))).decode()
                 try:
-                    self.fork_server.start(ProcessSpec(name, f"{__name__}:run", wrapped, str(self._log(name))))
+                    self.fork_server.start(ProcessSpec(name, f"{__name__}:run", encoded_task, str(self._log(name))))
                 except ForkServerError as error:
                     raise ChildError(str(error)) from None
             self._stack = stack.pop_all()
@@ -67,11 +70,12 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes that are left."""
+        """Kill the processes that are still alive."""
         self._stack.close()
 
     def answers(self, timeout: float) -> list[bytes]:
-        """The answer of each task. Raises ChildError and TimeoutError."""
+        """Wait for all tasks, and return their results in order. Raises ChildError if a process fails, and TimeoutError
+        after `timeout` seconds."""
         try:
             deadline = time.monotonic() + timeout
             while not any(self._status.values()) and any(map(self.fork_server.lives, self._names)):
@@ -87,7 +91,7 @@ class Children:
         for name in self._names:
             if self._status.get(name):
                 lines: list[str] = []
-                with suppress(FileNotFoundError):  # of a process that ended before it had one
+                with suppress(FileNotFoundError):  # the process ended before it opened its log
                     lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise ChildError(lines[-1] if lines else f"a process ended with status {self._status[name]}")
         return [self._answer(name).read_bytes() for name in self._names]
@@ -104,7 +108,7 @@ class Children:
 
 
 def run(data: bytes) -> int:
-    """In a process: run the task, and write the answer to its file."""
+    """Run one task in this process, and write the result to the task's file."""
     task = _TASK.decode(data)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))

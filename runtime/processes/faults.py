@@ -1,8 +1,9 @@
-"""Faults: whether, and when, a worker that has crashed is started again.
+"""Decide whether and when a worker that has crashed is started again.
 
-Most faults pass: a bit that has flipped, a link that was down, memory that others had taken. A worker whose code or
-device is broken would crash for ever, and each return costs the others a moment. So each pause is twice the one before,
-and who has too many faults in an hour stays out, as do all of a node that has.
+Most faults are transient: a flipped bit, a network link that was down, memory that other programs had taken. A worker
+with broken code or a broken device would crash forever, and each return costs the other workers a moment. So each pause
+before a restart is twice the one before. A worker with too many faults in an hour stays out, and so do all workers of a
+node with too many.
 """
 
 import time
@@ -14,59 +15,61 @@ from typing import NamedTuple
 from slipstream.schedules.schedule import Worker
 
 FAULTS_PER_HOUR = 6
-"""Of a worker, unless the user says otherwise."""
+"""Number of faults that a worker may have in an hour, unless the user sets another."""
 HOUR_SECONDS = 3600.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
 TOGETHER_SECONDS = 10.0
-"""Workers of a node that crash within so long have one fault: the node's."""
+"""Interval within which crashes of several workers of a node count as a single fault, that of the node."""
 OF_A_NODE = 2
-"""How many times as many faults a node may have as a worker."""
+"""Ratio of the number of faults that a node may have to the number that a worker may have."""
 
 
 class Verdict(NamedTuple):
-    """What follows from a fault."""
+    """Decision about a worker that has crashed."""
 
     pause_seconds: float | None
-    """Until the worker is started again; None: it stays out."""
+    """Time until the worker is started again. None: the worker stays out."""
     reason: str
 
 
 Crashes = tuple[tuple[Worker, tuple[float, ...]], ...]
-"""When each worker has crashed in the last hour, in seconds since 1970: for a node 0 that is started anew."""
+"""Times at which each worker has crashed in the last hour, in seconds since 1970, for a node 0 that is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Those of the last hour, by time.monotonic. `limit` is how many a worker may have; 0: nobody is started again."""
+    """Faults of all workers in the last hour, by `time.monotonic`. `limit` is the number of faults that a worker may
+    have. With 0, no worker is started again."""
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def after(cls, limit: int, crashes: Crashes) -> "Faults":
-        """With those that another node 0 has left."""
-        since = time.time() - time.monotonic()
-        return cls(limit, {worker: tuple(at - since for at in times) for worker, times in crashes})
+        """Return a history that begins with the crashes recorded by a previous node 0."""
+        epoch_offset = time.time() - time.monotonic()
+        return cls(limit, {worker: tuple(at - epoch_offset for at in times) for worker, times in crashes})
 
     @property
     def crashes(self) -> Crashes:
-        """What to leave for another node 0."""
-        since = time.time() - time.monotonic()
-        return tuple((worker, tuple(round(at + since, 3) for at in times)) for worker, times in self.of.items())
+        """Crash times to record for a later node 0."""
+        epoch_offset = time.time() - time.monotonic()
+        return tuple((worker, tuple(round(at + epoch_offset, 3) for at in times)) for worker, times in self.of.items())
 
     def add(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["Faults", Verdict]:
-        """With a fault of a worker at a time; `mates` are all workers of its node."""
+        """Return the history with one more fault of `worker` at time `now`, and the decision that follows. `mates` are
+        all workers of its node."""
         since = now - HOUR_SECONDS
-        mine = (*(at for at in self.of.get(worker, ()) if at > since), now)
-        after = Faults(self.limit, {**self.of, worker: mine})
-        node = sorted(at for mate in {worker, *mates} for at in after.of.get(mate, ()) if at > since)
-        apart = 1 + sum(later - at > TOGETHER_SECONDS for at, later in pairwise(node))
-        count = f"{len(mine)} fault{'s' if len(mine) > 1 else ''} within an hour"
+        own_faults = (*(at for at in self.of.get(worker, ()) if at > since), now)
+        after = Faults(self.limit, {**self.of, worker: own_faults})
+        node_faults = sorted(at for mate in {worker, *mates} for at in after.of.get(mate, ()) if at > since)
+        distinct = 1 + sum(later - at > TOGETHER_SECONDS for at, later in pairwise(node_faults))
+        count_text = f"{len(own_faults)} fault{'s' if len(own_faults) > 1 else ''} within an hour"
         if not self.limit:
             return self, Verdict(None, "")
-        if len(mine) > self.limit:
-            return after, Verdict(None, f"worker {worker} stays out: {count}")
-        if apart > OF_A_NODE * self.limit:
-            return after, Verdict(None, f"worker {worker} stays out: its node has had {apart} faults within an hour")
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(mine) - 1), LONGEST_PAUSE_SECONDS)
-        return after, Verdict(pause, f"worker {worker} is started again in {pause:g} s: {count}")
+        if len(own_faults) > self.limit:
+            return after, Verdict(None, f"worker {worker} stays out: {count_text}")
+        if distinct > OF_A_NODE * self.limit:
+            return after, Verdict(None, f"worker {worker} stays out: its node has had {distinct} faults within an hour")
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(own_faults) - 1), LONGEST_PAUSE_SECONDS)
+        return after, Verdict(pause, f"worker {worker} is started again in {pause:g} s: {count_text}")

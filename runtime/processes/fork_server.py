@@ -1,14 +1,15 @@
-"""Fork server: a process that imports torch once, and then forks others on request, each in milliseconds.
+"""Control a fork server: a process that imports torch once and then forks others on request, each in milliseconds.
 
-Requests and reports are lines of JSON over a socket, which is its standard input. When that closes, because the process
-that started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told to hold
-them, it first waits a while for another process to take it over (`adopt`), through a socket whose name was agreed on
-before.
+Requests and reports are lines of JSON over a socket, which is the server's standard input. When the socket closes,
+because the process that started the server has ended in any way, the server kills all processes that it has forked, and
+ends. If the server was asked to hold them, it first waits a while for another process to take it over (`adopt`),
+through a socket whose name was agreed on before.
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
-main program again, in the server and in each process, so that one without an `if __name__ == "__main__"` guard fails;
-what it has forked lives on when the launcher is killed; and its requests are pickles. Measured with 12 processes on
-2 busy cores: all forked in 0.5 s here and in 0.8 to 2.7 s there, 254 and 287 MiB of memory for all of them together.
+main program again, in the server and in each process, so that a program without an `if __name__ == "__main__"` guard
+fails; the processes that it has forked survive when the launcher is killed; and its requests are pickles. Measured with
+12 processes on 2 busy cores: all were forked in 0.5 s here and in 0.8 to 2.7 s there, and all of them together took 254
+and 287 MiB of memory.
 """
 
 import contextlib
@@ -45,22 +46,23 @@ from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS
 from slipstream.runtime.protocol.authentication import VARIABLE
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
+"""Environment that keeps the fork server single-threaded. numpy's BLAS would start threads at import, and a process
+with threads is not safe to fork."""
 GONE = "the process that starts the workers has died"
 ADOPT_SECONDS = 5.0
-"""A fork server that is held answers at once."""
+"""Time within which a fork server that waits to be adopted must answer. It does so at once."""
 KILL_SECONDS = 10.0
-"""A process that is killed is gone in milliseconds, unless the system itself waits, for a disk or a GPU."""
+"""Time within which a killed process must be gone: milliseconds, unless the system waits for a disk or a GPU."""
 
 
 class ForkServerError(RuntimeError):
-    """The fork server has gone, and all that it has forked with it. The message is one line."""
+    """Error for a fork server that has ended, with all processes that it has forked. The message is one line."""
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, in which another finds the modules of this program, wherever it was started.
+    """Return this process's environment, with a PYTHONPATH by which another process finds the modules of this program.
 
-    Without the run's secret: workers get it over a socket, and what they start themselves need not know it.
+    The run's secret is left out: workers get it over a socket, and programs that they start need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -68,15 +70,16 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class ForkServer:
-    """The launcher's side. Used as a context manager, so that no process outlives it; may serve several runs."""
+    """Launcher's side of a fork server, which may serve several runs. It is a context manager, so that no forked
+    process outlives the block."""
 
     _process: "subprocess.Popen[bytes] | None" = None
-    """The server's, where this process has started it."""
+    """Process of the server, if this process has started it."""
 
     def __init__(self) -> None:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
-        # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
-        # What schedulers send to all processes stays blocked there, and SIGTERM in a worker until that handles it.
+        # from the working directory (`runtime.model.object_reference` adds it if the job names code of its own).
+        # Signals that schedulers send to all processes stay blocked there; a worker unblocks SIGTERM later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_SCHEDULERS)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -87,22 +90,23 @@ class ForkServer:
         self._attach(ours, f"slipstream-{secrets.token_hex(16)}")
 
     def _attach(self, connection: socket.socket, name: str) -> None:
-        """Talk to the server over this connection. `name` is the one by which it is found again."""
+        """Use `connection` to talk to the server. `name` is the name by which the server can be adopted."""
         self._connection, self._name = connection, name
         self._lines = Lines(connection.fileno())
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """What was given when its processes were held."""
+        """Note that was passed to `hold`."""
         self.pids: dict[str, int] = {}
-        """By name, of the processes whose start has been reported."""
+        """Process id by name, for each process whose start has been reported."""
 
     def hold(self, seconds: float, note: str) -> str | None:
-        """Should this process die, have those that are forked live on for so long, until another process adopts them.
+        """Ask the server to keep its processes for `seconds` if this process dies, until another adopts them.
 
-        The name by which `adopt` finds them, and then gives the note: the same each time, also where others have held
-        them before. None where the system cannot do that (only Linux can). Raises ForkServerError.
+        Returns the name by which `adopt` finds them; it is the same at each call, also if a process adopts them and
+        calls this again. The adopting process gets `note`. Returns None if the system is not Linux, which is needed.
+        Raises ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None
@@ -111,10 +115,8 @@ class ForkServer:
         return self._name
 
     def clean_up(self, target: str, path: Path | str) -> None:
-        """Have `target`, a `module:function`, remove a file or a folder should this process be killed.
-
-        Nobody hears of errors. Raises ForkServerError.
-        """
+        """Register a file or folder that `target`, a `module:function`, removes if this process is killed. Errors of
+        that function are ignored. Raises ForkServerError."""
         self._ask(CleanUp(target, str(path)))
 
     def start(self, spec: ProcessSpec) -> None:
@@ -123,18 +125,18 @@ class ForkServer:
         self._ask(spec)
 
     def kill(self, name: str) -> None:
-        """Kill a process, even one that is stopped; nothing happens where it has ended. Raises ForkServerError."""
+        """Kill a process, even one that is stopped; do nothing if it has ended. Raises ForkServerError."""
         self._ask(Kill(name))
 
     def lives(self, name: str) -> bool:
-        """Whether a process has been started, and its end has not been reported."""
+        """Return whether a process has been started and its end has not been reported."""
         return name in self._alive
 
     def kill_all(self) -> None:
-        """Kill the processes that are alive, and wait until they are gone.
+        """Kill all processes that are alive, and wait until they are gone.
 
-        Where that takes longer than `KILL_SECONDS`, the server is killed, too, if it is a child of this process, and
-        leaves them to the system.
+        If that takes longer than `KILL_SECONDS` and the server is a child of this process, the server is killed, too,
+        and its processes are left to the system.
         """
         deadline = time.monotonic() + KILL_SECONDS
         try:
@@ -145,29 +147,30 @@ class ForkServer:
                         self._process.kill()
                     raise ForkServerError(GONE)
                 self.poll(1.0)
-        except ForkServerError:  # then they have gone with it
+        except ForkServerError:  # the processes have ended with the server
             self._alive.clear()
             self.pids.clear()
 
     def names(self) -> list[str]:
-        """Of the processes that live."""
+        """Return the names of the processes that are alive."""
         return sorted(self._alive)
 
     def fileno(self) -> int:
-        """For a selector: readable when `poll` has something to tell."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
         return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
-        """The processes that have ended, waiting at most that long for some news. Raises ForkServerError."""
-        ended: list[ProcessEnded] = []
+        """Return the processes that have ended, waiting at most `seconds` for a report. Raises ForkServerError if the
+        server has ended."""
+        ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
-            ended = self._learn(self._lines.read())
+            ended_processes = self._learn(self._lines.read())
             if self._lines.closed:
                 raise ForkServerError(GONE)
-        return ended
+        return ended_processes
 
     def _learn(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
-        """Who lives after these news; the processes that have ended by them."""
+        """Update the known processes from reports of the server, and return the processes that have ended."""
         ended = []
         for line in lines:
             news = decode_news(line)
@@ -180,12 +183,12 @@ class ForkServer:
         return ended
 
     def close(self) -> None:
-        """End the fork server and all that it has forked."""
+        """End the fork server and all processes that it has forked."""
         deadline = time.monotonic() + KILL_SECONDS
         with contextlib.suppress(ForkServerError):
             self._ask(End())
             while time.monotonic() < deadline:
-                self.poll(1.0)  # until it is gone
+                self.poll(1.0)  # raises once the server is gone
         self._selector.close()
         self._connection.close()
         if self._process is not None:
@@ -208,28 +211,26 @@ class ForkServer:
 
 
 class AdoptedForkServer(ForkServer):
-    """One that another process has started, which has died; made by `adopt`."""
+    """Fork server that was started by a process which has died since. `adopt` creates it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self._attach(connection, name)
         deadline = time.monotonic() + ADOPT_SECONDS
-        first: list[bytes] = []
-        while not first:
+        first_lines: list[bytes] = []
+        while not first_lines:
             if self._lines.closed or not self._selector.select(max(0.0, deadline - time.monotonic())):
                 raise ForkServerError(GONE)
-            first = self._lines.read()
-        news = decode_news(first[0])
+            first_lines = self._lines.read()
+        news = decode_news(first_lines[0])
         assert isinstance(news, Adopted)
         self.note = news.note
         self._alive.update(news.alive)
-        self._learn(first[1:])  # one that has just ended was never known to live here
+        self._learn(first_lines[1:])  # this process has not known any of them alive, so ends need not be reported
 
 
 def adopt(name: str) -> AdoptedForkServer | None:
-    """Take over what a fork server holds, by the name that `ForkServer.hold` gave; None where it is gone.
-
-    Only processes of the same user are heard, at both ends.
-    """
+    """Take over a fork server and the processes that it holds, by the name that `ForkServer.hold` returned. Returns
+    None if the server is gone. Both ends accept only processes of the same user."""
     if not sys.platform.startswith("linux"):
         return None
     connection = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""What a fork server and its launcher say to each other: lines of JSON, over a socket of the same user."""
+"""Messages between a fork server and its launcher: lines of JSON, over a socket between processes of the same user."""
 
 import importlib
 import os
@@ -11,33 +11,34 @@ import msgspec
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
-    """A process to be started."""
+    """Request to start a process."""
 
     name: str
-    """No other that lives has it."""
+    """Name that no other living process has."""
     target: str
-    """`module:function`, called with the task's bytes; what it returns is the exit status."""
+    """`module:function`, called with the task's bytes. Its return value is the exit status."""
     task: str
     log: str
-    """Where the process's standard output and error go."""
+    """Path of the file for the process's standard output and error."""
     append: bool = False
-    """Whether what the log holds already stays."""
+    """True if the log's present content is kept."""
     imports: tuple[str, ...] = ()
-    """Modules of this program that take long to import: the server does so once for all."""
+    """Modules of this program that take long to import. The server imports them once for all processes."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Kill a process, if it lives."""
+    """Request to kill a process, if it is alive."""
 
     name: str
 
 
 class KillAll(msgspec.Struct, frozen=True, tag=True):
-    """Kill the processes that were forked until now."""
+    """Request to kill all processes that have been forked until now."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Should the launcher die, wait for another one that connects to a socket, and give it a note."""
+    """Request to keep the processes alive if the launcher dies. The server then waits for another launcher to connect
+    to a socket of this name, and sends it the note."""
 
     name: str
     seconds: float
@@ -45,37 +46,38 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
-    """Remove something when the server ends without having been told to: its launcher has been killed."""
+    """Request to remove a file or folder if the server ends without a request to do so: its launcher has been
+    killed."""
 
     target: str
-    """`module:function`, called with the path. It finds out whether anybody uses that."""
+    """`module:function`, called with the path. The function checks that no other process uses the path."""
     path: str
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Kill all, and end."""
+    """Request to kill all processes and to end the server."""
 
 
 class Adopted(msgspec.Struct, frozen=True, tag=True):
-    """The first news to a launcher that has taken over; those that live follow, each as started."""
+    """First message to a launcher that has taken over. A `Started` follows for each process that is alive."""
 
     note: str
     alive: tuple[str, ...]
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A process has begun."""
+    """Report that a process has been forked."""
 
     name: str
     pid: int
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
-    """A process is gone."""
+    """Report that a process has ended."""
 
     name: str
     status: int
-    """As in subprocess, the exit code or minus the signal."""
+    """Exit status as in subprocess: the exit code, or minus the signal."""
 
 
 Request = ProcessSpec | Kill | KillAll | Hold | CleanUp | End
@@ -85,7 +87,7 @@ decode_news: Callable[[bytes], News] = msgspec.json.Decoder(News).decode
 
 
 class Lines:
-    """Whole lines from a socket, as they come."""
+    """Reader that splits the bytes from a socket into complete lines."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -93,10 +95,10 @@ class Lines:
         self.closed = False
 
     def read(self) -> list[bytes]:
-        """Read once; blocks unless the socket is ready."""
+        """Read from the socket once, and return the lines that are complete. Blocks unless the socket is ready."""
         try:
             data = os.read(self._descriptor, 65536)
-        except ConnectionResetError:  # the other end is gone, and has not read all
+        except ConnectionResetError:  # the other end has closed without reading all
             data = b""
         self.closed = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -104,14 +106,14 @@ class Lines:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Who is at the other end of a Unix socket (Linux)."""
+    """Return the user id of the process at the other end of a Unix socket (Linux)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user
 
 
 def load_target(target: str) -> Callable[[Any], Any]:
-    """What `module:function` names."""
+    """Return the function that `module:function` names."""
     module, _, function = target.partition(":")
-    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
-    return found
+    loaded: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
+    return loaded

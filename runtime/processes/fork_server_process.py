@@ -1,6 +1,6 @@
-"""The fork server's process. It has one thread, so that forking is safe.
+"""Process of the fork server. It has a single thread, so that forking is safe.
 
-`runtime.processes.fork_server` starts it, and says what it is for.
+`runtime.processes.fork_server` starts it, and explains its purpose.
 """
 
 import contextlib
@@ -36,26 +36,26 @@ from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
 from slipstream.runtime.processes.process_title import name_process
 
 IDLE_SECONDS = 600.0
-"""How long the server waits for something to do before it looks again."""
+"""Longest time that the server waits for a request before it checks again."""
 
 
 class _Server:
-    """Serves one launcher, and then those that adopt what it holds."""
+    """Loop that serves one launcher, and then each launcher that adopts the processes it holds."""
 
     def __init__(self) -> None:
         self._asked = Lines(0)
         self._control = 0
-        """The descriptor that leads to the launcher."""
+        """Descriptor of the connection to the launcher."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         self._alive: dict[int, int] = {}
-        """Pid by the pipe that closes with the process."""
+        """Process id by the pipe that closes when the process ends."""
         self._hold: Hold | None = None
         self._listener: socket.socket | None = None
         self._launcher: socket.socket | None = None
-        """The connection to one that has adopted this server."""
+        """Connection to a launcher that has adopted this server."""
         self._clean_up: dict[CleanUp, None] = {}
-        """What to remove at the end, where no launcher has told this server to end."""
+        """Files and folders to remove at the end, unless a launcher has asked this server to end."""
 
     def serve(self) -> None:
         try:
@@ -66,12 +66,12 @@ class _Server:
             self._kill_all()
             for pid in self._alive.values():
                 os.waitpid(pid, 0)
-            for one in self._clean_up:
-                with contextlib.suppress(Exception):  # nobody is there who could be told
-                    load_target(one.target)(one.path)
+            for request in self._clean_up:
+                with contextlib.suppress(Exception):  # no launcher is left to report it to
+                    load_target(request.target)(request.path)
 
     def _serve_one(self) -> None:
-        """Serve one launcher, as long as it lives."""
+        """Serve one launcher until its connection closes."""
         while not self._asked.closed:
             for key, _ in self._selector.select(IDLE_SECONDS):
                 if key.fd == self._control:
@@ -80,7 +80,8 @@ class _Server:
                     self._report_end(key.fd, key.data)
 
     def _adopted(self) -> bool:
-        """The launcher is gone: wait for another one, as long as anybody lives."""
+        """Wait for another launcher after the first is gone, while any process is alive. Return whether one has
+        connected."""
         hold, listener = self._hold, self._listener
         if hold is None or listener is None:
             return False
@@ -110,12 +111,12 @@ class _Server:
         self._asked = Lines(self._control)
         self._selector.register(self._control, selectors.EVENT_READ)
         names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
-        self._tell(Adopted(hold.note, tuple(name for name, _ in names)), *(Started(*one) for one in names))
+        self._tell(Adopted(hold.note, tuple(name for name, _ in names)), *(Started(*item) for item in names))
         return True
 
     def _held(self, hold: Hold) -> None:
         before, self._hold = self._hold, hold
-        if before is not None and before.name == hold.name:  # it can be found at any time
+        if before is not None and before.name == hold.name:  # the socket of this name is already open
             return
         if self._listener is not None:
             self._listener.close()
@@ -124,8 +125,8 @@ class _Server:
         self._listener.listen()
 
     def _tell(self, *news: News) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone: the end of the input is next
-            os.write(self._control, b"".join(msgspec.json.encode(one) + b"\n" for one in news))
+        with contextlib.suppress(OSError):  # the launcher is gone: its connection will be read as closed next
+            os.write(self._control, b"".join(msgspec.json.encode(message) + b"\n" for message in news))
 
     def _answer(self) -> None:
         for line in self._asked.read():
@@ -140,12 +141,12 @@ class _Server:
                 self._clean_up[request] = None
             elif isinstance(request, End):
                 self._hold, self._asked.closed = None, True
-                self._clean_up.clear()  # the launcher lives, and does that itself
+                self._clean_up.clear()  # the launcher is alive, and removes them itself
             else:
                 self._kill_all()
 
     def _kill_all(self) -> None:
-        # None has been waited for, so that each pid is still that of our process.
+        # No process has been waited for, so each pid still belongs to a process of this server.
         for pid in self._alive.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -156,21 +157,21 @@ class _Server:
 
     def _fork(self, spec: ProcessSpec) -> None:
         for module in spec.imports:
-            with contextlib.suppress(Exception):  # which the process will say
+            with contextlib.suppress(Exception):  # the process meets the same error, and logs it
                 importlib.import_module(module)
         ours, theirs = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become(spec, parent)
-        # With the only other end in the process, the pipe closes when that dies, however it dies.
+        # The process has the only other end, so the pipe closes when it dies, however it dies.
         os.close(theirs)
         self._alive[ours] = pid
         self._selector.register(ours, selectors.EVENT_READ, spec.name)
         self._tell(Started(spec.name, pid))
 
     def _become(self, spec: ProcessSpec, parent: int) -> None:
-        """Be the process, to its end."""
+        """Run the forked process to its end. Never returns."""
         status = 1
         try:
             _die_with(parent)
@@ -186,7 +187,7 @@ class _Server:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)  # past whatever the server would do at its own exit
+            os._exit(status)  # skips what the server would do at its own exit
 
     def _report_end(self, pipe: int, name: str) -> None:
         self._selector.unregister(pipe)
@@ -196,7 +197,7 @@ class _Server:
 
 
 def _redirect(log: Path, append: bool) -> None:
-    """Read nothing, and write to the log."""
+    """Connect standard input to the null device, and standard output and error to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
         fresh = 0 if append else os.O_TRUNC
@@ -207,7 +208,7 @@ def _redirect(log: Path, append: bool) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the fork server is, where the system can do that (Linux)."""
+    """Have the system kill this process when the fork server dies (Linux only)."""
     signal_at_death_of_parent(signal.SIGKILL)
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
@@ -219,11 +220,11 @@ def main() -> None:
 
     name_process("fork server")
     worker.warm_up()
-    gc.freeze()  # else the collector would write to, and so copy, all that the processes share
+    gc.freeze()  # otherwise the collector would write to, and so copy, all memory that the processes share
     try:
         _Server().serve()
     finally:
-        gc.unfreeze()  # else libraries complain at exit of what has not been collected
+        gc.unfreeze()  # otherwise libraries complain at exit about objects that were not collected
 
 
 if __name__ == "__main__":

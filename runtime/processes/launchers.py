@@ -1,7 +1,7 @@
-"""Starting by torchrun, srun, mpirun or variables set by hand: which node this is, how many there are, where node 0 is.
+"""Read this node's number, the number of nodes and node 0's address, as torchrun, srun or mpirun have set them.
 
-Each process that is started so becomes a *node* of `runtime.launch`, with its share of the workers: one worker where
-there are as many processes as workers. The node's process outlives its workers, and can start them again.
+Each process that is started so becomes a *node* of `runtime.launch`, with its share of the workers: one worker if there
+are as many processes as workers. The node's process outlives its workers, and can start them again.
 """
 
 import os
@@ -19,14 +19,14 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
 
 TELL_SECONDS = 30.0
-"""How often a node that waits says so."""
+"""Interval between the lines that a waiting node prints."""
 DEFAULT_PORT = 29500
-"""torch's own; only where MASTER_PORT is not set."""
+"""Default port of torch, used only if MASTER_PORT is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProcess:
-    """Which of the processes of its machine, which share the GPUs, this one is."""
+    """Rank of this process among the processes of its machine, which share the GPUs."""
 
     rank: int = 0
     processes: int = 1
@@ -36,18 +36,18 @@ ALONE = LocalProcess()
 
 
 class GpuShare(NamedTuple):
-    """The GPUs of a machine that one process may use."""
+    """GPUs of a machine that one process may use."""
 
     first: int
-    """Those before it belong to the workers of other processes."""
+    """Index of the first GPU of this process. GPUs before it belong to the workers of other processes."""
     workers: int
-    """Of all processes of the machine: as many GPUs are needed for each worker to have one of its own."""
+    """Number of workers of all processes of the machine, and so of GPUs that give each worker one of its own."""
 
 
 def gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
-    """Which GPUs the workers of a node take; `shares` is the number of workers of each node.
+    """Return the GPUs that the workers of a node use. `shares` is the number of workers of each node.
 
-    The processes of a machine are taken to be neighbours in rank, as torchrun, srun and mpirun start them by default.
+    Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
     """
     first = max(0, node - local.rank)
     return GpuShare(sum(shares[first:node]), sum(shares[first:first + local.processes]))
@@ -55,40 +55,40 @@ def gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What torchrun, srun, mpirun or a user have set for this process; by default, it is alone."""
+    """Values that torchrun, srun, mpirun or a user has set for this process. The defaults describe a single process."""
 
     node: int = 0
     nodes: int = 1
     local: LocalProcess = ALONE
     master: Rendezvous | None = None
-    """Node 0's address. Node 0 listens at its port, unless torchrun's agent does (`agent`); None: one node alone.
-    """
+    """Address of node 0. Node 0 listens at its port, unless torchrun's agent does (`agent`). None: a single node."""
     agent: bool = False
-    """Whether torchrun's store is there, which holds the address where node 0 listens."""
+    """True if torchrun's store exists, which holds the address where node 0 listens."""
     tied: bool = False
-    """Whether it was started by an agent of torchrun or a daemon of mpirun: one that is killed tells nobody."""
+    """True if an agent of torchrun or a daemon of mpirun has started this process. Such a parent gives no warning when
+    it is killed."""
     attempt: str = "0"
-    """Which of torchrun's attempts to run this is."""
+    """Number of torchrun's attempt to run the job."""
 
 
 _MOST = 2**20
-"""Processes of a run."""
+"""Largest number of processes in a run."""
 _SLURM_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,5})\))?")
 _FAMILIES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of torchrun and those who write its names by hand, of mpirun (Open MPI), and of srun. The first that are
-there count: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit the daemon's variables.
+"""Variables of torchrun (also of users who set its names by hand), of mpirun (Open MPI), and of srun.
+
+The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit
+the daemon's variables.
 """
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What the environment says; None where it names no process, or one alone.
-
-    Raises ValueError that names the variable that is missing or makes no sense.
-    """
+    """Read this process's place in the run from the environment. Return None if it names no process, or a single one.
+    Raises ValueError, naming the variable, if a variable is missing or invalid."""
     for rank, size, local_rank, local_size in _FAMILIES:
         if rank not in environment or size not in environment:
             continue
@@ -101,20 +101,20 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
                              "address of the first one, or say --nodes 1")
         master = Rendezvous(host, _number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
         index = _number(environment, local_rank, 0, nodes - 1, 0)
-        beside = max(index + 1, _local_size(environment, local_size))
+        local_processes = max(index + 1, _local_size(environment, local_size))
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Launched(node=_number(environment, rank, 0, nodes - 1), nodes=nodes,
-                        local=LocalProcess(rank=index, processes=beside), master=master, agent=agent,
+                        local=LocalProcess(rank=index, processes=local_processes), master=master, agent=agent,
                         tied=agent or rank.startswith("OMPI"),
                         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return None
 
 
 def of_ranks(here: Launched, ranks: int) -> Launched | None:
-    """The node that so many neighbouring processes are, which were started for one worker: the first of them is it, and
-    starts all ranks of the worker; None: this is another one, with nothing to do.
+    """Return the node formed by `ranks` consecutive processes that were started for one worker.
 
-    Raises ValueError where they cannot be workers whose ranks are on one machine.
+    The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
+    have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.
     """
     if here.nodes % ranks or here.local.processes % ranks:
         raise ValueError(f"{here.nodes} processes were started, {here.local.processes} of them on this machine; "
@@ -125,7 +125,7 @@ def of_ranks(here: Launched, ranks: int) -> Launched | None:
 
 
 def announce(here: Launched, opened: Rendezvous) -> None:
-    """Put node 0's address into torchrun's store, where there is one. Raises RendezvousError."""
+    """Put node 0's address into torchrun's store, if there is one. Raises RendezvousError."""
     if here.agent:
         assert here.master is not None
         try:
@@ -135,7 +135,8 @@ def announce(here: Launched, opened: Rendezvous) -> None:
 
 
 def find(here: Launched, timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
-    """Where node 0 listens, once it does; `waiting` is called now and then until then. Raises RendezvousError."""
+    """Return the address where node 0 listens, waiting until it is known. Raises RendezvousError. `waiting` is called
+    with a line of text repeatedly while this waits."""
     assert here.master is not None
     if not here.agent:
         return here.master
@@ -157,7 +158,8 @@ def find(here: Launched, timeout_seconds: float, waiting: Callable[[str], None] 
 
 
 def to_open(here: Launched) -> Rendezvous | None:
-    """Where node 0 listens: at its own address, at a port that is free where the agent has its; None: on loopback."""
+    """Return the address at which node 0 listens: its own, with a free port if torchrun's agent uses the given one.
+    Returns None for loopback."""
     return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
 
 
@@ -166,7 +168,8 @@ def _key(here: Launched) -> str:
 
 
 def _local_size(environment: Mapping[str, str], name: str) -> int:
-    """How many processes this machine has; srun has one text for all machines, `4(x2),3` for 4, 4 and 3."""
+    """Return the number of processes on this machine. srun has one text for all machines: `4(x2),3` for 4, 4 and 3
+    processes."""
     if not name.startswith("SLURM"):
         return _number(environment, name, 1, _MOST, 1)
     text = environment.get(name, "1")

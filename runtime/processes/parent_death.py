@@ -1,4 +1,4 @@
-"""The death of a process's parent, of which only Linux tells."""
+"""Ask the system for a signal when the parent process dies, which only Linux offers."""
 
 import ctypes
 import signal
@@ -8,6 +8,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def signal_at_death_of_parent(number: signal.Signals) -> None:
-    """Have the system send this process a signal when its parent dies, where it can do that (Linux)."""
+    """Ask the system to send this process a signal when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

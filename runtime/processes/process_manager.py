@@ -1,4 +1,4 @@
-"""The processes of a run's workers, on all nodes: starts, kills and restarts them."""
+"""Start, kill and restart the processes of a run's workers, on all nodes."""
 
 import time
 from collections import defaultdict
@@ -17,28 +17,28 @@ from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, T
 from slipstream.schedules.schedule import Worker
 
 SendToAgent = Callable[[int, ToNodeAgent], None]
-"""Sends a message to the agent of a node; nothing happens where that is not there."""
+"""Function that sends a message to the agent of a node. It does nothing if the agent is not connected."""
 
 
 class Return(msgspec.Struct, frozen=True):
-    """A dead worker's process to be started again in an iteration, or as soon as it is dead after that."""
+    """Restart of a dead worker's process in a given iteration, or as soon after that as the worker is dead."""
 
     worker: Worker
     iteration: int
 
 
 class NodeFailure(msgspec.Struct, frozen=True):
-    """The workers of a node, whose processes are to be killed at once when an iteration begins. For rehearsals."""
+    """Failure of a node for rehearsals: its workers' processes are killed at once when an iteration begins."""
 
     workers: tuple[Worker, ...]
     iteration: int
 
 
 class NodeProcesses:
-    """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on.
+    """Worker processes of this node. Each uses the next GPU, beginning with `first_card`.
 
-    The processes of a worker, where there are several, live and die together: when one ends, the others are killed, and
-    the worker has ended when all have.
+    If a worker has several processes, they live and die together. When one ends, the others are killed, and the worker
+    has ended when all of them have.
     """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
@@ -51,20 +51,18 @@ class NodeProcesses:
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, Ended] = {}
-        """Of workers of which a process has ended: the first to do so."""
+        """First end of a process, for each worker of which a process has ended and another is still alive."""
 
     @contextmanager
     def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """In this block, the workers that are to be here from the start; at its end, none is left. Raises RunError.
-
-        Where those of a run were `found` that goes on, none is started yet.
-        """
+        """Start this node's workers for the duration of a block, and kill all that are left at its end. Raises
+        RunError. With `found`, the workers of a continuing run are alive already, and none is started."""
         try:
             for worker in () if found else tuple(self._places):
                 self.do(StartWorker(worker, restarted=restarted))
             yield
         except CoordinatorFailedError:
-            raise  # another one goes on with those that live
+            raise  # another coordinator continues with the workers that are alive
         except ForkServerError as error:
             self._fork_server.kill_all()
             raise RunError(str(error)) from None
@@ -84,11 +82,11 @@ class NodeProcesses:
                                                    command.restarted, rank).process())
 
     def alive(self) -> list[Worker]:
-        """Those that have been started, and not ended."""
+        """Return the workers that have been started and have not ended."""
         return [worker for worker in self._places if self._lives(worker)]
 
     def card(self, worker: Worker, rank: int = 0) -> int | None:
-        """The GPU of a worker's process; None where there are none."""
+        """Return the index of the GPU for a worker's process; None if there are no GPUs."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
@@ -100,37 +98,39 @@ class NodeProcesses:
         return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
-        """For a selector: readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
         return self._fork_server.fileno()
 
     def poll(self) -> list[Ended]:
-        """The workers here that have ended. Raises ForkServerError."""
-        for one in self._fork_server.poll(0):
-            worker = worker_named(one.name)
-            self._ending.setdefault(worker, Ended(worker, one.status))
-        over = [worker for worker in self._ending if not self._lives(worker)]
-        for worker in self._ending.keys() - over:
+        """Return the workers of this node that have ended. Raises ForkServerError."""
+        for process in self._fork_server.poll(0):
+            worker = worker_named(process.name)
+            self._ending.setdefault(worker, Ended(worker, process.status))
+        ended = [worker for worker in self._ending if not self._lives(worker)]
+        for worker in self._ending.keys() - ended:
             self._kill(worker)
-        return [self._ending.pop(worker) for worker in over]
+        return [self._ending.pop(worker) for worker in ended]
 
 
 class ProcessManager:
-    """Starts, kills and restarts the worker processes of all nodes; on node 0.
+    """Worker processes of all nodes, started, killed and restarted by node 0.
 
     Parameters
     ----------
     nodes
-        Where each worker is; those that are not there from the start are on node 0.
+        Node of each worker. Workers that do not take part from the start are on node 0.
     returns
-        The workers to start again.
+        Workers to start again.
     absent
-        The workers that are not there from the start.
+        Workers that do not take part from the start.
     failures
-        Nodes whose workers to kill.
+        Nodes whose workers are to be killed.
     faults_per_hour
-        How many times a worker that crashes is started again; 0: only those of `returns` are.
+        Number of times that a worker which crashes is started again. 0: start only those of `returns`.
     crashes
-        Those under another node 0, which count; `keep` is called with all when there is one more.
+        Crashes under a previous node 0, which count, too.
+    keep
+        Function that is called with all crashes after each new one.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
@@ -144,43 +144,44 @@ class ProcessManager:
             self._workers_of[node].append(worker)
         self._returns = list(returns)
         self._iteration = -1
-        """The last one that has begun."""
+        """Last iteration that has begun."""
         self._dead = set(absent)
         self._failures = list(failures)
         self._faults = Faults.after(faults_per_hour, crashes)
         self._keep = keep
         self._again: dict[Worker, float] = {}
-        """When each is started again that has crashed."""
+        """Time at which each crashed worker is to be started again."""
         self._send: SendToAgent = lambda *_: None
         self._note: Callable[[str], None] = lambda _: None
 
     def running(self, *, found: bool) -> AbstractContextManager[None]:
-        """See `NodeProcesses.running`."""
+        """Keep the workers of node 0 running for the duration of a block; see `NodeProcesses.running`."""
         return self._local.running(found=found)
 
     def connect(self, send: SendToAgent, note: Callable[[str], None]) -> None:
-        """From now on, reach the agents of other nodes, and tell who is started again."""
+        """Set the function that reaches the agents of other nodes, and the one that is called with a line about each
+        crash."""
         self._send, self._note = send, note
 
     def fileno(self) -> int:
-        """For a selector: readable when `poll` has something to report."""
+        """Return the descriptor for a selector: it is readable when `poll` has something to report."""
         return self._local.fileno()
 
     def poll(self) -> list[Ended]:
-        """The workers of node 0 that have ended. Raises ForkServerError."""
+        """Return the workers of node 0 that have ended. Raises ForkServerError."""
         return self._local.poll()
 
     def workers_of(self, node: int) -> Sequence[Worker]:
-        """Those that are on a node."""
+        """Return the workers of a node."""
         return self._workers_of.get(node, ())
 
     def node_started(self, node: int) -> None:
-        """A node is there, and starts its workers."""
+        """Record that a node has joined and starts its workers."""
         self._dead.difference_update(self.workers_of(node))
 
     def node_found(self, node: int, alive: Collection[Worker]) -> None:
-        """A node is there that has followed another coordinator, with these of its workers. The others have crashed;
-        that coordinator may have been about to start them again."""
+        """Record that a node has joined which followed a previous coordinator, with `alive` of its workers. Its other
+        workers count as crashed: the previous coordinator may have been about to start them again."""
         workers = set(self.workers_of(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
@@ -188,16 +189,16 @@ class ProcessManager:
             self._crashed(worker)
 
     def start_missing(self) -> None:
-        """Start the workers of node 0 that do not live: the node has been started again. Raises ForkServerError."""
+        """Start the workers of node 0 that are dead, after node 0 itself has been restarted. Raises ForkServerError."""
         for worker in sorted(set(self.workers_of(0)) & self._dead):
             self._start(worker)
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker's process, wherever it is; all of them, where it is several. Raises ForkServerError."""
+        """Kill all processes of a worker, on whichever node they are. Raises ForkServerError."""
         self._do(KillWorker(worker))
 
     def ended(self, ended: Ended) -> None:
-        """A worker has ended; start it anew if that is due. Raises ForkServerError."""
+        """Record that a worker has ended, and start it again if that is due. Raises ForkServerError."""
         worker = ended.worker
         self._dead.add(worker)
         self._bring_back()
@@ -216,7 +217,7 @@ class ProcessManager:
             self._note(verdict.reason)
 
     def look(self) -> None:
-        """To be called at an interval: starts those again whose pause is over. Raises ForkServerError."""
+        """Start the crashed workers whose pause is over. To be called at intervals. Raises ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
             del self._again[worker]
@@ -224,25 +225,27 @@ class ProcessManager:
                 self._start(worker)
 
     def begins(self, iteration: int) -> None:
-        """An iteration begins, for the first time or again. Raises ForkServerError."""
-        due = [one for one in self._failures if one.iteration <= iteration]
-        self._failures = [one for one in self._failures if one.iteration > iteration]
-        for one in due:
-            if one.iteration == iteration:  # else it was in what another coordinator has led
-                for worker in one.workers:
+        """Kill the workers whose failure is due in an iteration that begins, for the first time or again. Raises
+        ForkServerError."""
+        due = [failure for failure in self._failures if failure.iteration <= iteration]
+        self._failures = [failure for failure in self._failures if failure.iteration > iteration]
+        for failure in due:
+            if failure.iteration == iteration:  # otherwise it was due under a previous coordinator
+                for worker in failure.workers:
                     self.kill(worker)
 
     def committed(self, iteration: int) -> None:
-        """The iteration after this one begins. Raises ForkServerError."""
+        """Begin the iteration after `iteration`: kill workers that are to fail, and start workers that are to return.
+        Raises ForkServerError."""
         self.begins(iteration + 1)
         self._iteration = max(self._iteration, iteration + 1)
         self._bring_back()
 
     def _bring_back(self) -> None:
-        for one in sorted(self._returns, key=lambda one: one.worker):
-            if one.iteration <= self._iteration and one.worker in self._dead:
-                self._returns.remove(one)
-                self._start(one.worker)
+        for entry in sorted(self._returns, key=lambda entry: entry.worker):
+            if entry.iteration <= self._iteration and entry.worker in self._dead:
+                self._returns.remove(entry)
+                self._start(entry.worker)
 
     def _start(self, worker: Worker) -> None:
         self._dead.remove(worker)
@@ -257,17 +260,15 @@ class ProcessManager:
 
 
 def find_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """The workers of a run whose launcher has died; what is left of those that are not whole is killed before.
-
-    Raises ForkServerError.
-    """
-    living: dict[Worker, list[str]] = {}
+    """Return the workers of a run whose launcher has died, if all their ranks are alive; kill the remaining ranks of
+    others. Raises ForkServerError."""
+    ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.names():
-        living.setdefault(worker_named(name), []).append(name)
-    left = {name for names in living.values() if len(names) < ranks for name in names}
-    for name in left:
+        ranks_alive.setdefault(worker_named(name), []).append(name)
+    incomplete = {name for names in ranks_alive.values() if len(names) < ranks for name in names}
+    for name in incomplete:
         adopted.kill(name)
     deadline = time.monotonic() + KILL_SECONDS
-    while left.intersection(adopted.names()) and time.monotonic() < deadline:
+    while incomplete.intersection(adopted.names()) and time.monotonic() < deadline:
         adopted.poll(1.0)
-    return [worker for worker, names in living.items() if len(names) == ranks]
+    return [worker for worker, names in ranks_alive.items() if len(names) == ranks]

@@ -1,4 +1,4 @@
-"""The names of processes: what `ps`, `top` and `nvidia-smi` show, so that people find whom to look at, or to end."""
+"""Set the process names that `ps`, `top` and `nvidia-smi` show, so that people find the right process."""
 
 import contextlib
 import ctypes
@@ -8,15 +8,15 @@ from pathlib import Path
 PROGRAM = "slipstream"
 PR_SET_NAME = 15
 _STARTS, _ENDS = 45, 46
-"""Where the arguments lie in memory: fields of /proc/self/stat, counted from the one after the program's name."""
+"""Fields of /proc/self/stat with the start and end of the arguments in memory, counted after the program's name."""
 
 
 def name_process(role: str, details: str = "") -> None:
-    """Name this process by its role, as `slipstream worker 1.1`, where the system can do that (Linux).
+    """Name this process by its role, as `slipstream worker 1.1`. Does nothing on systems other than Linux.
 
-    The name takes the place of the command line, and has as much room. The short name, which `top` shows, is the role
-    without spaces: programs that split /proc/PID/stat at spaces would not find the parent of such a process. SLURM's
-    proctrack/linuxproc is one: it would neither signal nor kill it.
+    The name replaces the command line, and is cut to its length. The short name, which `top` shows, is the role without
+    spaces: programs that split /proc/PID/stat at spaces would not find the parent of such a process. SLURM's
+    proctrack/linuxproc is one: it would neither signal nor kill the process.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""How many processes a node starts because another one says so."""
+"""Limit the number of processes that a node starts at the request of node 0."""
 
 import time
 from collections import defaultdict, deque
@@ -7,23 +7,24 @@ from collections.abc import Iterable
 from slipstream.schedules.schedule import Worker
 
 STARTS = 60
-"""Of one worker in `SECONDS`; one that starts takes most of a second."""
+"""Largest number of starts of one worker in `SECONDS`. A single start takes most of a second."""
 SECONDS = 60.0
 
 
 class StartLimitError(RuntimeError):
-    """Node 0 wants more processes than this node starts. The message is one line."""
+    """Error for a request of node 0 to start more processes than this node allows. The message is one line."""
 
 
 class StartLimit:
-    """Counts the starts of each of this node's workers. Each of them has one process at a time."""
+    """Counter of the starts of each worker of this node. A worker has one process at a time."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._workers = frozenset(workers)
         self._starts: defaultdict[Worker, deque[float]] = defaultdict(lambda: deque(maxlen=STARTS))
 
     def require(self, worker: Worker) -> None:
-        """Count a start. Raises StartLimitError where it is one too many."""
+        """Count a start of `worker`. Raises StartLimitError if it exceeds the limit, or the worker is not one of this
+        node."""
         if worker not in self._workers:
             raise StartLimitError(f"node 0 wants to start worker {worker}, which is not one of this node")
         starts, now = self._starts[worker], time.monotonic()

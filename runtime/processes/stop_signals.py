@@ -1,5 +1,7 @@
-"""What schedulers send before they take a machine, SIGTERM, SIGUSR1 or SIGUSR2, and Ctrl-C: the first asks for a good
-end, the next one ends at once."""
+"""Handle SIGTERM, SIGUSR1 and SIGUSR2, which schedulers send before they take a machine, and Ctrl-C.
+
+The first signal asks for an orderly end; the next one ends the run at once.
+"""
 
 import signal
 import threading
@@ -8,39 +10,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a job asks SLURM to send before its time is over, or it is preempted (`sbatch --signal`), to all processes or to
-some. Workers need not know: their launchers end the run."""
+"""Signals that a job asks SLURM to send before its time is over or it is preempted (`sbatch --signal`). SLURM sends
+them to all processes or to some. Workers can ignore them: their launchers end the run."""
 FROM_SCHEDULERS = (signal.SIGTERM, *WARNINGS)
 SIGNALS = (signal.SIGINT, *FROM_SCHEDULERS)
 REPEATED_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
 OTHERS_REPEATED_SECONDS = 5.0
-"""So soon after another, a signal is the same one: schedulers send SIGTERM to all processes, and torchrun passes it on
-to its own; a terminal and torchrun do so with Ctrl-C; Linux tells of a parent's death once for each of its threads."""
+"""Interval within which a second signal counts as a repetition of the first.
+
+Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and torchrun do so with
+Ctrl-C; Linux reports a parent's death once for each of the parent's threads.
+"""
 GRACE_SECONDS = 20.0
-"""How long a run may take to end well: torchrun, SLURM and Kubernetes kill after 30 s unless told otherwise."""
+"""Time that a run may take for an orderly end: by default, torchrun, SLURM and Kubernetes kill after 30 s."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """A run, or one node's part in it, that was told to end. The message is one line."""
+    """Error for a run, or one node's part in it, that a signal has stopped. The message is one line."""
 
     def __init__(self, number: signal.Signals, text: str) -> None:
         super().__init__(text)
         self.number = number
-        """The signal."""
+        """Signal that stopped the run."""
 
 
 class StopSignals:
-    """What the signals do while a run takes place: they raise RunStopped, or ask for a good end first."""
+    """Handler of the signals during a run: it raises RunStopped, or first asks for an orderly end."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The signal that asked for the end."""
+        """Signal that asked for the orderly end."""
         self._ask: Callable[[], object] | None = None
         self._handled: float | None = None
 
     @contextmanager
     def asking(self, ask: Callable[[], object]) -> Iterator[None]:
-        """In this block the first signal calls a function, in the main thread and at any moment, and raises nothing."""
+        """Call `ask` at the first signal within a block, instead of raising RunStopped. The call happens in the main
+        thread, at any moment."""
         self._ask = ask
         try:
             yield
@@ -48,7 +54,7 @@ class StopSignals:
             self._ask = None
 
     def handle(self, number: int, _: object) -> None:
-        """For signal.signal."""
+        """Handle a signal. This is the function for `signal.signal`."""
         now = time.monotonic()
         if self._handled is not None and now - self._handled < REPEATED_SECONDS.get(number, OTHERS_REPEATED_SECONDS):
             return
@@ -61,7 +67,7 @@ class StopSignals:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Take the signals over until the end of the block. Only the main thread of a program gets any."""
+    """Handle the signals until the end of the block. Only the main thread of a program receives any."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""What a worker's process is given when it is started."""
+"""Describe what a worker's process is started with."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.schedule import Worker
 
 COORDINATOR_TIMEOUT_SECONDS = 60.0
-"""Long enough to start a process by hand that imports torch."""
+"""Default time to wait for another coordinator: long enough to start a process by hand that imports torch."""
 
 
 HUGGING_FACE = "slipstream.runtime.model.layers.hugging_face.model"
@@ -19,62 +19,68 @@ TORCHTITAN = "slipstream.runtime.model.layers.torchtitan.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's own job file and command line say. Its workers get it from their launcher, not over a network."""
+    """Settings from a node's own job file and command line. The workers of the node get them from their launcher, not
+    over a network."""
 
     config: RunConfig
     secret: Secret
-    """What all who take part in the run know."""
+    """Secret that all participants of the run share."""
     out: str
-    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`, checkpoints to
+    """Folder of the run. Parameters are written to `parameters/`, output of processes to `logs/`, checkpoints to
     `checkpoints/`."""
     resume: str | None = None
     """Folder of the checkpoint to start from."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """How long to hold still for another coordinator when that of the run is gone."""
+    """Time to wait for another coordinator after the run's coordinator is gone."""
     reports: str | None = None
-    """Where this node's agent gathers reports (`protocol.node_reports`); None: each goes to node 0 itself."""
+    """Address at which this node's agent collects reports (`protocol.node_reports`). None: each process sends its
+    reports to node 0 itself."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """A worker to be started."""
+    """Description of one process of a worker to be started."""
 
     worker: Worker
     coordinator: Rendezvous
-    """Where the coordinator listens."""
+    """Address at which the coordinator listens."""
     card: int | None
-    """The GPU it computes on; None on a CPU."""
+    """Index of the GPU to compute on. None: compute on the CPU."""
     settings: NodeSettings
     restarted: bool = False
-    """Whether the run has been going on without it."""
+    """True if the run has continued without this worker."""
     rank: int = 0
-    """Which of the worker's processes this is, where it is several."""
+    """Rank of this process within the worker, if the worker has several processes."""
 
     def process(self) -> ProcessSpec:
-        """The request to the fork server, over a socket that nobody else reads: the secret is in no command line and no
-        environment. A worker that comes back appends to its log."""
+        """Return the request to the fork server that starts this process.
+
+        It is sent over a socket that no other process reads, so that the secret is in no command line and no
+        environment. A worker that returns appends to its log.
+        """
         return ProcessSpec(process_name(self.worker, self.rank), "slipstream.runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
                            imports=self._imports)
 
     @property
     def _imports(self) -> tuple[str, ...]:
-        """What takes seconds to import, and is imported once for all."""
+        """Modules that take seconds to import, which the fork server imports once for all processes."""
         model = self.settings.config.model
         return (*((HUGGING_FACE,) if model.hugging_face is not None else ()),
                 *((TORCHTITAN,) if model.torchtitan is not None else ()))
 
     @property
     def log(self) -> Path:
-        """Where the process's standard output and error go."""
+        """Path of the file for the process's standard output and error."""
         of_rank = f"-rank-{self.rank}" if self.rank else ""
         return Path(self.settings.out) / "logs" / f"worker-{self.worker}{of_rank}.log"
 
 
 def process_name(worker: Worker, rank: int) -> str:
-    """What the fork server calls a worker's process: all that is known of one whose launcher has died."""
+    """Return the fork server's name for a worker's process. If the launcher has died, the name is all that is known of
+    it."""
     return f"{worker}/{rank}" if rank else str(worker)
 
 
 def worker_named(name: str) -> Worker:
-    """Whose process a name is."""
+    """Return the worker that a process name belongs to."""
     return Worker.parse(name.partition("/")[0])

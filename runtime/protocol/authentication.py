@@ -1,14 +1,15 @@
-"""Proves at the start of each connection that both ends know the secret of the run, and tags each message.
+"""Prove at the start of each connection that both ends know the secret of the run, and tag each message.
 
-    accepting end    greeting: what it speaks, and a random number
+    accepting end    greeting: its protocol, and a random number
     connecting end   its own random number, and a proof; its first message may follow at once
     accepting end    its proof
     both             messages, each with a tag behind it
 
-Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection are derived from the
-secret, from what the connection is for, and from both random numbers, one for each direction: what was heard on one
-connection is worth nothing on another, nor in the other direction. A tag covers the number of its message, so that none
-can be sent again, left out, or put in another place. Nothing is encrypted: who can listen, can read.
+Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection, one for each direction,
+are derived from the secret, from the purpose of the connection, and from both random numbers. So bytes recorded from
+one connection are useless on another, and in the other direction. A tag covers the number of its message, so that no
+message can be sent again, left out, or moved to another place. Nothing is encrypted: any program that can listen can
+read.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from typing import Literal, NamedTuple, NewType
 
 Secret = NewType("Secret", bytes)
 Purpose = Literal["control", "layers"]
-"""What a connection is for."""
+"""Purpose of a connection."""
 
 VARIABLE = "SLIPSTREAM_SECRET"
 FILE_VARIABLE = "SLIPSTREAM_SECRET_FILE"
@@ -32,50 +33,51 @@ SPOKEN = b"slipstream 1"
 NONCE_BYTES = TAG_BYTES = 32
 GREETING_BYTES = len(SPOKEN) + NONCE_BYTES
 HELLO_BYTES = NONCE_BYTES + TAG_BYTES
-"""All that is read of a peer before it is known."""
+"""Number of bytes that are read from a peer before it has been authenticated."""
 HELLO_SECONDS = 10.0
-"""How long the other end may take for its part of the handshake."""
+"""Time that the other end may take for its part of the handshake."""
 LEAST_BYTES = 16
 MOST_BYTES = 4096
-"""Of a secret that is given."""
+"""Largest size of a secret set by the user."""
 HOW = f"set {FILE_VARIABLE} to a file that only you can read (openssl rand -hex 32 > FILE; chmod 600 FILE)"
 
 
 class AuthenticationError(Exception):
-    """The other end does not know the secret of this run, or a message was changed on its way. One line."""
+    """Error for a peer that does not know the secret of this run, or a message that was changed on its way. One
+    line."""
 
 
 class SecretError(ValueError):
-    """No usable secret is given. The message is one line."""
+    """Error for a secret that is missing or unusable. The message is one line."""
 
 
 class Tags:
-    """The tags of one direction of a connection, in the order of its messages."""
+    """Sequence of the tags for one direction of a connection, in the order of its messages."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
     def next(self, digest: bytes) -> bytes:
-        """The tag of the next message, whose SHA-256 this is."""
+        """Return the tag of the next message, whose SHA-256 is `digest`."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "little") + digest, "sha256")
 
     def require(self, tag: bytes, digest: bytes) -> None:
-        """Raises AuthenticationError unless this is the tag of the next message."""
+        """Raise AuthenticationError unless `tag` is the tag of the next message."""
         if not hmac.compare_digest(tag, self.next(digest)):
             raise AuthenticationError("a message was changed on its way")
 
 
 class Keys(NamedTuple):
-    """Of one end of a connection."""
+    """Tags for both directions of a connection, at one of its ends."""
 
     sending: Tags
     receiving: Tags
 
 
 class Challenge:
-    """The accepting end of a handshake: `greeting` is what it sends first."""
+    """Accepting end of a handshake. It sends `greeting` first."""
 
     def __init__(self, secret: Secret, purpose: Purpose) -> None:
         self._secret = secret
@@ -84,7 +86,8 @@ class Challenge:
         self.greeting = SPOKEN + self._nonce
 
     def admit(self, hello: bytes) -> tuple[bytes, Keys]:
-        """This end's proof, and its keys, after `HELLO_BYTES` of the other's. Raises AuthenticationError."""
+        """Check the other end's hello, of `HELLO_BYTES`, and return this end's proof and keys. Raises
+        AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         if not hmac.compare_digest(proof, self._derive("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")
@@ -96,35 +99,33 @@ class Challenge:
 
 
 class Answer:
-    """The connecting end of a handshake, once it has read the greeting; `hello` is what it sends then.
-
-    Raises AuthenticationError where the greeting is none.
-    """
+    """Connecting end of a handshake, created from the greeting. It sends `hello` next. Raises AuthenticationError if
+    the greeting is not one of this protocol."""
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(SPOKEN):
             raise AuthenticationError("what listens there is not Slipstream of this version")
-        theirs, ours = greeting[len(SPOKEN):], secrets.token_bytes(NONCE_BYTES)
+        their_nonce, our_nonce = greeting[len(SPOKEN):], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:
-            return _derive(secret, purpose, what, theirs, ours)
+            return _derive(secret, purpose, what, their_nonce, our_nonce)
 
-        self.hello = ours + derive("connecting")
+        self.hello = our_nonce + derive("connecting")
         self.keys = Keys(Tags(derive("to accepting")), Tags(derive("to connecting")))
         self._expected = derive("accepting")
 
     def require(self, proof: bytes) -> None:
-        """Raises AuthenticationError unless this is the other end's proof."""
+        """Raise AuthenticationError unless `proof` is the other end's proof."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 
 
 def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first: Callable[[Tags], bytes],
               patience_seconds: float = 0.0) -> Keys:
-    """The connecting end of a handshake, on a blocking socket; `first` gives the first message with its tag.
+    """Perform the connecting end's part of a handshake on a blocking socket, and return the keys.
 
-    Raises AuthenticationError, and OSError where the other end is gone or takes longer than `HELLO_SECONDS`, or than
-    its patience where that is longer.
+    `first` returns the first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or
+    takes longer than the larger of `HELLO_SECONDS` and `patience_seconds`.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = Answer(secret, purpose, _read(connection, GREETING_BYTES, deadline))
@@ -138,12 +139,13 @@ def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first
 
 
 def new_secret() -> Secret:
-    """For one run."""
+    """Return a new random secret for one run."""
     return Secret(secrets.token_bytes(32))
 
 
 def given_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret that the environment gives, or names a file of; None: it says nothing. Raises SecretError."""
+    """Return the secret that the environment contains, or that the file named by it contains. Returns None if neither
+    variable is set. Raises SecretError."""
     path, text = environment.get(FILE_VARIABLE), environment.get(VARIABLE)
     if path:
         return _checked(_read_file(Path(path)), f"{FILE_VARIABLE}={path}")
@@ -165,7 +167,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def _checked(text: bytes, source: str) -> Secret:
-    """A secret without the blanks around it: they get lost too easily."""
+    """Return a secret without surrounding whitespace, which is lost too easily. Raises SecretError if its size is
+    wrong."""
     text = text.strip()
     if not LEAST_BYTES <= len(text) <= MOST_BYTES:
         raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {LEAST_BYTES} to {MOST_BYTES}, such as "
@@ -180,26 +183,26 @@ def _derive(secret: Secret, purpose: Purpose, what: str, accepting: bytes, conne
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_seconds = deadline - time.monotonic()
+        if remaining_seconds <= 0:
             raise TimeoutError("it takes too long to answer")
-        connection.settimeout(left)
-        more = connection.recv(size - len(data))
-        if not more:
+        connection.settimeout(remaining_seconds)
+        received = connection.recv(size - len(data))
+        if not received:
             raise ConnectionResetError("it closed the connection")
-        data += more
+        data += received
     return data
 
 
 class Refusals:
-    """Says who was refused and why, and not too often: ten lines, then one for each power of ten."""
+    """Log of refused connections that stays short: the first ten, then one for each power of ten."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._count = 0
 
     def __call__(self, who: str, why: str) -> None:
-        """Count one, and perhaps say so."""
+        """Count a refusal, and log it if it is among those to be logged."""
         self._count += 1
         if self._count <= 10 or str(self._count).rstrip("0") == "1":
             many = "" if self._count <= 10 else f" (the {self._count}th time that a connection is ended so)"

@@ -1,6 +1,6 @@
-"""One TCP connection to the coordinator: messages in JSON, between their length and their tag.
+"""Exchange JSON messages with the coordinator over one TCP connection, each between its length and its tag.
 
-The length has 4 bytes, little-endian; `runtime.protocol.authentication` makes the tags.
+The length has 4 bytes, little-endian. `runtime.protocol.authentication` makes the tags.
 """
 
 import contextlib
@@ -20,17 +20,18 @@ from slipstream.runtime.protocol.authentication import TAG_BYTES, Authentication
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
 MAX_BYTES = 2**28
-"""Of a message; a schedule is the largest."""
+"""Largest size of a message. Schedules are the largest messages."""
 RETRY_SECONDS = 0.05
-"""Between two attempts to connect."""
+"""Time between two attempts to connect."""
 FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
-"""How long one may take: where no packet comes back, the system would try for minutes."""
+"""Time limits of the first and later attempts to connect. Without an answer, the system would try for minutes."""
 TELL_SECONDS = 30.0
-"""How often it is said that nobody answers."""
+"""Interval between the lines that report that node 0 does not answer."""
 SILENT_SECONDS = 60
-"""A peer whose machine acknowledges nothing for so long is gone (Linux)."""
+"""Time after which a peer counts as gone if its machine acknowledges nothing (Linux)."""
 ANSWER_SECONDS = 60.0
-"""What was begun to be sent, to node 0 or from it, arrives in milliseconds; where thousands start at once, later."""
+"""Time limit for the rest of a message that has begun to be sent, to node 0 or from it. It takes milliseconds, but
+longer if thousands of processes start at once."""
 CLOSE_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
@@ -39,15 +40,12 @@ M = TypeVar("M")
 
 
 class ProtocolError(ValueError):
-    """A peer sent what no peer may send. The message is one line."""
+    """Error for a message that no peer may send. The message is one line."""
 
 
 class Decoder(Generic[T]):
-    """Reads the messages of one union.
-
-    Made at import, before any thread starts, and used once for each type: msgspec crashes where two threads are the
-    first to read a type at the same moment.
-    """
+    """Decoder for the messages of one union. It is created at import, before any thread starts, and is used once for
+    each type: msgspec crashes if two threads are the first to decode a type at the same moment."""
 
     def __init__(self, union: object) -> None:
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(union)
@@ -56,7 +54,7 @@ class Decoder(Generic[T]):
                 self._decoder.decode(f'{{"type":"{kind.__name__}"}}')
 
     def __call__(self, body: bytes) -> T:
-        """Read one message. Raises ProtocolError."""
+        """Decode one message. Raises ProtocolError."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -64,20 +62,20 @@ class Decoder(Generic[T]):
 
 
 class Frame(NamedTuple):
-    """A message as it is sent on any connection: only the tag behind it is that of one."""
+    """Encoded message that can be sent on any connection. Only the tag behind it depends on the connection."""
 
     data: bytes
-    """Its length, and itself."""
+    """Length of the message, and the message."""
     digest: bytes
     """SHA-256 of the message."""
 
     def tagged(self, tags: Tags) -> bytes:
-        """As it is sent on one connection."""
+        """Return the bytes to send on one connection, with the next tag of `tags`."""
         return self.data + tags.next(self.digest)
 
 
 def frame(message: msgspec.Struct) -> Frame:
-    """A message as it is sent."""
+    """Encode a message as a frame. Raises ProtocolError if the message is too long."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is too long")
@@ -85,43 +83,41 @@ def frame(message: msgspec.Struct) -> Frame:
 
 
 class Frames:
-    """Cuts the bytes that a connection brings into messages, and checks their tags."""
+    """Parser that splits the bytes of a connection into messages, and checks their tags."""
 
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete with these bytes.
-
-        Raises ProtocolError where one would be too long or has a wrong tag.
-        """
+        """Return the messages that are complete with these bytes. Raises ProtocolError if a message is too long or has
+        a wrong tag."""
         self._rest += data
-        found, place = [], 0
-        while len(self._rest) - place >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._rest, place)
+        bodies, start = [], 0
+        while len(self._rest) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._rest, start)
             if size > MAX_BYTES:
                 raise ProtocolError(f"a peer sent a message of {size} bytes")
-            end = place + _LENGTH.size + size
+            end = start + _LENGTH.size + size
             if len(self._rest) < end + TAG_BYTES:
                 break
-            body, tag = bytes(self._rest[place + _LENGTH.size:end]), bytes(self._rest[end:end + TAG_BYTES])
+            body, tag = bytes(self._rest[start + _LENGTH.size:end]), bytes(self._rest[end:end + TAG_BYTES])
             try:
                 self._tags.require(tag, hashlib.sha256(body).digest())
             except AuthenticationError as error:
                 raise ProtocolError(str(error)) from None
-            found.append(body)
-            place = end + TAG_BYTES
-        del self._rest[:place]
-        return found
+            bodies.append(body)
+            start = end + TAG_BYTES
+        del self._rest[:start]
+        return bodies
 
 
 class Channel(Generic[T]):
-    """A worker's or node agent's end of its connection to the coordinator. One thread reads, any thread may send.
+    """Connection to the coordinator, at the end of a worker or node agent. One thread reads; any thread may send.
 
-    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and as long again, if that
-    is no longer than `ANSWER_SECONDS`, for its part of the handshake; sends `hello`.
-    `waiting` is called with a line at once where that takes time, and every 30 s. Raises RendezvousError.
+    The constructor connects and sends `hello`. It waits up to `timeout_seconds` for the coordinator to listen, and then
+    as long again, but at most `ANSWER_SECONDS`, for its part of the handshake. `waiting` is called with a line at the
+    first failed attempt, and every 30 s. Raises RendezvousError.
     """
 
     def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],
@@ -140,28 +136,27 @@ class Channel(Generic[T]):
         self._socket.settimeout(ANSWER_SECONDS)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor for a selector."""
         return self._socket.fileno()
 
     @property
     def pending(self) -> bool:
-        """Whether `read` returns at once although a selector sees nothing to read."""
+        """True if `read` returns at once although a selector sees nothing to read."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send. Where node 0 is this machine, the message has arrived when this returns. Raises RendezvousError."""
+        """Send a message. If node 0 is on this machine, the message has arrived when this returns. Raises
+        RendezvousError."""
         data = frame(message)
         try:
-            with self._sending:  # tags are numbered in the order of the messages
+            with self._sending:  # tags count the messages in the order in which they are sent
                 self._socket.sendall(data.tagged(self._tags))
         except OSError as error:
             raise _gone(error) from None
 
     def read(self) -> list[T]:
-        """Wait for data; the messages that are complete with it.
-
-        Raises RendezvousError at the connection's end, and where nothing comes for `ANSWER_SECONDS`.
-        """
+        """Wait for data, and return the messages that are complete with it. Raises RendezvousError at the end of the
+        connection, and if nothing comes within `ANSWER_SECONDS`."""
         if self._early:
             early, self._early = self._early, []
             return early
@@ -177,10 +172,8 @@ class Channel(Generic[T]):
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
     def wait_for(self, *kinds: type[M]) -> M:
-        """The coordinator's first message, of one of these types.
-
-        Raises RendezvousError, also where it does not come in `ANSWER_SECONDS`.
-        """
+        """Return the coordinator's first message, which must be of one of these types. Raises RendezvousError if it is
+        not, or does not come within `ANSWER_SECONDS`."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
             if time.monotonic() > deadline:
@@ -192,22 +185,22 @@ class Channel(Generic[T]):
         return first
 
     def abort(self) -> None:
-        """End the connection: whoever reads finds so."""
+        """Shut the connection down, so that a thread that reads from it gets an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, once what was sent has arrived."""
+        """Close the connection after all that was sent has arrived."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(CLOSE_SECONDS)
             self._socket.shutdown(socket.SHUT_WR)
-            while self._socket.recv(_READ_BYTES):  # else the system would drop what has not arrived
+            while self._socket.recv(_READ_BYTES):  # otherwise the system would drop data that has not arrived
                 pass
         self._socket.close()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and notice where the other machine is gone."""
+    """Configure a socket to send small messages at once, and to notice when the other machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
@@ -217,14 +210,14 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
-    deadline, tell, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
+    deadline, next_line, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
             connection = _attempt(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
-            if time.monotonic() >= tell:
+            if time.monotonic() >= next_line:
                 waiting(f"waiting for node 0 at {address}: {reason_of(error)}")
-                tell = time.monotonic() + TELL_SECONDS
+                next_line = time.monotonic() + TELL_SECONDS
             attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
                 raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
@@ -236,12 +229,13 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
 
 
 def _attempt(address: Rendezvous, seconds: float) -> socket.socket | None:
-    """A connection; None: once more. Raises OSError, also where the other end is gone as soon as it was there."""
+    """Try once to connect. Return the socket, or None if the caller must try again. Raises OSError, also if the other
+    end is gone as soon as it was connected."""
     connection = socket.create_connection((address.host, address.port), seconds)
     try:
         if connection.getsockname() == connection.getpeername():
-            # Where nobody listens on a port of this machine, the system may choose the same port for this end: TCP
-            # then connects the socket with itself.
+            # If no process listens on a port of this machine, the system may choose that port for this end: TCP
+            # then connects the socket to itself.
             connection.close()
             return None
         connection.settimeout(None)

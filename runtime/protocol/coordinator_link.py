@@ -1,8 +1,9 @@
-"""Coordinator link: a worker's or node agent's connection to the coordinator, which outlives a coordinator that dies.
+"""Connect a worker or node agent to the coordinator, beyond the death of a coordinator.
 
-Once the coordinator is gone, what is sent is dropped: it was about an order that has ended with it. Whoever reads finds
-out, and then looks for another coordinator at the same address. That must have a higher epoch: coordinators that were
-started before the one that is gone are followed no more, whoever repeats what they have said.
+After the coordinator is gone, messages to it are dropped: they concern a generation that has ended with it. The reading
+thread gets an error, and then looks for a new coordinator at the same address. The new one must have a higher epoch.
+Coordinators that were started before the one that is gone are never followed again, even if a process repeats their
+messages.
 """
 
 import time
@@ -25,18 +26,20 @@ S = TypeVar("S", bound=_Setup)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
-"""Reaches a coordinator, within so many seconds, with a first message. Raises RendezvousError."""
+"""Function that connects to a coordinator within some seconds, and sends a message. Raises RendezvousError."""
 
 
 class CoordinatorLink(Generic[M, S]):
-    """The connection to the present coordinator, or the last one.
+    """Connection to the present coordinator, or to the last one.
 
     Parameters
     ----------
     channel
-        To the first coordinator.
+        Connection to the first coordinator.
     setup
-        What that has answered.
+        Answer of the first coordinator.
+    connect
+        Function that connects to another coordinator.
     """
 
     def __init__(self, channel: Channel[M], setup: S, connect: Connect[M]) -> None:
@@ -44,19 +47,20 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """When anything was sent last: whatever it is shows that this process lives."""
+        """Time of the last message that was sent: any message shows that this process is alive."""
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor for a selector."""
         return self._channel.fileno()
 
     @property
     def pending(self) -> bool:
-        """Whether `read` returns at once although a selector sees nothing to read."""
+        """True if `read` returns at once although a selector sees nothing to read."""
         return self._channel.pending
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send; where the coordinator is gone, nothing happens but that `read` fails. For any thread."""
+        """Send a message. If the coordinator is gone, nothing happens except that `read` fails. Any thread may call
+        this."""
         channel = self._channel
         try:
             channel.send(message)
@@ -65,15 +69,15 @@ class CoordinatorLink(Generic[M, S]):
             channel.abort()
 
     def read(self) -> list[M]:
-        """Wait for messages. Raises RendezvousError when the coordinator is gone."""
+        """Wait for messages, and return them. Raises RendezvousError when the coordinator is gone."""
         return self._channel.read()
 
     def follow_another(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
-        """Try once to reach another coordinator, and follow it.
+        """Try once to connect to a new coordinator and to follow it.
 
-        What `prepare` makes of its answer, before it is followed; or its answer where that is an `end`: it goes on
-        without this process. Raises RendezvousError where there is none, or none that was started after the last one,
-        and what `prepare` raises.
+        Before it is followed, `prepare` is called with its answer, and the result is returned. An answer of type `end`
+        is returned itself: the new coordinator continues without this process. Raises RendezvousError if no coordinator
+        answers, or only one that was started before the last one. Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:
@@ -93,5 +97,5 @@ class CoordinatorLink(Generic[M, S]):
         return prepared
 
     def close(self) -> None:
-        """Close the connection, once what was sent has arrived."""
+        """Close the connection after all that was sent has arrived."""
         self._channel.close()

@@ -1,13 +1,14 @@
-"""Failures on purpose: a worker that kills or stops itself, or raises, at a given place; or that takes longer for its
-ops, from an iteration on. For tests and rehearsals.
+"""Inject failures on purpose, for tests and rehearsals.
 
-Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
-op of that kind, `stepped` after the last op, `evaluating` before the forwards of an evaluation, `reported` once the
-coordinator has acknowledged, before anything of the next iteration is passed on: an op of that may have run. When a
-worker takes an order that starts in that iteration: `ordered` before it meets the others, `met` before layers move,
-`moved` after. Where layers move while all train: `asked` at a sender, before the step of an iteration whose state it is
-to give; `loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's
-number.
+A worker kills or stops itself, or raises, at a given place, or takes longer for its ops from an iteration on.
+
+The places of an iteration, in this order: the ops of the program by their number; `A` and `O`, before the first op of
+that kind; `stepped`, after the last op; `evaluating`, before the forwards of an evaluation; `reported`, after the
+coordinator has acknowledged the iteration and before anything of the next one is passed on (an op of the next one may
+have run). When a worker takes an order that starts in that iteration: `ordered`, before it connects to the other
+members; `met`, before layers move; `moved`, after. While layers move during training: `asked` at a sender, before the
+step of an iteration whose state it is to send; `loaded` at the target, when it has received a layer; `followed` at the
+target, when it has received all, in place of an iteration with the order's number.
 """
 
 import os
@@ -27,46 +28,47 @@ Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", 
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """One failure; it happens once in a run, also when its worker comes back."""
+    """Failure on purpose. It happens once in a run, even if its worker returns."""
 
     worker: Worker
     iteration: int
     place: Place = 0
     action: Action = "kill"
-    """SIGKILL, SIGSTOP, an exception, connections that break, a process that just ends, a device without room, or a
-    bit that flips, in a worker's parameters, its optimizer's state, or its copy of another one's."""
+    """Kind of failure: SIGKILL, SIGSTOP, an exception, broken connections, a process that exits, a device out of
+    memory, or a flipped bit in a worker's parameters, its optimizer's state, or its copy of another worker's state."""
     rank: int = 0
-    """Which of the worker's processes fails, where it is several."""
+    """Rank of the process that fails, if the worker has several processes."""
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """A worker takes longer for its compute ops from an iteration on, until the next slowdown of it."""
+    """Slowdown of a worker's compute ops from an iteration on, until the next slowdown of that worker."""
 
     worker: Worker
     iteration: int
     factor: float
-    """At least 1, which is as long as usual."""
+    """Factor by which ops take longer, at least 1. 1 is the usual time."""
 
 
 def factor_at(slowdowns: Iterable[Slowdown], iteration: int) -> float:
-    """By how much a worker with these slowdowns takes longer in an iteration."""
-    begun = [one for one in slowdowns if one.iteration <= iteration]
-    return max(begun, key=lambda one: one.iteration).factor if begun else 1.0
+    """Return the factor by which a worker with these slowdowns takes longer in an iteration."""
+    begun = [slowdown for slowdown in slowdowns if slowdown.iteration <= iteration]
+    return max(begun, key=lambda slowdown: slowdown.iteration).factor if begun else 1.0
 
 
 class InjectedError(RuntimeError):
-    """The exception that an injection raises."""
+    """Error that an injection raises."""
 
 
 class Injector:
-    """A worker's own failures to come.
+    """Pending failures of one worker.
 
     Parameters
     ----------
     injections
-        Each with its index among all failures of the run.
+        Failures of this worker, each with its index among all failures of the run.
     announce
-        Called with an index just before that failure: it must return once the message is sure to arrive.
+        Function that is called with an index just before that failure. It must return only after the message is certain
+        to arrive.
     """
 
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
@@ -74,22 +76,22 @@ class Injector:
         self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
         self.replace(injections)
         self.cut: Callable[[], None] = lambda: None
-        """Breaks the worker's connections."""
+        """Function that breaks the worker's connections."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Flips a bit of what it keeps of something, as drawn."""
+        """Function that flips a random bit of the named kind of state."""
 
     def replace(self, injections: Iterable[tuple[int, Injection]]) -> None:
-        """From now on, these are to come: another node 0 may know of others."""
-        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in injections}
+        """Replace the pending failures: a new node 0 may know of others."""
+        self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
     def at(self, iteration: int, place: Place) -> None:
-        """Fail if it is time to. Raises InjectedError and torch.OutOfMemoryError."""
+        """Fail if a failure is due at this place of an iteration. Raises InjectedError and torch.OutOfMemoryError."""
         if not self._mine:
             return
-        found = self._mine.pop((iteration, place), None)
-        if found is None:
+        due = self._mine.pop((iteration, place), None)
+        if due is None:
             return
-        index, action = found
+        index, action = due
         self._announce(index)
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""Network interfaces: by which of them workers pass tensors and layers to each other.
+"""Choose the network interface by which workers pass tensors and layers to each other.
 
-It is the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else the one by which this machine reaches node 0.
-Gloo by default listens at the address of the host's name, which on many machines other machines cannot reach.
+It is the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; by default, the one by which this machine
+reaches node 0. Gloo's own default is the address of the host's name, which on many machines other machines cannot
+reach.
 """
 
 import contextlib
@@ -19,18 +20,19 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _IPV6 = Path("/proc/net/if_inet6")
 _GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux."""
+"""Request code SIOCGIFADDR of Linux."""
 
 
 class Interface(NamedTuple):
-    """An address of this machine, and the interface that has it."""
+    """Address of this machine, and the interface that has it."""
 
     name: str
     address: str
 
 
 def address_towards(rendezvous: Rendezvous) -> str:
-    """This machine's address on the network of node 0. Raises OSError where none of node 0's addresses has a route."""
+    """Return this machine's address on the network of node 0. Raises OSError if none of node 0's addresses has a
+    route."""
     first: OSError | None = None
     for family, kind, _, _, address in socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe:
@@ -43,42 +45,39 @@ def address_towards(rendezvous: Rendezvous) -> str:
 
 
 def name_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Have gloo and NCCL use one interface, unless their variables name others; the address there for layers.
-
-    Raises OSError where this machine has no address on the network of node 0.
-    """
+    """Make gloo and NCCL use one interface, unless their variables name others. Return its address, for moving layers.
+    Raises OSError if this machine has no address on the network of node 0."""
     towards = address_towards(rendezvous)
-    found = choose_interface(interfaces(), environment, towards)
-    name = "" if found is None else found.name
+    chosen = choose_interface(interfaces(), environment, towards)
+    name = "" if chosen is None else chosen.name
     environment.setdefault(GLOO, name)
     if name:
-        environment.setdefault(NCCL, f"={name}")  # without the sign NCCL takes the first whose name begins so
-    return towards if found is None else found.address
+        environment.setdefault(NCCL, f"={name}")  # without the sign NCCL takes the first with this prefix
+    return towards if chosen is None else chosen.address
 
 
 def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
-    """The interface that gloo's variable names, else NCCL's, else that with an address; None where there is none.
+    """Return the interface named by gloo's variable, else by NCCL's, else the one with address `towards`, or None.
 
-    Of several addresses, one of the family of `towards` is taken.
+    If an interface has several addresses, one of the same family as `towards` is chosen.
     """
-    known = sorted(known, key=lambda one: (":" in one.address) != (":" in towards))
+    known = sorted(known, key=lambda interface: (":" in interface.address) != (":" in towards))
     exact = environment.get(GLOO, "").split(",")
     by_nccl = environment.get(NCCL, "")
     prefixes = [] if by_nccl.startswith("^") else by_nccl.removeprefix("=").split(",")
     for name in filter(None, exact):
-        for one in known:
-            if one.name == name:
-                return one
+        for interface in known:
+            if interface.name == name:
+                return interface
     for prefix in filter(None, prefixes):
-        for one in known:
-            if one.name == prefix or (not by_nccl.startswith("=") and one.name.startswith(prefix)):
-                return one
-    return next((one for one in known if one.address == towards), None)
+        for interface in known:
+            if interface.name == prefix or (not by_nccl.startswith("=") and interface.name.startswith(prefix)):
+                return interface
+    return next((interface for interface in known if interface.address == towards), None)
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of this machine's interfaces, those of a link alone left out; none where it cannot be told (Linux).
-    """
+    """Return the addresses of this machine's interfaces, except link-local ones. Empty on systems other than Linux."""
     found: list[Interface] = []
     if not sys.platform.startswith("linux"):
         return found
@@ -86,7 +85,7 @@ def interfaces() -> list[Interface]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
                 found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
     with contextlib.suppress(OSError):

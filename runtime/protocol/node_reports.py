@@ -1,8 +1,8 @@
-"""Reports of the workers of a node: its agent puts together those that come while node 0 answers the ones before.
+"""Gather the reports of a node's workers: its agent sends together those that arrive while node 0 answers earlier ones.
 
-A node has one message on its way to node 0 at a time, however many workers it has: a report waits for others only as
-long as node 0 is busy anyway (as what is typed, by Nagle's algorithm, RFC 896). They come as datagrams over Unix
-sockets in a folder that only this user can enter. Where the agent does not answer, reports go to node 0 itself.
+A node has one message on its way to node 0 at a time, however many workers it has. A report waits for others only while
+node 0 is busy anyway (like keystrokes under Nagle's algorithm, RFC 896). Reports come as datagrams over Unix sockets in
+a folder that only this user can enter. If the agent does not answer, reports go to node 0 directly.
 """
 
 import os
@@ -23,38 +23,39 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 AGENT_SECONDS = 10.0
-"""An agent that has not passed on an answer for so long is not waited for any more."""
+"""Time to wait for the agent to pass on an answer. After it, reports go to node 0 directly."""
 _MOST_BYTES = 2**20
 _PREFIX = "slipstream-"
 _REPORT, _ANSWER = msgspec.json.Decoder(ReportOf), msgspec.json.Decoder(Acknowledged)
 
 
 class Gatherer:
-    """The agent's end."""
+    """Agent's end: it receives the reports of the node's workers."""
 
     def __init__(self) -> None:
         _remove_abandoned()
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self.folder = self._folder.name
-        """Removed at the end, unless the agent is killed."""
+        """Path of the sockets' folder, which is removed at the end unless the agent is killed."""
         self.address = str(Path(self.folder, "agent"))
         self._socket = _bound(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
-        """By rank, where the last report of each process came from."""
+        """Address from which the last report of each process came, by rank."""
         self._reports: list[ReportOf] = []
         self._asked = False
-        """Whether node 0 has not answered yet."""
+        """True while node 0 has not answered."""
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor for a selector."""
         return self._socket.fileno()
 
     def begin(self) -> None:
-        """There is a coordinator, which was asked nothing yet."""
+        """Prepare for a new coordinator, which has not been sent anything yet."""
         self._asked = False
 
     def gathered(self) -> list[Gathered]:
-        """What is to be sent to node 0 now; nothing while it has not answered."""
+        """Receive reports, and return the message to send to node 0 now. The list is empty while node 0 has not
+        answered."""
         with suppress(BlockingIOError):
             while True:
                 data, address = self._socket.recvfrom(_MOST_BYTES)
@@ -67,12 +68,12 @@ class Gatherer:
         return [Gathered(reports)]
 
     def answered(self, answer: GoOn) -> None:
-        """Pass on an answer of node 0."""
+        """Pass an answer of node 0 on to the workers."""
         self._asked = False
         for workers, message in answer.acknowledged:
             data = msgspec.json.encode(message)
-            for address in (one for worker in workers for one in self._workers.get(worker, {}).values()):
-                with suppress(OSError):  # it has ended, or reads nothing: its report goes to node 0 itself then
+            for address in (path for worker in workers for path in self._workers.get(worker, {}).values()):
+                with suppress(OSError):  # the process has ended or reads nothing; it then reports to node 0 directly
                     self._socket.sendto(data, address)
 
     def __enter__(self) -> Self:
@@ -84,9 +85,10 @@ class Gatherer:
 
 
 class Reporter:
-    """The end of a worker's process. `directly` sends to node 0; `agent` is where that of the node gathers, if it does.
+    """Worker's end: it sends the reports of one process.
 
-    Reports are sent by one thread, and acknowledgements read by another.
+    The function `directly` sends a report to node 0. The path `agent` is the address of the node's agent; None if the
+    agent gathers no reports. Reports are sent by one thread, and acknowledgements are read by another.
     """
 
     def __init__(self, rank: int, directly: Callable[[Ran], None], agent: str | None) -> None:
@@ -97,51 +99,51 @@ class Reporter:
             self._socket = _bound(f"{agent}-{os.getpid()}")
             self._socket.connect(agent)
         self.gathered = self._socket is not None
-        """Whether the agent has the last report."""
+        """True if the last report went to the agent."""
         self.sent = 0.0
-        """When a report was given to the agent last, by time.monotonic."""
+        """Time at which a report was last sent to the agent, by `time.monotonic`."""
 
     def send(self, report: Ran) -> None:
-        """Send a report."""
+        """Send a report: to the agent if possible, else to node 0."""
         if self.gathered:
             assert self._socket is not None
-            with suppress(OSError):  # the agent is gone or stuck, or the report is long, as of many ops
+            with suppress(OSError):  # the agent is gone or stuck, or the report is too long, as with many ops
                 self._socket.send(msgspec.json.encode(ReportOf(self._rank, report)))
                 self.sent = time.monotonic()
                 return
         self.send_directly(report)
 
     def send_directly(self, report: Ran) -> None:
-        """Send a report to node 0 itself, and those that follow."""
+        """Send a report to node 0, and all later reports, too."""
         self.gathered = False
         self._directly(report)
 
     def sockets(self) -> list[socket.socket]:
-        """What brings acknowledgements, for a selector."""
+        """Return the sockets that receive acknowledgements, for a selector."""
         return [] if self._socket is None else [self._socket]
 
     def read(self) -> list[Acknowledged]:
-        """Those that have come."""
-        found = []
-        with suppress(OSError):  # until none is left, or the agent is gone
+        """Return the acknowledgements that have arrived."""
+        acknowledgements = []
+        with suppress(OSError):  # ends the loop when no datagram is left or the agent is gone
             while self._socket is not None:
-                found.append(_ANSWER.decode(self._socket.recv(_MOST_BYTES)))
-        return found
+                acknowledgements.append(_ANSWER.decode(self._socket.recv(_MOST_BYTES)))
+        return acknowledgements
 
 
 def _remove_abandoned() -> None:
-    """Remove the folders of this user's agents that were killed: their sockets take nothing."""
+    """Remove the folders of this user's agents that were killed: their sockets refuse connections."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/agent"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as tried:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             if path.parent.stat().st_uid == os.getuid():
                 try:
-                    tried.connect(str(path))
+                    probe.connect(str(path))
                 except ConnectionRefusedError:
                     shutil.rmtree(path.parent)
 
 
 def _bound(address: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    made.setblocking(False)
-    made.bind(address)
-    return made
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    bound.setblocking(False)
+    bound.bind(address)
+    return bound

@@ -1,4 +1,4 @@
-"""The coordinator's address, and torch's key-value store, which holds the addresses of process groups."""
+"""Open and reach the coordinator's address and torch's key-value store, which holds process groups' addresses."""
 
 import errno
 import os
@@ -14,15 +14,16 @@ from slipstream.runtime.torch_private import TCPStore
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
 BACKLOG = 4096
-"""Connections that may wait to be accepted: all workers come at once."""
+"""Number of connections that may wait to be accepted: all workers connect at once."""
 
 
 class RendezvousError(RuntimeError):
-    """Nobody can listen at an address, or node 0 cannot be reached there, or is gone. The message is one line."""
+    """Error for an address at which no process can listen, or at which node 0 cannot be reached or is gone. One
+    line."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where node 0 listens."""
+    """Address at which node 0 listens."""
 
     host: str
     port: int
@@ -32,7 +33,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "Rendezvous":
-        """Read `HOST:PORT`. Raises ValueError that names the text."""
+        """Parse `HOST:PORT`. Raises ValueError, naming the text, if it is not an address."""
         host, colon, port = text.rpartition(":")
         host = host.strip("[]")
         if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
@@ -41,16 +42,13 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
-    """Open the coordinator's listening socket, on a free port of loopback unless told otherwise.
-
-    Raises RendezvousError.
-    """
-    wanted = rendezvous or Rendezvous(LOOPBACK, 0)
+    """Open the coordinator's listening socket, by default on a free port of loopback. Raises RendezvousError."""
+    requested = rendezvous or Rendezvous(LOOPBACK, 0)
     try:
-        listener = _listen_at_any(wanted)
+        listener = _listen_at_any(requested)
     except OSError as error:
-        raise RendezvousError(f"cannot listen at {wanted}: {reason_of(error)}") from None
-    return listener, Rendezvous(wanted.host, listener.getsockname()[1])
+        raise RendezvousError(f"cannot listen at {requested}: {reason_of(error)}") from None
+    return listener, Rendezvous(requested.host, listener.getsockname()[1])
 
 
 def _listen_at_any(wanted: Rendezvous) -> socket.socket:
@@ -65,7 +63,7 @@ def _listen_at_any(wanted: Rendezvous) -> socket.socket:
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open torch's key-value store, on a free port of loopback unless told otherwise. Raises RendezvousError."""
+    """Open torch's key-value store, by default on a free port of loopback. Raises RendezvousError."""
     listener, opened = listen(rendezvous)
     try:
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
@@ -75,7 +73,7 @@ def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvo
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Reach a key-value store, waiting for it to open. Raises RendezvousError."""
+    """Connect to a key-value store, waiting for it to open. Raises RendezvousError."""
     try:
         return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:

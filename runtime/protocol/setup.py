@@ -1,4 +1,4 @@
-"""What a worker must know before its first order."""
+"""Settings that a worker needs before its first order."""
 
 from typing import Literal
 
@@ -13,80 +13,82 @@ from slipstream.runtime.replay.transport import Transport
 from slipstream.schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0
-"""For all workers to be there: on several machines, people start them."""
+"""Time for all workers to join: people may start them by hand on several machines."""
 
 
 VERIFY_EVERY = 50
-"""Iterations: where it was measured, on CPUs, a comparison took 1.7 to 8 % of one."""
+"""Default number of iterations between comparisons of copies. On CPUs, a comparison took 1.7 to 8 % of an iteration."""
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A `runtime.model.passed.Form` as JSON."""
+    """`runtime.model.passed.Form` as JSON."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
-    """Shape and dtype of each."""
+    """Shape and dtype of each tensor."""
     fields: tuple[str, ...] | None = None
-    """Of a tuple, its names; None where it is one tensor."""
+    """Field names of a tuple. None: the form is a single tensor."""
 
     @classmethod
     def of(cls, form: Form) -> "FormSpec":
-        """Write a form."""
+        """Return the JSON form of `form`."""
         tensors = (form,) if isinstance(form, TensorForm) else form.tensors
-        return cls(tuple((one.shape, str(one.dtype)) for one in tensors),
+        return cls(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
                    None if isinstance(form, TensorForm) else form.fields)
 
     def form(self) -> Form:
-        """Read it again."""
+        """Return the form that this describes."""
         tensors = tuple(TensorForm(shape, _dtype(dtype)) for shape, dtype in self.tensors)
         return tensors[0] if self.fields is None else TupleForm(tensors, self.fields)
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to `JoinWorker`: what a worker must know besides the schedule. It prepares, and is `Ready`.
+    """Answer to `JoinWorker`: settings of a worker besides the schedule. It prepares, and then sends `Ready`.
 
     It names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
     """
 
     epoch: int = 0
-    """Of the coordinator: one that is started later has a higher one, and nobody follows a lower one any more."""
+    """Epoch of the coordinator. A coordinator that is started later has a higher one, and lower ones are no longer
+    followed."""
     forget: bool = False
-    """Whether a worker is too late with what it holds: the others have gone on without it."""
+    """True if the worker's state is out of date, because the others have continued without it."""
     first_iteration: int
     read: SamplesRead = FROM_THE_START
-    """What was read before an iteration of this run, where runs on other grids have read it."""
+    """Number of samples that were read before some iteration, if earlier runs had other grids."""
     iterations: int
-    """One after the last."""
+    """Number of iterations: one more than the number of the last."""
     traced: int
-    """How many iterations, the last ones, report when their ops ran."""
+    """Number of iterations at the end of the run that report when their ops ran."""
     nodes: int
     transport: Transport
     device: Literal["cpu", "cuda"]
     store: Rendezvous
-    """torch's key-value store, where process groups find each other."""
+    """Address of torch's key-value store, where process groups find each other."""
     cuts: tuple[int, ...]
-    """Where the schedules' layers lie in the model (`runtime.replay.placement.Placement`)."""
+    """Boundaries of the schedules' layers within the model (`runtime.replay.placement.Placement`)."""
     columns: tuple[tuple[int, ...], ...]
-    """The layers of the model that the stages of each column have."""
+    """Layers of the model that the stages of each column hold."""
     forms: tuple[FormSpec, ...]
-    """Of what passes at each cut."""
+    """Forms of the values passed at each boundary of `cuts`."""
     data: FormSpec | None = None
-    """Of every micro-batch that the data give; None: whatever they are."""
+    """Form of every micro-batch of the data. None: not checked."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
-    """Which workers share a machine (`runtime.failure_domains`), where state is sharded."""
+    """Groups of workers that share a machine (`runtime.failure_domains`), used if state is sharded."""
     loss_scale: float
     microbatches: tuple[int, ...] = (1,)
-    """Of each pipeline in an iteration."""
+    """Number of micro-batches of each pipeline in an iteration."""
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
-    """How fast a layer goes to each worker that fetches it while all train, at most."""
+    """Largest rate at which layers are sent to each worker that fetches them while all train."""
     checkpoint_every: int | None = None
-    """Iterations from one checkpoint to the next; None: the coordinator says when (`Acknowledged`)."""
+    """Number of iterations from one checkpoint to the next. None: the coordinator decides (`Acknowledged`)."""
     verify_every: int = 0
-    """Iterations from one comparison of copies to the next, besides those that are made anyway; 0: no others."""
+    """Number of iterations from one comparison of copies to the next, besides those that are always made. 0: no
+    others."""
     injections: tuple[tuple[int, Injection], ...] = ()
-    """This worker's failures on purpose that have not happened yet, by their index among all."""
+    """Failures on purpose of this worker that have not happened yet, by their index among all."""
     slowdowns: tuple[Slowdown, ...] = ()
-    """This worker's."""
+    """Slowdowns of this worker."""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -13,48 +13,48 @@ from slipstream.schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
-    """A worker's first message. The coordinator answers with the `Setup`, or with `Leave`."""
+    """First message of a worker. The coordinator answers with the `Setup`, or with `Leave`."""
 
     worker: Worker
     epoch: int = 0
-    """Of the coordinator that it has followed, and lost; 0: it has just been started."""
+    """Epoch of the coordinator that the worker has followed and lost. 0: the worker has just been started."""
     rank: int = 0
-    """Of the process, where a worker is several."""
+    """Rank of the process, if the worker has several."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
-    """A node agent's first message. The coordinator answers with the `NodeSetup`, or with the end of the run."""
+    """First message of a node agent. The coordinator answers with `NodeSetup`, `NodeTaken` or `RunEnded`."""
 
     node: int
     epoch: int = 0
-    """Of the coordinator that it has followed, and lost; 0: it has just been started."""
+    """Epoch of the coordinator that the agent has followed and lost. 0: the agent has just been started."""
     alive: tuple[Worker, ...] = ()
-    """Its workers that live, where it has followed another coordinator."""
+    """Living workers of the node, if it has followed a previous coordinator."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A worker is alive. Sent a few times in each heartbeat timeout by a worker that has nothing else to say; one that
-    is silent for longer is given up."""
+    """Sign that a worker is alive. A worker that has nothing else to send sends it a few times in each heartbeat
+    timeout. A worker that is silent for longer is given up."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker holds: layers, and of their parameters and optimizer states what it keeps up to date itself
-    (`runtime.model.state.parts`)."""
+    """State that a worker holds: layers, and the parts of parameters and optimizer state that it keeps up to date
+    itself (`runtime.model.state.parts`)."""
 
     layers: tuple[LayerRange, ...] = ()
-    """Those of the model that it holds: ascending ranges that do not touch."""
+    """Layers of the model that the worker holds, as ascending ranges that do not touch."""
     parts: tuple[tuple[int, int, int], ...] = ()
-    """Each a layer and the elements [start, stop) of it."""
+    """Parts that the worker keeps, each a layer and its elements [start, stop)."""
     whole_after: int | None = None
-    """The iteration after which it has the whole parameters of its layers; None: it lacks some."""
+    """Iteration after which the worker has the whole parameters of its layers. None: it lacks some."""
 
 
 NOTHING_KEPT = Kept()
 
 
 def kept_by_all(ranks: Sequence[Kept]) -> Kept:
-    """What all ranks of a worker keep: they have cut alike, but some may have been stopped before they did, or before
-    they stepped."""
+    """Return the state that all ranks of a worker hold. The ranks have the same partition, but some may have been
+    stopped before they applied it, or before they stepped."""
     first = ranks[0]
     layers = frozenset.intersection(*(layers_in(kept.layers) for kept in ranks))
     return Kept(joined_ranges((layer, layer + 1) for layer in layers),
@@ -63,226 +63,223 @@ def kept_by_all(ranks: Sequence[Kept]) -> Kept:
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker knows whose coordinator is gone. It has paused."""
+    """Report of a paused worker to a new coordinator: all that it knows of the run."""
 
     order: int
-    """The last that it has followed."""
+    """Number of the last order that the worker has followed."""
     failed: tuple[Worker, ...]
-    """The workers of the grid that took no part in that."""
+    """Workers of the grid that took no part in that order."""
     iteration: int
-    """The last that it has stepped, or may have: it can go back by this one, but not beyond `begun`."""
+    """Last iteration that the worker has stepped, or may have stepped. The worker can undo this iteration, but none up
+    to `begun`."""
     kept: Kept
     validated: Factor | None
-    """Of the last iteration of which it knows."""
+    """Factor of the last iteration whose factor the worker knows."""
     pending: bool
-    """Whether it does not know the factor of `iteration` yet."""
+    """True if the worker does not know the factor of `iteration` yet."""
     begun: int = -1
-    """The last iteration before the order, or whose step it cannot undo any more, as it has begun that of the next."""
+    """Last iteration that the worker cannot undo. It lies before the order, or the worker has begun the step of the
+    next iteration."""
     losses: dict[int, float] = {}
-    """Of the last committed iterations, as it was told (`Acknowledged`), where they are finite; where steps depend on
-    all gradients, also of those that it has stepped since."""
+    """Finite losses of the last committed iterations, as `Acknowledged` reported them. If steps depend on all
+    gradients, losses of iterations that the worker has stepped since are included."""
     behind: bool = False
-    """Whether one of its processes has not stepped `iteration`."""
+    """True if one of the worker's processes has not stepped `iteration`."""
     doubted: bool = False
-    """Whether the order has ended as copies of what members hold differ (`EndOrder`)."""
+    """True if the order has ended because copies of the members' state differ (`EndOrder`)."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A worker has built what it needs, sends heartbeats, and waits for an order.
-
-    The coordinator takes it into the first order, or has it fetch layers while the others train.
-    """
+    """Report that a worker has built what it needs, sends heartbeats, and waits for an order. The coordinator includes
+    it in the first order, or has it fetch layers while the others train."""
 
     worker: Worker
     corpus: str
-    """Digest of the text it will read: the same for all, or the run ends."""
+    """Digest of the data that the worker will read. It must be the same at all workers, or the run ends."""
     addresses: tuple[tuple[str, int], ...]
-    """Where others may get layers from it: each rank from the one with its own number."""
+    """Addresses at which other workers may get layers from this one. Each rank uses the one of its own number."""
     folder: str | None = None
-    """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
+    """Result of `runtime.run_folder.holder` for the node's --out: equal for all nodes that share the folder."""
     known: Known | None = None
-    """Where it has followed another coordinator."""
+    """Report for a new coordinator, if the worker has followed a previous one."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A worker has met the others, has its layers, and begins its first op. The last of them ends a recovery."""
+    """Report that a worker has connected to the other members, has its layers, and begins its first op. A recovery ends
+    when the last member has sent it."""
 
     worker: Worker
     order: int
 
 
 class Checksum(msgspec.Struct, frozen=True, array_like=True):
-    """That of elements [start, stop) of a layer that a worker holds (`runtime.model.state.checksum`)."""
+    """Checksum of elements [start, stop) of a layer that a worker holds (`runtime.model.state.checksum`)."""
 
     layer: int
     start: int
     stop: int
     state: bool
-    """With the optimizer's state, else of the parameters alone."""
+    """True if the optimizer's state is included, False for parameters alone."""
     sums: tuple[int, ...]
-    """Of each rank."""
+    """Sum at each rank."""
 
     @property
     def what(self) -> tuple[int, int, int, bool]:
-        """Of what it is: where this is the same, the sums must be."""
+        """Identity of the elements: checksums with the same identity must have the same sums."""
         return self.layer, self.start, self.stop, self.state
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """A worker has stepped its optimizer, and waits for `Acknowledged`.
-
-    The coordinator commits the iteration when all members have sent this.
-    """
+    """Report that a worker has stepped its optimizer in an iteration, and waits for `Acknowledged`. The coordinator
+    commits the iteration when all members have sent it."""
 
     worker: Worker
     order: int
     iteration: int
     loss: float | None
-    """Its part of the mean loss; None when that is not finite, which JSON cannot say."""
+    """Worker's part of the mean loss. None if it is not finite, because JSON cannot represent that."""
     window_seconds: float
-    """From the start of its first op to the end of its O."""
+    """Time from the start of the worker's first op to the end of its O."""
     times: tuple[OpTime, ...] = ()
-    """Of what it computed."""
+    """Times of the worker's compute ops."""
     ops: tuple[MeasuredOp, ...] = ()
-    """When its ops ran, on the shared clock, in the iterations that are traced."""
+    """Start and end of each op on the shared clock, in iterations that are traced."""
     squares: float | None = None
-    """The sum of squares of the gradients that it speaks for, before clipping; None when that is not finite."""
+    """Sum of squares, before clipping, of the gradients that this worker reports. None if it is not finite."""
     evaluation: float | None = None
-    """Where the parameters were evaluated after this iteration: its part of the mean loss; None when not finite."""
+    """Worker's part of the mean validation loss, if an evaluation followed this iteration. None if it is not finite."""
     checksums: tuple[Checksum, ...] = ()
-    """Where copies are compared, of all that it held before its step."""
+    """Checksums of all that the worker held before its step, if copies are compared in this iteration."""
 
 
 class ReportOf(msgspec.Struct, frozen=True, array_like=True):
-    """A report of one of a worker's processes, on its way over its node's agent (`node_reports`)."""
+    """Report of one process of a worker, on its way through its node's agent (`node_reports`)."""
 
     rank: int
     report: Ran
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):
-    """Reports of a node's workers, in one message of its agent. What comes until that is answered (`GoOn`) follows in
-    the next one."""
+    """Reports of a node's workers, in one message of its agent. Reports that arrive before it is answered (`GoOn`)
+    follow in the next one."""
 
     reports: tuple[ReportOf, ...]
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):
-    """Where steps depend on all gradients: how all made the step of an iteration. The first member sends it."""
+    """Report of how all members made the step of an iteration, if steps depend on all gradients. The first member sends
+    it."""
 
     order: int
     factor: Factor
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """A worker has stopped: as it was told to, or because it lost a peer. When all have, the next order is given."""
+    """Report that a worker has stopped, as it was asked to or because it lost a peer. When all members have paused, the
+    coordinator issues the next order."""
 
     worker: Worker
     order: int
     kept: Kept
     validated: Factor | None
-    """Of the last iteration of which it knows."""
+    """Factor of the last iteration whose factor the worker knows."""
     reason: str | None
-    """An error, which ends the order for all; None when it stopped as told."""
+    """Error that ends the order for all members. None: the worker stopped as it was asked to."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
-    """A worker has the layers of a fetch, and keeps up with their sources.
-
-    When all have, the coordinator chooses the iteration before which the members stop (`Acknowledged`).
-    """
+    """Report that a worker has received the layers of a fetch, and follows their sources step by step. When all have,
+    the coordinator chooses the iteration before which the members stop (`Acknowledged`)."""
 
     worker: Worker
     fetch: int
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag=True):
-    """A worker cannot get the layers of a fetch; the coordinator plans another one."""
+    """Report that a worker cannot get the layers of a fetch. The coordinator plans another fetch."""
 
     worker: Worker
     fetch: int
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """A worker has written what `Finish` told it to. When all have, they may leave."""
+    """Report that a worker has written what `Finish` asked for. When all members have, they may leave."""
 
     worker: Worker
     order: int
     digests: dict[str, str]
-    """Of each of its parameters, by name; those who hold the same ones must agree."""
+    """Digest of each of the worker's parameters, by name. All holders of a parameter must report the same."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
-    """A worker has written its layers of a checkpoint, or could not, which a `Note` tells."""
+    """Report that a worker has written its layers of a checkpoint, or has failed to, which a `Note` explains."""
 
     worker: Worker
     iteration: int
     seconds: float
-    """That training lost at most: to copy them, and what the thread that wrote them computed."""
+    """Upper limit of the time that training lost: copying, and the compute of the thread that wrote."""
     complete: bool = False
-    """Whether the checkpoint has all layers now."""
+    """True if the checkpoint now has all layers."""
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """A line for people, about something that training survives."""
+    """Line of text for the user, about an event that training survives."""
 
     worker: Worker
     text: str
 
 
 class Injected(msgspec.Struct, frozen=True, tag=True):
-    """A worker is about to fail on purpose (`failure_injection`); it happens once in a run."""
+    """Report that a worker is about to fail on purpose (`failure_injection`), which happens once in a run."""
 
     worker: Worker
     index: int
     at: float
-    """By the clock that all processes of a machine share (time.monotonic)."""
+    """Time by the clock that all processes of a machine share (`time.monotonic`)."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ReportStatus`: what a worker does."""
+    """Answer to `ReportStatus`: the present activity of a worker."""
 
     worker: Worker
     doing: str
     seconds: float
-    """For how long."""
+    """Duration of the activity until now."""
     waits: bool
-    """Whether for somebody else; else it computes, or does something else of its own."""
+    """True if the worker waits for another process. False: it computes, or does other work of its own."""
     rank: int | None = None
-    """Which of the worker's processes, where it is the only one that does not wait."""
+    """Rank of the process, if it is the only one of the worker that does not wait."""
 
 
 class Checkpoints(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ReportCheckpoints`: the iterations that a worker can go back to."""
+    """Answer to `ReportCheckpoints`: the iterations that a worker can return to."""
 
     worker: Worker
     iterations: tuple[int, ...]
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """A worker, or the node that it is on, was told to end by somebody else (SIGTERM), and waits for `Leave`."""
+    """Report that a worker, or its node, has received SIGTERM and waits for `Leave`."""
 
     worker: Worker
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A worker gives up through an error of its own, and ends. The coordinator counts it as lost."""
+    """Report that a worker ends because of an error of its own. The coordinator counts it as lost."""
 
     worker: Worker
     reason: str
     everywhere: bool = False
-    """Whether others would meet the same error: then it ends the run."""
+    """True if other workers would meet the same error. It then ends the run."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process is gone. Sent by its node agent; on node 0 the fork server reports the same without a message.
-
-    The coordinator counts it as lost, once it has handled the worker's last messages.
-    """
+    """Report of a node agent that a worker's process has ended. On node 0, the fork server reports it without a
+    message. The coordinator counts the worker as lost after it has handled the worker's last messages."""
 
     worker: Worker
     status: int
-    """As in subprocess, the exit code or minus the signal."""
+    """Exit status as in subprocess: the exit code, or minus the signal."""
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused

@@ -12,63 +12,67 @@ from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
 SILENT_SECONDS = 600.0
-"""As long as a worker waits for an acknowledgement: a node 0 that was stopped for less goes on."""
+"""Time after which an agent that receives nothing ends. It equals a worker's wait for an acknowledgement, so that the
+run survives if node 0 is stopped for less."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `JoinNode`: what to start. The agent checks that it fits its machine, and starts the workers."""
+    """Answer to `JoinNode`: the workers to start. The agent checks that they fit its machine, and starts them."""
 
     shares: tuple[int, ...]
-    """The number of workers of each node that are there from the start."""
+    """Number of workers of each node that take part from the start."""
     device: Literal["cpu", "cuda"]
     transport: Transport
     workers: tuple[Worker, ...]
-    """Those of this node."""
+    """Workers of this node."""
     config: RunConfig
-    """Node 0's: the agent compares it with its own job file, which is what it runs."""
+    """Configuration of node 0. The agent compares it with that of its own job file, which its workers use."""
     first_iteration: int
-    """That of the checkpoint to go on from, which the agent's own command line names; 0: from the start."""
+    """Iteration of the checkpoint to resume from, which the agent's own command line names. 0: start from the
+    beginning."""
     restarted: bool = False
-    """Whether the run has been going on without them."""
+    """True if the run has continued without these workers."""
     epoch: int = 0
-    """Of the coordinator, as in `runtime.protocol.setup.Setup`."""
+    """Epoch of the coordinator, as in `runtime.protocol.setup.Setup`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
-    """The other answer to `JoinNode`: that node is there already, or has not been missed yet. Ask again later."""
+    """Other answer to `JoinNode`: a node of this number is connected, or its loss has not been noticed. Ask again
+    later."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """When a dead worker is to come back: start its process, unless it lives."""
+    """Request to start a worker's process, unless it is alive."""
 
     worker: Worker
     restarted: bool = True
-    """Whether the run has been going on without it."""
+    """True if the run has continued without this worker."""
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
-    """When a worker has been given up: kill its process, if it lives."""
+    """Request to kill the process of a worker that has been given up, if it is alive."""
 
     worker: Worker
 
 
 class StillRunning(msgspec.Struct, frozen=True, tag=True):
-    """Sent every `STILL_RUNNING_SECONDS`: an agent that hears nothing for long ends its workers, and itself."""
+    """Message sent every `STILL_RUNNING_SECONDS`: an agent that receives nothing for long ends its workers, and
+    itself."""
 
 
 class GoOn(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Gathered`, and what acknowledges reports later: the agent passes it on to the workers."""
+    """Answer to `Gathered`, also used for later acknowledgements of reports. The agent passes it on to the workers."""
 
     acknowledged: tuple[tuple[tuple[Worker, ...], Acknowledged], ...]
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """When the run is over: the agent ends its workers, closes the connection, and ends with this result."""
+    """Report that the run is over: the agent ends its workers, closes the connection, and ends with this result."""
 
     error: str | None
-    """None: all iterations are done."""
+    """Error that ended the run. None: all iterations are done."""
     anew: bool = False
-    """Whether node 0 begins the run anew, and is to be joined again."""
+    """True if node 0 starts the run again from the beginning, so that the agent must join it again."""
 
 
 ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | GoOn | RunEnded

@@ -1,8 +1,8 @@
 """Messages from the coordinator to the workers.
 
-Orders are numbered. Within one, nothing changes: which workers take part, in which roles, and where the iterations
-begin. An order ends for all with `EndOrder`, or with the next one; then each member says how far it got (`Paused`), and
-waits for the next order.
+Each order has a number. In the generation that it starts, nothing changes: which workers take part, in which roles, and
+the first iteration. The generation ends for all members with `EndOrder`, or with the next order. Each member then
+reports how far it got (`Paused`), and waits for the next order.
 """
 
 import msgspec
@@ -15,7 +15,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class Factor(msgspec.Struct, frozen=True, array_like=True):
-    """What the gradients of an iteration are multiplied by; None: it made no step. See
+    """Number by which the gradients of an iteration are multiplied. None: the iteration made no step. See
     `runtime.model.state.clipping`."""
 
     iteration: int
@@ -23,7 +23,7 @@ class Factor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Elements [start, stop) of a layer that `target` lacks and gets from `source`."""
+    """Transfer of elements [start, stop) of a layer to `target`, which lacks them, from `source`."""
 
     target: Worker
     source: Worker
@@ -31,130 +31,133 @@ class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
     start: int
     stop: int
     state: bool = True
-    """With the optimizer's state, else parameters alone."""
+    """True if the optimizer's state is included, False for parameters alone."""
 
 
 Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
-"""Where each rank of some workers listens (`runtime.worker.layer_sender`)."""
+"""Address at which each rank of some workers listens (`runtime.worker.layer_sender`)."""
 NOTHING = msgspec.Raw(b"null")
 KEPT_CONTENTS = 64
-"""A worker keeps so many contents, the last ones to come; its coordinator knows which these are."""
+"""Number of `Content` messages that a worker stores, the latest ones. The coordinator knows which these are."""
 
 
 class Content(msgspec.Struct, frozen=True, tag=True):
-    """What a worker must know of a schedule, and does not yet (`schedules.parts`). Sent before the `Assigned` that
-    names it."""
+    """Data of a schedule that a worker needs and has not received yet (`schedules.parts`). It is sent before the
+    `Assigned` that refers to it by its digest."""
 
     digest: str
     data: msgspec.Raw
 
 
 class Assigned(msgspec.Struct, frozen=True, tag=True):
-    """What a member does in an order. Sent before its `Train`."""
+    """Work of a member in an order. It is sent before the `Train` of that order."""
 
     order: int
     share: Share
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An order: run iterations by a schedule, until the last one or until told otherwise.
+    """Order to run iterations by a schedule, until the last one or until a message ends it.
 
-    Sent to all members and all workers that want to join, when all are ready for the first time and whenever members
-    change. Members have been sent what they do in it (`Assigned`), and start a generation
-    (`runtime.worker.generation`); another worker drops what it has fetched.
+    It is sent to all members and to all workers that want to join, when all are ready for the first time and whenever
+    members change. A member has already received its work (`Assigned`), and starts a generation
+    (`runtime.worker.generation`). Any other worker drops the layers that it has fetched.
     """
 
     order: int
     first_iteration: int
-    """The iterations before it are committed."""
+    """Number of the first iteration. All iterations before it are committed."""
     failed: tuple[Worker, ...] = ()
-    """The workers of the grid that take no part; all others do."""
+    """Workers of the grid that take no part. All others are members."""
     schedule: msgspec.Raw = NOTHING
-    """The whole schedule, in runs that deal or evaluate data by it; else null."""
+    """Whole schedule, in runs that deal or evaluate data by it; else null."""
     moves: tuple[Move, ...] = ()
-    """Made before the first op, while all wait."""
+    """Moves that are made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
-    """The ranges whose parts stay as they are, as some have gone who keep them: with those by whom they are cut
+    """Ranges that keep their partition although some of its members are gone, each with the members it was made for
     (`runtime.model.state.parts.Cut.left`)."""
     addresses: Addresses = ()
-    """Of their sources."""
+    """Addresses of the sources of the moves."""
     fetch: int = 0
-    """The `Fetch` that gave those who need them their layers before; 0: none."""
+    """Number of the `Fetch` that has already brought layers to the members which need them. 0: none."""
     factor: Factor | None = None
-    """Of the last committed iteration, for workers that do not know it."""
+    """Factor of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
-    """Where layers were lost, and the run goes back: drop all layers, and read these, of each member that can read
-    them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
+    """Layers that each member reads when the run returns to a checkpoint because layers were lost; else None.
+
+    All members first drop all layers. They read these from the checkpoint of `first_iteration`, or build them as they
+    were before the run began.
+    """
 
     @property
     def has_schedule(self) -> bool:
-        """Whether there is a whole schedule."""
+        """True if there is a whole schedule."""
         return bytes(self.schedule) != bytes(NOTHING)
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An order, sent when all iterations are committed: write layers, and report the digests of all parameters."""
+    """Order to write layers and to report the digests of all parameters, sent when all iterations are committed."""
 
     order: int
     first_iteration: int
-    """One after the last."""
+    """Number of the last iteration plus one."""
     writers: tuple[tuple[int, Worker], ...]
     """Each layer, and the worker that writes it."""
     parameters: bool = True
-    """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
+    """True to write the final parameters. False: write a checkpoint only, as when the run ends early."""
     factor: Factor | None = None
     moves: tuple[Move, ...] = ()
-    """What the writers lack."""
+    """Moves of the elements that the writers lack."""
     addresses: Addresses = ()
-    """Of their sources."""
+    """Addresses of the sources of the moves."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Sent when the run is over: the worker ends."""
+    """Message that the run is over: the worker ends."""
 
 
 class EndOrder(msgspec.Struct, frozen=True, tag=True):
-    """Sent when a member is lost or has stopped with an error: break all connections, and send `Paused`."""
+    """Message that a member is lost or has stopped with an error: break all connections, and send `Paused`."""
 
     order: int
     doubted: bool = False
-    """Whether copies of what members hold differ, so that the run is to go back. Sent once more where the order has
-    ended before that was found."""
+    """True if copies of the members' state differ, so that the run must return to a checkpoint. It is sent once more if
+    the order had ended before that was found."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Ran`, which has arrived: begin the next iteration, or stop before it, as all members will."""
+    """Answer to `Ran`: begin the next iteration, or stop before it, as all members will."""
 
     order: int
     iteration: int
     stop: bool = False
     save: bool = False
-    """Save a checkpoint of the state before the next iteration."""
+    """True to save a checkpoint of the state before the next iteration."""
     committed: tuple[int, float | None] | None = None
-    """The last committed iteration and its loss, where that is finite: whoever leads the run next may ask for it."""
+    """Last committed iteration, and its loss if that is finite. A later coordinator may ask for it."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """While training goes on: get layers for the next order, and keep them up to date.
+    """Request to fetch layers for the next order while training continues, and to keep them up to date.
 
-    Sent to all members and all workers that want to join; the targets of the moves fetch. It replaces any earlier fetch
-    of the same order. The next order uses it or drops it.
+    It is sent to all members and to all workers that want to join; the targets of the moves fetch. It replaces any
+    earlier fetch of the same order. The next order uses the layers or drops them.
     """
 
     number: int
     order: int
-    """The one that is being followed."""
+    """Number of the order that is being trained."""
     moves: tuple[Move, ...] = ()
     addresses: Addresses = ()
-    """Of their sources."""
+    """Addresses of the sources of the moves."""
 
 
 class ReportStatus(msgspec.Struct, frozen=True, tag=True):
-    """Sent when nothing has been committed for long: say what you do (`Status`)."""
+    """Request to report the present activity (`Status`), sent when no iteration has been committed for long."""
 
 
 class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
-    """Sent when nobody holds some layer any more: say which checkpoints you can read (`Checkpoints`)."""
+    """Request to report the readable checkpoints (`Checkpoints`), sent when some layer has no holder any more."""
 
 
 Order = Train | Finish

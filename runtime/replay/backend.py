@@ -1,4 +1,4 @@
-"""What a session knows of gloo and NCCL: a `Backend` makes process groups, and breaks them off from any thread."""
+"""Interface to gloo and NCCL: a `Backend` creates process groups, and aborts them from any thread."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -10,46 +10,49 @@ from slipstream.runtime.torch_private import Group, Store
 
 
 class Meeting(NamedTuple):
-    """How the members of one process group find each other."""
+    """Arguments with which the members of one process group find each other."""
 
     keys: GroupStore
-    """Of this group alone. It outlives the group, which holds only its C++ half."""
+    """Store for the keys of this group. It must be kept as long as the group, which refers only to its C++ half."""
     store: Store
-    """That of the run, and what the keys of this group begin with there."""
+    """The run's store; `prefix` is the prefix of this group's keys in it."""
     prefix: str
     rank: int
     size: int
     directed: bool = False
-    """Whether the first of two members only sends to the second."""
+    """True if the first of two members only sends to the second."""
 
 
 class Backend(Protocol):
-    """One kind of process groups in one process, from its first order to its last."""
+    """One kind of process groups in one process, used in all generations."""
 
     ordered: bool
-    """Whether transfers are matched by their order, and by no tag. Then each pair of workers has a group for each
-    direction, so that nothing that is sent waits behind something that is to be received."""
+    """True if transfers are matched by their order instead of a tag. Then each pair of workers has one group for each
+    direction, so that no send waits behind a receive."""
 
     def making(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
-        """Groups are made in here; `spared` gives the sockets that other threads open meanwhile."""
+        """Return a context in which groups are created.
+
+        The function `spared` returns the sockets that other threads open meanwhile.
+        """
 
     def group(self, meeting: Meeting) -> Group:
-        """Make a group; returns when all members have. Raises RuntimeError."""
+        """Create a process group, and return it when all members have joined. Raises RuntimeError."""
 
     def reuse(self, group: Group) -> None:
-        """Another order uses a group that is not lost."""
+        """Prepare a group that is not lost for use in another generation."""
 
     def abort(self, groups: Collection[Group]) -> None:
-        """End what is under way in these groups, from any thread. It does not wait for that."""
+        """Abort all operations in these groups, from any thread, without waiting until they end."""
 
     def lost(self, group: Group) -> str | None:
-        """Why a group cannot be used any more, here or at its other members; None where it can."""
+        """Return why a group is no longer usable, here or at its other members; None if it is usable."""
 
     def over(self, groups: Collection[Group]) -> bool:
-        """Whether nothing that was begun in these groups changes a tensor any more."""
+        """Return whether no pending operation of these groups can write to a tensor."""
 
     def begun(self, group: Group) -> int:
-        """Return how many operations this member has begun in the group, from its first order on."""
+        """Return the number of operations that this member has started in the group since its creation."""
 
     def close(self, groups: Collection[Group]) -> None:
-        """Nobody uses these groups any more."""
+        """Close groups that are no longer used."""

@@ -1,8 +1,8 @@
-"""Which sample each name of a schedule stands for, in each iteration: computed ahead, the same on every worker.
+"""Dealing: assign samples to the micro-batches of a schedule, ahead of each iteration and equally on all workers.
 
-Nothing is sent for it: the schedule, the data and the seed are the same everywhere, and `schedules.dealing` counts in
-whole numbers. The samples of an iteration are those that it always has; what belongs to a sample, such as the seeds of
-its dropout and its weight in the loss, goes with it to whoever runs it.
+No communication is needed, because schedule, data and seed are equal on all workers, and `schedules.dealing` computes
+with integers. An iteration always has the same samples. The properties of a sample, such as the seed of its dropout and
+its weight in the loss, go with the sample to the worker that runs it.
 """
 
 import hashlib
@@ -33,17 +33,18 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
 LOOK_SECONDS = 0.02
-"""From one look at whether the order has ended to the next, where an iteration is waited for."""
+"""Interval at which a wait for a dealt iteration checks if the generation has ended."""
 
 CostsOf = Callable[[int], object]
-"""Of an iteration: `schedules.dealing.Costs`, if they are right."""
+"""Function that returns the costs of an iteration, which should be `schedules.dealing.Costs`; they are checked when
+used."""
 
 
 def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[LayerRange]) -> CostsOf | None:
-    """What tells the costs of an iteration's samples: the data, or the lengths of their documents. None: nothing does,
-    or samples are not to be dealt.
+    """Return the function that gives the costs of an iteration's samples.
 
-    `layers_by_stage`: the model's layers of each stage.
+    Returns None if no costs are known, or samples are not dealt. The costs come from the data, or follow from the
+    lengths of their documents. The argument `layers_by_stage` has the model's layers of each stage.
     """
     if training.deal_swaps and knows_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
@@ -53,7 +54,7 @@ def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[
 
 
 def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostsOf:
-    coefficients = np.array([coefficients_of(known, one) for one in layers_by_stage])
+    coefficients = np.array([coefficients_of(known, layers) for layers in layers_by_stage])
 
     def costs(iteration: int) -> Costs:
         return costs_by_stage(data.lengths(iteration), coefficients)  # type: ignore[attr-defined]
@@ -62,24 +63,28 @@ def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerR
 
 
 def stage_layers(grid: Grid, placement: Placement) -> list[LayerRange]:
-    """The model's layers of each stage of a chain."""
+    """Return the model's layers of each stage of one chain."""
     return [placement.range_of(grid.layers_of(stage)) for stage in range(grid.depth)]
 
 
 def costs_digest(data: Data, training: TrainingConfig) -> str:
-    """A text that differs where workers would deal otherwise: all that train together must agree on it."""
-    found = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
+    """Return a digest of all that decides how samples are dealt. Workers that train together must have equal
+    digests."""
+    digest = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
     if training.deal_swaps and knows_costs(data):
         try:
             costs = np.asarray(data.costs(0), np.float64)  # type: ignore[attr-defined]
-            found.update(np.rint(costs * 1e6).astype(np.int64).tobytes())
+            digest.update(np.rint(costs * 1e6).astype(np.int64).tobytes())
         except (TypeError, ValueError):
             pass  # refused elsewhere
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
-    """Raises ConfigError where what data tell of their first iteration cannot be: costs, or tokens that are asked for.
+    """Raise ConfigError if the costs or token counts of the data's first iteration are unusable.
+
+    Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is "tokens". Raises
+    ConfigError, too, if `training.length_costs` has another number of layers than the model.
     """
     samples = schedule.grid.total_microbatches
     if training.length_costs is not None and len(training.length_costs.forward) != placement.layers:
@@ -96,18 +101,18 @@ def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig
 
 
 class _Iteration(NamedTuple):
-    """Its samples, by the number of each name; and what they cost, [samples, slices, 3]."""
+    """Samples of an iteration, by the number of each micro-batch name, and their costs, [samples, slices, 3]."""
 
     sample: list[int]
     by_slice: Costs
 
 
 class DealtSamples:
-    """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
+    """Samples of a schedule's micro-batches, dealt by their costs. Without costs, each micro-batch is its own sample.
 
-    A thread of its own computes an iteration while the one before is run. Who waits for that thread calls `require`
-    now and then, which raises what shall end the wait: where nothing is compiled yet, each process compiles first,
-    which takes many seconds.
+    A thread of this object deals an iteration while the one before runs. A wait for that thread calls the function
+    `require` repeatedly, which raises an error to end the wait. The wait can take many seconds if each process must
+    first compile the code that deals.
     """
 
     def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,
@@ -125,18 +130,19 @@ class DealtSamples:
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
     def __call__(self, name: Microbatch) -> Microbatch:
-        """The sample that a name stands for in its iteration. Raises ConfigError where costs cannot be."""
+        """Return the sample of a micro-batch name in its iteration. Raises ConfigError if the costs are unusable."""
         if self._pool is None:
             return name
         return Microbatch(name.iteration, *self._own[self._sample(name)])
 
     @property
     def deals(self) -> bool:
-        """Whether costs are known."""
+        """True if costs are known, so that samples are dealt."""
         return self._pool is not None
 
     def times_longer(self, op: Op, iteration: int) -> float:
-        """How many times as long as usual an op takes, by what its sample costs; 1 where it costs nothing."""
+        """Return the expected duration of an op, relative to the usual one, by its sample's cost; 1 if it costs
+        nothing."""
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         sample = self._sample(Microbatch(iteration, op.pipeline, op.microbatch))
         costs, times = self._of(iteration).by_slice[sample, op.slice], self._schedule.times
@@ -154,12 +160,12 @@ class DealtSamples:
         return self._now[1]
 
     def begin(self, iteration: int) -> None:
-        """Compute an iteration beside what else is done."""
+        """Start to deal an iteration in the background."""
         if self._pool is not None and (self._ahead is None or self._ahead[0] != iteration):
             self._ahead = iteration, self._pool.submit(self._deal, iteration)
 
     def close(self) -> None:
-        """Nothing is asked for any more."""
+        """Stop dealing, and release the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -170,35 +176,38 @@ class DealtSamples:
         while not dealing.done():
             self._require()
             wait([dealing], LOOK_SECONDS)
-        found = dealing.result()
+        dealt = dealing.result()
         self.begin(iteration + 1)
-        return found
+        return dealt
 
     def _deal(self, iteration: int) -> "_Iteration":
         assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
         try:
             dealer, costs = self._dealer.result(), self._costs(iteration)
-            found = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
+            dealt = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs))
+        return _Iteration([int(sample) for sample in dealt.sample], dealer.by_slice(costs))
 
 
 def kinds_of(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """What an op is of. What begins with layer 0 leaves its whole backward to W."""
+    """Return the kinds of work that an op on some layers contains.
+
+    On layers that begin with layer 0, the whole backward belongs to W, and I contains no work.
+    """
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W
     return () if kind is OpKind.I and layers[0] == 0 else (kind,)
 
 
 def of_op(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
-    """The coefficients of an op on some layers."""
-    parts = [one for part in kinds_of(kind, layers) for one in known.of(part)[slice(*layers)]]
-    a, b, c = (sum(one[index] for one in parts) for index in range(3))
+    """Return the cost coefficients of an op on some layers."""
+    by_layer = [one for part in kinds_of(kind, layers) for one in known.of(part)[slice(*layers)]]
+    a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
     return a, b, c
 
 
 def coefficients_of(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """[3, 3]: those of F, I and W."""
+    """Return the cost coefficients of F, I and W on some layers, [3, 3]."""
     return [of_op(known, kind, layers) for kind in COSTS]

@@ -1,7 +1,7 @@
-"""Evaluation: the loss of validation data, computed by the forwards of the schedule that trains.
+"""Evaluation: compute the loss of validation data with the forwards of the schedule that trains.
 
-All members evaluate after the same iterations, before they report them. Nothing of the training is under way then: each
-has stepped for good, and no tensor of the next iteration has been asked for.
+All members evaluate after the same iterations, before they report them. No part of the training is pending then: each
+member has stepped permanently, and no tensor of the next iteration has been requested.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,46 +22,46 @@ from slipstream.schedules.schedule import Schedule
 
 
 class EvaluationMode:
-    """Which modules are in the mode of evaluation: without dropout.
+    """The modules that are in evaluation mode, which turns off dropout.
 
-    Another thread ends it where the one that evaluates is stuck and left behind: the modules are used again.
+    If the evaluating thread is stuck and abandoned, another thread ends the mode, because the modules are used again.
     """
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """Evaluate with these from now on."""
-        self._modules = [one for module in modules for one in module.modules() if one.training]
-        for one in self._modules:
-            one.training = False
+        """Put modules into evaluation mode."""
+        self._modules = [submodule for module in modules for submodule in module.modules() if submodule.training]
+        for submodule in self._modules:
+            submodule.training = False
 
     def end(self) -> None:
-        """Each module as it was before; nothing where that was done."""
+        """Restore the mode of each module; does nothing if that was done before."""
         modules, self._modules = self._modules, []
-        for one in modules:
-            one.training = True
+        for module in modules:
+            module.training = True
 
 
 class Evaluation:
-    """One worker's part in the evaluations of an order.
+    """One worker's part in the evaluations of a generation.
 
     Parameters
     ----------
     exchange
-        Makes one for a schedule and its iterations.
+        Function that creates an `Exchange` for a schedule and its iterations.
     iterations
-        Of the validation data, in each evaluation; they are numbered from 0.
+        Number of iterations of validation data in each evaluation; they are numbered from 0.
     mode
-        Of the layers, meanwhile.
+        Mode that the layers are put into during an evaluation.
     """
 
     def __init__(self, schedule: Schedule, *, session: Session, slices: Slices, steps: Steps,
                  exchange: Callable[[Schedule, range], Exchange], feed: Feed, before_op: BeforeOp,
                  iterations: int, mode: EvaluationMode) -> None:
         forwards = forwards_of(schedule)
-        wrong = check(forwards, forwards=True)
-        assert not wrong, wrong[0]
+        violations = check(forwards, forwards=True)
+        assert not violations, violations[0]
         self._iterations = iterations
         self._done = 0
         self._mode = mode
@@ -73,7 +73,10 @@ class Evaluation:
             recorder=self._recorder, before_op=before_op)
 
     def run(self) -> float:
-        """This worker's part of the mean loss. Raises CommunicationError, and whatever `before_op` raises."""
+        """Return this worker's part of the mean loss.
+
+        Raises CommunicationError, and any error of `before_op`.
+        """
         self._exchange.more(self._iterations)
         total = 0.0
         self._mode.begin(self._slices.holding.modules.values())

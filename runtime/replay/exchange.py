@@ -1,4 +1,4 @@
-"""What ops hand to ops: on the same worker directly, between workers in an order that cannot deadlock."""
+"""Pass values from op to op: directly on one worker, and between workers in an order that cannot deadlock."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -13,14 +13,14 @@ from slipstream.schedules.parts import Crossing, crossings_of
 from slipstream.schedules.schedule import Schedule
 
 LOOKAHEAD = 4
-"""Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
+"""Number of receives posted before an op needs them: enough to overlap with compute, and few enough to save memory."""
 
 
 TensorKind = Literal["activation", "gradient"]
 
 
 class TensorName(NamedTuple):
-    """An activation on its way into the F of `slice`, or a gradient into its I or B."""
+    """Name of an activation that is the input of the F of `slice`, or of a gradient that is the input of its I or B."""
 
     kind: TensorKind
     slice: int
@@ -29,26 +29,26 @@ class TensorName(NamedTuple):
 
 
 class _Leaving(NamedTuple):
-    """What was sent and is kept: it may not have gone yet."""
+    """A sent tensor that is kept because it may still be in transfer."""
 
     outgoing: Outgoing
     taken: tuple[int, int]
-    """The round and the place in its target's program of the op that takes it."""
+    """Round, and place in the target's program, of the op that takes the tensor."""
 
 
 class Exchange:
-    """What one worker takes and gives, in `iterations` rounds of the same schedule.
+    """Inputs and outputs of one worker's ops, for `iterations` rounds of the same schedule.
 
-    A worker issues its transfers in the order of their numbers (`schedules.parts`). That order extends the order of the
-    ops: what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
-    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL session.
-    Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
-    else it takes two more messages.
+    A worker issues its transfers in the order of their numbers (`schedules.parts`), which is consistent with the order
+    of the ops: on every worker, a tensor that must be sent before another can arrive is computed by the time the other
+    is needed. So there is no cycle of waits, even if transfers run strictly one after the other, as in one NCCL group.
+    Over gloo, where they do not, receives are posted ahead of sends: a tensor whose receive is posted travels at once,
+    otherwise it takes two more messages.
 
     Parameters
     ----------
     forms
-        Of what goes into each layer of the schedule, and then of what comes out of the last.
+        Forms of the inputs of each layer of the schedule, followed by the form of the output of the last one.
     """
 
     def __init__(self, schedule: Schedule, session: Session, forms: Sequence[Form],
@@ -60,22 +60,22 @@ class Exchange:
         self._iterations = iterations
         self._mine = crossings_of(schedule, worker)
         self._place: Mapping[TensorName, int] = {
-            TensorName(one.tensor, one.slice, one.pipeline, one.microbatch): place
-            for place, one in enumerate(self._mine)}
+            TensorName(crossing.tensor, crossing.slice, crossing.pipeline, crossing.microbatch): place
+            for place, crossing in enumerate(self._mine)}
         self._round = 0
-        """The last one of which anything was taken or given, counted from the first."""
+        """Last round with an input or output, counted from the first."""
         self._issued = 0
-        """Transfers, in this order; with `_ahead`, receives only."""
-        self._ahead = None if session.ordered else [place for place, one in enumerate(self._mine)
-                                                  if one.target == worker]
-        # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
+        """Number of transfers issued in the order of their numbers; if `_ahead` is given, it counts only receives."""
+        self._ahead = None if session.ordered else [place for place, crossing in enumerate(self._mine)
+                                                  if crossing.target == worker]
+        # Keys are numbers of transfers, counted over all iterations: transfers of two iterations may be pending.
         self._arriving: dict[int, Arriving] = {}
         self._ready: dict[int, Tensor] = {}
         self._local: dict[TensorName, Value] = {}
         self._leaving: list[_Leaving] = []
 
     def give(self, iteration: int, name: TensorName, value: Value) -> None:
-        """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
+        """Pass on the output of an op; a send continues while the worker computes. Raises CommunicationError."""
         number = self._number(iteration, name)
         if number is None:
             self._local[name] = value
@@ -88,53 +88,54 @@ class Exchange:
             self._look_ahead()
 
     def take(self, iteration: int, name: TensorName) -> Value:
-        """Wait for what an op needs. Raises CommunicationError."""
+        """Wait for the input of an op, and return it. Raises CommunicationError."""
         number = self._number(iteration, name)
         if number is None:
             return self._local.pop(name)
         self._issue_through(number)
-        carrier = self._arriving.pop(number).take()  # the op runs at once: more are posted before the next wait
+        carrier = self._arriving.pop(number).take()  # the op runs at once; more receives follow later
         self._free_until(number)
         return unpacked(carrier, self._form(name.kind, name.slice))
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
-        """Pass on zeros, for an op that is not run. Raises CommunicationError."""
+        """Pass on zeros as the output of an op that is skipped. Raises CommunicationError."""
         device = self._session.device
         form = self._form(name.kind, name.slice)
         self.give(iteration, name, made(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def more(self, iterations: int = 1) -> None:
-        """There will be more iterations than was said."""
+        """Add iterations to those that were announced."""
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
-        """Let go of what is left of what the iteration before this one sent. Raises CommunicationError.
+        """Release the tensors that were sent in the iteration before this one. Raises CommunicationError.
 
-        That has long arrived: waiting for what was sent just now could hold up the next iteration.
+        They arrived long ago. A wait for the tensors that were sent just now could delay the next iteration.
         """
-        self._free([left for left in self._leaving if left.taken[0] < self._round], wait=True)
+        self._free([leaving for leaving in self._leaving if leaving.taken[0] < self._round], wait=True)
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone, at the end of the run. Raises CommunicationError."""
+        """Wait until all sent tensors are transferred, at the end of the run. Raises CommunicationError."""
         self._free([*self._leaving], wait=True)
 
     def let_go(self) -> None:
-        """Free all tensors that are kept. Nothing is passed on after that."""
-        for kept in (self._arriving, self._ready, self._local, self._leaving):
-            kept.clear()
+        """Free all tensors. The exchange cannot be used afterwards."""
+        for tensors in (self._arriving, self._ready, self._local, self._leaving):
+            tensors.clear()
 
     def _free_until(self, number: int) -> None:
-        """Free what had gone before its target made what has come: all that target took up to then."""
+        """Free sent tensors that have arrived, as transfer `number` proves: its source took them before it made the
+        tensor."""
         rounds, place = divmod(number, len(self._mine))
-        source, made = self._mine[place].source, (rounds, self._mine[place].made)
-        self._free([left for left in self._leaving if left.outgoing.target == source and left.taken <= made],
-                   wait=self._session.ordered)  # NCCL holds the tensor until a stream waits for it
+        source, produced = self._mine[place].source, (rounds, self._mine[place].made)
+        self._free([sent for sent in self._leaving if sent.outgoing.target == source and sent.taken <= produced],
+                   wait=self._session.ordered)  # NCCL keeps the tensor until a stream waits for it
 
     def _free(self, gone: Sequence[_Leaving], *, wait: bool) -> None:
-        for left in gone:
+        for sent in gone:
             if wait:
-                left.outgoing.wait()
-            self._leaving.remove(left)
+                sent.outgoing.wait()
+            self._leaving.remove(sent)
 
     def _number(self, iteration: int, name: TensorName) -> int | None:
         place = self._place.get(name)
@@ -148,8 +149,11 @@ class Exchange:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Post the receives that come next. Where transfers are ordered, as far as no send stands before them, and not
-        beyond the iteration: a host that waits for its device waits for them, too."""
+        """Post the next receives.
+
+        If transfers are ordered, stop at the next send and at the end of the iteration, because a host that waits for
+        its device also waits for these receives.
+        """
         while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
                and self._crossing(following).target == self._worker
                and (self._ahead is not None or following // len(self._mine) <= self._round)):
@@ -157,7 +161,7 @@ class Exchange:
             self._issued += 1
 
     def _next(self) -> int | None:
-        """The number of the transfer to be issued next; None when that was the last."""
+        """Return the number of the next transfer to issue; None if all were issued."""
         order = range(len(self._mine)) if self._ahead is None else self._ahead
         if self._issued >= len(self._iterations) * len(order):
             return None
@@ -165,19 +169,19 @@ class Exchange:
         return rounds * len(self._mine) + order[place]
 
     def _issue(self, number: int) -> None:
-        one = self._crossing(number)
-        if one.source == self._worker:
-            taken = number // len(self._mine), one.taken
-            outgoing = self._session.send(self._ready.pop(number), one.target, one.number)
+        crossing = self._crossing(number)
+        if crossing.source == self._worker:
+            taken = number // len(self._mine), crossing.taken
+            outgoing = self._session.send(self._ready.pop(number), crossing.target, crossing.number)
             self._leaving.append(_Leaving(outgoing, taken))
         else:
-            shape, dtype = carrier_form(self._form(one.tensor, one.slice))
-            self._arriving[number] = self._session.receive(shape, dtype, one.source, one.number)
+            shape, dtype = carrier_form(self._form(crossing.tensor, crossing.slice))
+            self._arriving[number] = self._session.receive(shape, dtype, crossing.source, crossing.number)
 
     def _crossing(self, number: int) -> Crossing:
         return self._mine[number % len(self._mine)]
 
     def _form(self, kind: TensorKind, slice: int) -> Form:
-        """That of what the ops of a slice take."""
+        """Return the form of the inputs of a slice's ops."""
         first, end = self._schedule.layers_of(slice)
         return self._forms[first] if kind == "activation" else gradient_form(self._forms[end])

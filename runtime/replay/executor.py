@@ -1,4 +1,4 @@
-"""Executor: runs one worker's program, op by op, in its order. It decides nothing."""
+"""Executor: run one worker's program, op by op, in its order. It makes no decisions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,23 +19,24 @@ from slipstream.schedules.precedence import consumers, op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
 Feed = Callable[[Microbatch], Batch]
-"""Where micro-batches come from: tokens and targets, each [B, T], and what else belongs to one, on the device that
+"""Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
 computes."""
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Called before each op with the iteration and the op's place in the program; raises what shall end the iteration."""
+"""Function called before each op with the iteration and the op's place in the program. An error that it raises ends the
+iteration."""
 
 
 class _Step(NamedTuple):
-    """An op of the program with all that its handler needs."""
+    """An op of the program, with the arguments of its handler."""
 
     op: Op
     run: "Callable[[Executor, _Step], None]"
     runner: SliceRunner | None
-    """None for A and O."""
+    """Runner of the op's slice; None for A and O."""
     takes: TensorName | None
-    """What it waits for from another op."""
+    """Input from another op; None if the op needs none."""
     gives: TensorName | None
-    """What another op waits for."""
+    """Output that another op needs; None if no op does."""
 
 
 class Executor:
@@ -43,14 +44,14 @@ class Executor:
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
-    `sample_of` says which sample a micro-batch's name stands for: data, seeds and weights go by the sample, tensors
-    between workers by the name.
+    The function `sample_of` returns the sample of a micro-batch's name: data, seeds and weights belong to the sample,
+    tensors between workers are addressed by the name.
 
-    `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
-    raises ends the iteration.
+    The function `before_exchange` is called before each input, output, reduction and step. An error that it raises ends
+    the iteration.
 
-    `before_step` is called with an iteration before its step, once all sums of gradients are there: all workers have
-    passed on something of the iteration then, so that nobody undoes the step before.
+    The function `before_step` is called with an iteration before its step, when all sums of gradients have arrived. By
+    then all workers have passed on a result of this iteration, so no worker undoes the step before.
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
@@ -81,10 +82,10 @@ class Executor:
         self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration, to a commit point: this worker's part of the mean loss (0 where none of its layers adds to
-        it).
+        """Run one iteration to a commit point, and return this worker's part of the mean loss.
 
-        Raises CommunicationError, and whatever `before_op` raises.
+        The part is 0 if none of its layers contributes to the loss. Raises CommunicationError, and any error of
+        `before_op`.
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
@@ -95,7 +96,7 @@ class Executor:
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
-        """Run a program of forwards alone, as `run` does: this worker's part of the mean loss."""
+        """Run a program of forwards alone, like `run`, and return this worker's part of the mean loss."""
         self._iteration = iteration
         self._run_program()
         self._exchange.end_iteration()
@@ -104,8 +105,10 @@ class Executor:
         return loss
 
     def _run_program(self) -> bool:
-        """False when the iteration turned out to rest on a wrong guess of the step before
-        (`runtime.model.state.steps`)."""
+        """Run all ops of the program. Return False if the previous step was guessed wrong, which voids the iteration.
+
+        See `runtime.model.state.steps`.
+        """
         for place, step in enumerate(self._program):
             kind = step.op.kind
             self._before_op(self._iteration, place, kind)
@@ -121,9 +124,10 @@ class Executor:
         return True
 
     def gather_again(self) -> None:
-        """Where the last step was another one than guessed, gather its parameters; all do so at the same place.
+        """Gather the parameters of a step again after a wrong guess; all workers do so at the same place.
 
-        They are whole only after a commit point: the step may have been committed long ago. Raises CommunicationError.
+        The parameters are whole only after a commit point, because the step may have been committed long ago. Raises
+        CommunicationError.
         """
         assert self._steps.validated is not None
         self._gather_all()
@@ -139,7 +143,7 @@ class Executor:
         self._steps.void = False
 
     def _pass_empty(self, step: _Step) -> None:
-        """An op that is void: take and give what it would, compute nothing."""
+        """Take the input and pass on zeros as the output of a void op, without computing."""
         self._take(step)
         if step.gives is not None:
             self._before_exchange()
@@ -147,7 +151,7 @@ class Executor:
 
     def _forward(self, step: _Step) -> None:
         runner, microbatch = self._runner(step), self._microbatch(step.op)
-        # Read while the activation is under way.
+        # Read while the activation is in transfer.
         batch = self._feed(microbatch) if runner.reads_batch and not runner.first else None
         value = self._take(step)
         with self._recorder.timing(step.op):
@@ -161,7 +165,7 @@ class Executor:
         self._give(step, output)
 
     def _backward(self, step: _Step) -> None:
-        """I or B."""
+        """Run an I or a B."""
         runner, microbatch = self._runner(step), self._microbatch(step.op)
         run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
         gradient = self._take(step)
@@ -181,7 +185,11 @@ class Executor:
             self._reduce(step)
 
     def _reduce(self, step: _Step) -> None:
-        """In the order of the program, whichever thread that is: so nobody waits for another one's in a circle."""
+        """Reduce the gradients of an A.
+
+        Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
+        circle.
+        """
         slice = step.op.slice
         assert slice is not None
         layers = self._slices.layers[slice]
@@ -193,8 +201,11 @@ class Executor:
             self._session.sum_over_sharers(layers, whole)
 
     def _optimize(self, step: _Step) -> None:
-        """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
-        nothing left to give before."""
+        """Run an O: sum the gradients of shared parameters, step, and gather parameters.
+
+        Shared gradients are summed first, and parameters gathered last: all workers that hold them are then at their O,
+        and owe no other worker an output before it.
+        """
         self._before_exchange()
         self._session.wait_beside()
         self._before_step(self._iteration)
@@ -203,13 +214,13 @@ class Executor:
             for name in self._holding.shared_gradients:
                 self._session.sum_over_sharers(name, self._holding.summed(name))
             self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
-            # Who knows that there is no step makes none, though others may guess one, and wait for its part.
+            # Gather even if this worker knows that no step is made: others may have guessed one, and wait for its part.
             self._gather_all()
 
     def _gather_all(self) -> None:
-        """Gather the parameters of all ranges; they are on their way at the same time."""
+        """Gather the parameters of all ranges, with all transfers in progress at the same time."""
         self._holding.gathering(self._steps.iteration)
-        for finish in [self._parts.gather(*one) for one in self._holding.flat_parameters()]:
+        for finish in [self._parts.gather(*flat) for flat in self._holding.flat_parameters()]:
             finish()
         self._holding.arrived()
 
@@ -222,7 +233,7 @@ class Executor:
         return self._sample_of(Microbatch(self._iteration, op.pipeline, op.microbatch))
 
     def _take(self, step: _Step) -> Value | None:
-        """What the op waits for; None where it waits for nothing."""
+        """Return the input of an op, when it has arrived; None if the op has no input."""
         if step.takes is None:
             return None
         self._before_exchange()
@@ -236,12 +247,12 @@ class Executor:
 
     @property
     def _round(self) -> int:
-        """The iteration, counting those that were void."""
+        """Number of the round: the iteration, plus the rounds that were void."""
         return self._iteration + self._void_rounds
 
 
 def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
-    """An op, with what it takes from and gives to the ops of its micro-batch along the route."""
+    """Return the step of an op, with its input and output along the route of its micro-batch."""
     if op.slice is None or op.pipeline is None or op.microbatch is None:
         return _Step(op, _HANDLERS[op.kind], None, None, None)
     key, path = op_key(op), schedule.path(op.pipeline, op.microbatch)
@@ -252,13 +263,13 @@ def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
 
 
 def _computes_after_reducing(program: Sequence[_Step]) -> bool:
-    """Whether reductions can be hidden: there is something to compute after the first of them."""
+    """Return whether reductions can be hidden, because compute follows the first of them."""
     kinds = [step.op.kind for step in program]
     return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
 
 
 def _note_whole(holding: Holding, steps: Steps, iteration: int) -> None:
-    """A step has been validated: what was gathered after it is right if the guess was."""
+    """Mark gathered parameters as valid after a step was validated, if the guess was right."""
     if not steps.wrong:
         holding.gathered(iteration)
 
@@ -266,5 +277,5 @@ def _note_whole(holding: Holding, steps: Steps, iteration: int) -> None:
 _HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {
     OpKind.F: Executor._forward, OpKind.B: Executor._backward, OpKind.I: Executor._backward,
     OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._optimize}
-"""Not bound to an executor, which would then hold itself, and with it tensors and connections of an order that is
-over, until Python looks for such circles."""
+"""Handlers of the kinds of ops, not bound to an executor: otherwise it would refer to itself, and would keep tensors
+and connections of an ended generation until Python's garbage collector runs."""

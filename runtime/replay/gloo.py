@@ -1,4 +1,4 @@
-"""Gloo behind a session: process groups over host memory, whose waits any thread can end."""
+"""Gloo backend: process groups over host memory, whose waits any thread can end."""
 
 import _thread
 import contextlib
@@ -18,22 +18,23 @@ from slipstream.runtime.replay.transfers import TIMEOUT
 from slipstream.runtime.torch_private import GlooDevice, Group, gloo_devices, gloo_group
 
 CLOSING_SECONDS = 0.5
-"""Gloo closes a connection that was shut within milliseconds, or never, where its own thread is stuck."""
+"""Limit on the wait until gloo closes a connection that was shut down. It takes milliseconds, or never happens if
+gloo's own thread is stuck."""
 WHOLE_BYTES = 2**15
-"""What is received up to this size arrives in one piece: an abort finds it not begun, or over, and a thread of its own
-to wait for it would take longer (40 us)."""
+"""Largest receive that arrives in one piece: an abort finds it not started or complete. A separate thread to wait for
+it would take longer (40 us)."""
 LOOK_SECONDS = 0.0005
-"""From one look at connections that are to close to the next."""
+"""Interval between checks of connections that are closing."""
 SHUT = "its connections were shut"
 
 
 class Waits:
-    """Calls that wait in gloo, until `end`.
+    """Calls that wait in gloo until they return or `end` is called.
 
-    When a connection breaks, gloo tells those that wait for transfers which it has not begun. It forgets those that
-    are half written or half read, or were just about to be written: they wait until their time is over. So does who
-    makes a group and is to be called by a member that has died. So each such call is left to a thread that does nothing
-    else, and who needs the result waits for that thread, or for `end`.
+    When a connection breaks, gloo fails the transfers that it has not started. It forgets transfers that are half
+    written or half read, or were about to be written, and these wait until their timeout. So does a call that creates a
+    group when a member has died before it could connect. Therefore each such call runs in a thread of its own, and the
+    thread that needs the result waits for that thread or for `end`.
     """
 
     def __init__(self) -> None:
@@ -41,58 +42,58 @@ class Waits:
         self._open: set[_Wait] = set()
         self.ended = False
         self._closing: Callable[[], bool] = lambda: True
-        """Whether a connection that was shut has not been closed yet."""
+        """Function that returns whether a connection that was shut down is not closed yet."""
         self._lock = threading.Lock()
-        """Either `end` knows a wait, or that knows of the end."""
+        """Makes sure that `end` sees each wait, or the wait sees that it has ended."""
 
     def wait(self, call: Callable[[], object]) -> None:
-        """Returns when it is done. Raises RuntimeError."""
-        one = _Wait(call)
+        """Run a call in a waiting thread, and return when it is done. Raises RuntimeError."""
+        waiting = _Wait(call)
         with self._lock:
             if not self.ended:
-                self._open.add(one)
+                self._open.add(waiting)
             waiter = self._idle.pop() if self._idle else _Waiter()
-        waiter.queue.put(one)
+        waiter.queue.put(waiting)
         if not self.ended:
-            one.released.acquire()
-        if not one.over:
-            self._wait_for_closing(one)
+            waiting.released.acquire()
+        if not waiting.over:
+            self._wait_for_closing(waiting)
         with self._lock:
-            self._open.discard(one)
-            if one.over and not self.ended:
+            self._open.discard(waiting)
+            if waiting.over and not self.ended:
                 self._idle.append(waiter)
             else:
                 waiter.queue.put(None)
-        if one.error is not None:
+        if waiting.error is not None:
             try:
-                raise one.error
+                raise waiting.error
             finally:
-                del one  # the traceback refers to this frame
-        if not one.over:
+                del waiting  # the traceback refers to this frame
+        if not waiting.over:
             raise RuntimeError(SHUT)
 
     def end(self, cut: Callable[[], Sockets]) -> None:
-        """Break all connections; nobody waits any more once they are closed."""
+        """Break all connections with `cut`. All waits return once the connections are closed."""
         with self._lock:
             self.ended = True
             waits, self._open = self._open, set()
             idle, self._idle = self._idle, []
         shut = cut()
         self._closing = lambda: still_open(shut)
-        for one in waits:
-            one.release()
+        for waiting in waits:
+            waiting.release()
         for waiter in idle:
             waiter.queue.put(None)
 
     def _wait_for_closing(self, one: "_Wait") -> None:
-        """Until then, what arrives may still be written where the wait's owner goes on."""
+        """Wait until connections are closed; until then gloo may still write to the tensors of the wait's owner."""
         deadline = time.monotonic() + CLOSING_SECONDS
         while not one.over and self._closing() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 
 
 class _Wait:
-    """For one transfer or sum, or for the members of a group."""
+    """A call that waits for one transfer or sum, or for the members of a group."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
@@ -102,57 +103,57 @@ class _Wait:
         self.released.acquire()
 
     def release(self) -> None:
-        """Let its owner go on: it is over, or all waits are to end."""
-        with contextlib.suppress(RuntimeError):  # the other has done so
+        """Let the owner continue, because the call is done or all waits are to end."""
+        with contextlib.suppress(RuntimeError):  # already released
             self.released.release()
 
 
 class _Waiter:
-    """A thread that waits for one after the other."""
+    """A thread that runs waiting calls, one after the other."""
 
     def __init__(self) -> None:
         self.queue = SimpleQueue[_Wait | None]()
         threading.Thread(target=self._run, daemon=True, name="waiting for gloo").start()
 
     def _run(self) -> None:
-        while (one := self.queue.get()) is not None:
+        while (waiting := self.queue.get()) is not None:
             try:
-                one.call()
+                waiting.call()
             except Exception as error:
-                one.error = error
-            one.over = True
-            one.release()
-            del one
+                waiting.error = error
+            waiting.over = True
+            waiting.release()
+            del waiting
 
 
 class GlooWork:
-    """Something under way in a group."""
+    """A pending operation of a group."""
 
     def __init__(self, work: Work, waits: Waits) -> None:
         self._work = work
         self._waits = waits
 
     def wait(self) -> None:
-        """Returns when it is done. Raises RuntimeError."""
+        """Wait until the operation is done. Raises RuntimeError."""
         self._waits.wait(self._work.wait)
 
 
 class GlooGroup:
     """A process group over gloo.
 
-    Torch's end of one waits for all that is under way in it, and so without end for what gloo has forgotten, in
-    whichever thread lets go of it last. That may be any, in the middle of anything: an error that refers to itself by
-    its traceback keeps what its frames use until Python's collector comes. So torch's group is let go of by `close`, or
-    in a thread of its own.
+    Torch's destructor of a group waits for all pending operations, and so without limit for those that gloo has
+    forgotten. It runs in the thread that drops the last reference, which can be any thread at any time: an exception
+    that refers to itself through its traceback keeps the variables of its frames until Python's garbage collector runs.
+    Therefore torch's group is released by `close`, or in a thread of its own.
     """
 
     def __init__(self, waits: Waits) -> None:
         self._held: list[Group] = []
-        """Nothing else refers to it for longer than a call."""
+        """Torch's group, or nothing after `close`. No other object keeps a reference to it."""
         self.waits = waits
 
     def meet(self, meeting: Meeting, devices: Sequence[GlooDevice]) -> None:
-        """Returns when all members have. Raises RuntimeError."""
+        """Create torch's group, and return when all members have joined. Raises RuntimeError."""
         self._held.append(gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, devices))
 
     def __del__(self) -> None:
@@ -160,18 +161,19 @@ class GlooGroup:
             _thread.start_new_thread(self._held.clear, ())
 
     def close(self) -> None:
-        """It is not used any more. May wait without end."""
+        """Release torch's group. May wait without limit."""
         self._held.clear()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
-        """What torch's group begins under this name: `send`, `allreduce`, ..."""
+        """Return the method of torch's group of this name, such as `send`; the waits of its work can be ended
+        (`Waits`)."""
         begin = getattr(self._group, name)
         return lambda *arguments: self._waited(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive from a rank."""
+        """Start to receive tensors from a rank."""
         work = self._group.recv(tensors, source, tag)
-        return work if sum(one.nbytes for one in tensors) <= WHOLE_BYTES else self._waited(work)
+        return work if sum(tensor.nbytes for tensor in tensors) <= WHOLE_BYTES else self._waited(work)
 
     @property
     def _group(self) -> Group:
@@ -184,11 +186,13 @@ class GlooGroup:
 
 
 class Gloo:
-    """Gloo lets go of a blocked transfer when its connection closes, and by no call of its own: `abort` shuts the
-    sockets that were opened while groups were made, whichever groups are meant, and ends the waits that gloo forgets.
+    """Gloo backend. Its `abort` shuts down the sockets of all groups, and ends the waits that gloo forgets.
 
-    Groups share a listening socket and its thread. Those that are made after an abort get others: gloo may be stuck
-    (`runtime.replay.stuck_calls`).
+    Gloo releases a blocked transfer only when its connection closes; it has no call for that. The sockets are those
+    that were opened while groups were created, so an abort affects all groups.
+
+    Groups share a listening socket and its thread. Groups created after an abort get new ones, because gloo may be
+    stuck (`runtime.replay.stuck_calls`).
     """
 
     ordered = False
@@ -196,15 +200,15 @@ class Gloo:
     def __init__(self) -> None:
         self._devices: list[GlooDevice] = []
         self._waits = Waits()
-        """In the groups that share these devices."""
+        """Waits in the groups that share these devices."""
         self._spared: Callable[[], Sockets] = frozenset
         self._before: Sockets | None = None
-        """What was open when groups began to be made; None while none are."""
+        """Sockets that were open when the creation of groups began; None while none are created."""
         self._sockets: Sockets = frozenset()
 
     @contextlib.contextmanager
     def making(self, spared: Callable[[], Sockets]) -> Iterator[None]:
-        """See `Backend`."""
+        """Remember the sockets that are opened within this context. See `Backend`."""
         self._spared, self._before = spared, open_sockets()
         if not self._devices:
             self._sockets = frozenset()
@@ -214,38 +218,38 @@ class Gloo:
             self._sockets, self._before = self._sockets | (open_sockets() - self._before), None
 
     def group(self, meeting: Meeting) -> Group:
-        """See `Backend`."""
-        made = GlooGroup(self._waits)
+        """Create a process group. See `Backend`."""
+        group_here = GlooGroup(self._waits)
         self._devices = self._devices or gloo_devices()
-        made.waits.wait(partial(made.meet, meeting, [*self._devices]))
-        return cast(Group, made)
+        group_here.waits.wait(partial(group_here.meet, meeting, [*self._devices]))
+        return cast(Group, group_here)
 
     def reuse(self, group: Group) -> None:
-        """Nothing is to be done."""
+        """Do nothing; groups over gloo are not reused."""
 
     def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
-        """See `Backend`."""
+        """Shut down the connections of all groups, and end their waits. See `Backend`."""
         waits, self._waits, self._devices = self._waits, Waits(), []
         waits.end(self.cut)
 
     def cut(self) -> Sockets:
-        """Break the connections, as a network may: these."""
+        """Break all connections, as a network failure would, and return their sockets."""
         before = self._before
         return cut((self._sockets if before is None else self._sockets | (open_sockets() - before)) - self._spared())
 
     def lost(self, group: Group) -> str | None:
-        """See `Backend`."""
+        """Return why the group is no longer usable, or None. See `Backend`."""
         return SHUT if cast(GlooGroup, group).waits.ended else None
 
     def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
-        """It is once their sockets are shut."""
+        """Return True: after an abort, no operation can write once its sockets are shut down."""
         return True
 
     def begun(self, group: Group) -> int:  # noqa: ARG002
-        """Groups are not used again."""
+        """Return 0, as groups over gloo are not reused."""
         return 0
 
     def close(self, groups: Collection[Group]) -> None:
-        """See `Backend`."""
-        for one in cast(Collection[GlooGroup], groups):
-            one.close()
+        """Release torch's groups. See `Backend`."""
+        for group in cast(Collection[GlooGroup], groups):
+            group.close()

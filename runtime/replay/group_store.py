@@ -1,9 +1,9 @@
-"""Where the members of a process group leave their addresses: keys of the store, over a connection that exists.
+"""Store in which the members of a process group leave their addresses: keys of the run's store, over its connection.
 
-Torch would open a connection of its own for each group, and each would ask the name server for the name of the other
-end (`::ffff:127.0.0.1` is in no hosts file), on both ends, before a byte is sent. Where a packet to the name server is
-lost, that takes 5 seconds, in the middle of a recovery. Besides, a wait in here can be ended, and what all ranks leave
-is fetched at once: gloo asks for one rank after the other, three questions each, which takes long where node 0 is far.
+Torch would open a separate connection for each group, and each end would ask the name server for the name of the other
+end (`::ffff:127.0.0.1` is in no hosts file) before a byte is sent. If a packet to the name server is lost, that takes 5
+seconds in the middle of a recovery. In addition, a wait in this store can be ended, and the values of all ranks are
+fetched at once: gloo asks for one rank after the other, with three requests each, which takes long if node 0 is far.
 """
 
 import re
@@ -18,34 +18,34 @@ from slipstream.runtime.torch_private import Store, TCPStore
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
 GROWTH = 1.25
-"""Of the pauses between two looks at the store: a wait lasts at most a quarter longer than it must."""
+"""Growth factor of the pauses between two polls of the store: a wait lasts at most a quarter longer than necessary."""
 _ORDER = re.compile(r"order(\d+)/")
 
 
 def order_prefix(order: int) -> str:
-    """What all keys of an order begin with."""
+    """Return the prefix of all keys of an order."""
     return f"order{order}/"
 
 
 def forget_orders(store: TCPStore, before: int) -> None:
-    """Delete the keys of all orders before one: no other ones ever go."""
+    """Delete the keys of all orders before `before`; no other keys are ever deleted."""
     for key in store.list_keys():
-        found = _ORDER.match(key)
-        if found and int(found[1]) < before:
+        match = _ORDER.match(key)
+        if match and int(match[1]) < before:
             store.delete_key(key)
 
 
 class GroupStore(Store):
-    """One group's keys, each of which is set once.
+    """The keys of one group, each of which is set once.
 
     Parameters
     ----------
     wait_for
         How long to wait for a key.
     require
-        Raises what shall end a wait; called often.
+        Function that raises an error to end a wait; called often.
     ranks
-        How many members there are: who waits for the key `NAME/RANK` of one waits for those of all.
+        Number of members. A wait for the key `NAME/RANK` of one rank waits for the keys of all ranks.
     """
 
     def __init__(self, store: Store, prefix: str, wait_for: timedelta, require: Callable[[], None],
@@ -57,47 +57,47 @@ class GroupStore(Store):
         self._require = require
         self._ranks = ranks
         self._values: dict[str, bytes] = {}
-        """Those that are known."""
+        """Values that are known."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Leave a value."""
+        """Set the value of a key."""
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]
         self._values[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value. Raises DistStoreError."""
+        """Wait for the value of a key, and return it. Raises DistStoreError."""
         self.wait([key])
         return self._values[key]
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """Leave a value unless another member has left one; return the one that is there, which never changes."""
+        """Set a value unless another member has set one; return the value that is stored, which never changes."""
         return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
+        """Add to a counter, and return the sum."""
         return self._store.add(self._prefix + key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all values are there."""
+        """Return whether all keys have values."""
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for values. Raises DistStoreError when they do not come in time."""
-        wanted = sorted({other for key in keys for other in self._of_all_ranks(key)} - self._values.keys())
-        if not wanted:
+        """Wait for the values of keys. Raises DistStoreError if they do not arrive in time."""
+        missing = sorted({other for key in keys for other in self._of_all_ranks(key)} - self._values.keys())
+        if not missing:
             return
         deadline = time.monotonic() + (timeout or self._wait_for).total_seconds()
         pause = FIRST_PAUSE_SECONDS
-        while not self.check(wanted):
+        while not self.check(missing):
             self._require()
             if time.monotonic() > deadline:
                 raise DistStoreError(f"waited in vain for {', '.join(keys)}")
             time.sleep(pause)
             pause = min(GROWTH * pause, LONGEST_PAUSE_SECONDS)
-        self._values.update(zip(wanted, self._store.multi_get([self._prefix + key for key in wanted]), strict=True))
+        self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))
 
     def met(self) -> None:
-        """All are there: nothing is waited for any more, but torch keeps this."""
+        """Drop `require` after all members have joined: torch keeps this store, and nothing waits in it any more."""
         self._require = lambda: None
 
     def _of_all_ranks(self, key: str) -> list[str]:

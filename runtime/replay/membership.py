@@ -1,4 +1,4 @@
-"""Membership: who trains together until somebody is lost or joins, and what each process is among them."""
+"""Membership: the workers that train together in a generation, and the names of their processes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,25 +8,26 @@ from slipstream.schedules.schedule import Worker
 
 
 class Membership(NamedTuple):
-    """This worker, among those that train together until one is lost or joins."""
+    """This worker among the members of one generation."""
 
     order: int
-    """Its number."""
+    """Number of the order that started the generation."""
     ranks: Mapping[Worker, int]
-    """Of every member, 0 upwards, the same at every member."""
+    """Rank of each member, from 0 upwards; equal at every member."""
     worker: Worker
     group: WorkerGroup | None = None
-    """The processes of this worker, where there are several; those of the same rank in all workers communicate."""
+    """Processes of this worker if it has several. Processes of the same rank in all workers communicate with each
+    other."""
 
     def process(self, worker: Worker) -> str:
-        """The name of the process of a worker with which this one communicates."""
+        """Return the name of the process of a worker with which this process communicates."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
     def processes_of(self, worker: Worker) -> tuple[str, ...]:
-        """All processes of a worker, by rank."""
+        """Return the names of all processes of a worker, by rank."""
         return tuple(f"{worker}:{rank}" for rank in range(1 if self.group is None else self.group.size()))
 
     def processes(self) -> tuple[str, ...]:
-        """Those of all members."""
-        return tuple(one for worker in sorted(self.ranks, key=self.ranks.__getitem__)
-                     for one in self.processes_of(worker))
+        """Return the names of the processes of all members."""
+        return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
+                     for process in self.processes_of(worker))

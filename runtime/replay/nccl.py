@@ -1,4 +1,4 @@
-"""NCCL behind a session: communicators that any thread can abort, and that report nothing by themselves."""
+"""NCCL backend: communicators that any thread can abort, with their own check of what has ended."""
 
 import contextlib
 import threading
@@ -18,60 +18,61 @@ from slipstream.runtime.replay.transfers import TIMEOUT
 from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, nccl_group
 
 GRACE_SECONDS = 0.02
-"""How long an order that has ended leaves a communicator to end what it does, before it is aborted. A new one takes
-longer to make."""
+"""Time that a communicator has to finish its operations after the generation has ended, before it is aborted. A new
+communicator takes longer to create."""
 AGAIN_SECONDS = 0.05
-"""From one attempt to abort to the next."""
+"""Interval between attempts to abort."""
 LOOK_SECONDS = 0.001
-"""From one look at what the device does to the next."""
+"""Interval between checks if the device has finished."""
 DECISION = "decision"
-"""The key by which the members of a group that meet agree whether they connect."""
+"""Key by which the members of a new group agree on whether they connect."""
 CONNECT, LEAVE = b"connect", b"leave"
 
 
 class OverError(RuntimeError):
-    """The order has ended, so nothing can be begun."""
+    """The generation has ended, so no operation can be started."""
 
 
 class Communicator:
-    """A process group over NCCL, and what is under way in it.
+    """A process group over NCCL, and its pending operations.
 
-    Calls return at once, and the device carries them out in their order, so that all have ended once the last one has.
-    When a member dies or does not take part, the device waits for it without end, until `abort`; then everything ends
-    as if all were well.
+    Calls return at once, and the device executes the operations in their order, so all have ended when the last one
+    has. If a member dies or does not take part, the device waits for it without limit, until `abort`; then every
+    operation ends as if it had succeeded.
 
-    Torch's own answer, `Work.is_completed`, is also true after an error, while the device still waits. What counts here
-    is an event of the device behind the last operation. Threads of this class wait for it, so `over` itself calls
-    neither CUDA nor NCCL: such a call may wait for a lock that an abort holds, and would hold up heartbeats.
+    Torch's `Work.is_completed` is not enough, because it is also true after an error, while the device still waits.
+    Instead, an event is recorded on the device after the last operation. Threads of this class wait for the event, so
+    `over` itself calls neither CUDA nor NCCL: such a call may wait for a lock that an abort holds, and would block
+    heartbeats.
     """
 
     def __init__(self, nccl: NcclGroup) -> None:
         self._nccl = nccl
         self._calling = False
-        """Whether a thread is within a call that begins an operation."""
+        """True while a thread is in a call that starts an operation."""
         self._last: Work | None = None
-        """The operation that was begun last."""
+        """Operation that was started last."""
         self._watched: Work | None = None
-        """The operation that a thread waits for, or has waited for."""
+        """Operation for which a thread waits, or has waited."""
         self._done: Work | None = None
-        """The last operation that the device is known to have ended."""
+        """Last operation that the device is known to have ended."""
         self._order_ended = False
-        """Whether the order that it was used in last has ended."""
+        """True if the generation that used the communicator last has ended."""
         self._ending = False
-        """Whether it has not been decided yet if the end of an order aborts it."""
+        """True until it is decided if the end of a generation aborts the communicator."""
         self._lost: str | None = None
         self._aborting = False
-        """Whether it is being aborted, or has been."""
+        """True once the abort has started."""
         self.begun = 0
-        """How many operations this member has begun."""
+        """Number of operations that this member has started."""
         self._settled = threading.Event()
-        """Set when connecting has succeeded or failed, or is not waited for any more."""
+        """Event that is set when connecting has succeeded or failed, or its result is no longer needed."""
 
     def connect(self, *, directed: bool) -> None:
         """Connect all members; return when they are connected. Raises RuntimeError.
 
-        Connecting ends by itself, with an error where a member dies. It happens in a thread of its own, which is left
-        to itself when the order ends. `directed`: the first of two members will only send to the second one.
+        If a member dies, connecting ends by itself with an error. It runs in a thread of its own, which is abandoned
+        when the generation ends. If `directed`, the first of two members will only send to the second one.
         """
         self.begin_to_connect(directed=directed)
         self._settled.wait()
@@ -80,28 +81,28 @@ class Communicator:
             raise RuntimeError(self._lost)
 
     def begin_to_connect(self, *, directed: bool) -> None:
-        """Start the thread that connects; what it connects for an order that has ended is aborted."""
+        """Start the thread that connects. If the generation ends meanwhile, the thread aborts the connection."""
         threading.Thread(target=self._connect, args=(directed,), daemon=True, name="connecting").start()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
-        """Return what begins an operation of torch's group by its name: `send`, `allreduce`, ..."""
+        """Return the method of torch's group that starts an operation: `send`, `allreduce`, ..."""
         return partial(self._issue, getattr(self._nccl.group, name))
 
     def lost(self) -> str | None:
-        """Return why the communicator cannot be used any more, or None."""
+        """Return why the communicator is no longer usable, or None."""
         return self._lost or self._nccl.error()
 
     def reuse(self) -> None:
-        """Let another order use the communicator."""
+        """Allow another generation to use the communicator."""
         self._order_ended = False
 
     def end(self) -> None:
-        """Begin nothing any more. Whoever calls this then calls `abort_unless_over` in another thread."""
+        """Refuse new operations. The caller must then call `abort_unless_over` in another thread."""
         self._ending, self._order_ended = True, True
         self._settled.set()
 
     def abort_unless_over(self) -> None:
-        """Abort the communicator where anything is still under way in it after a moment, or has failed."""
+        """Abort the communicator if operations are still pending after a grace period, or one has failed."""
         deadline = time.monotonic() + GRACE_SECONDS
         while not (over := self._is_quiet()) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
@@ -110,11 +111,12 @@ class Communicator:
         self._ending = False
 
     def over(self) -> bool:
-        """Return whether the device has ended all that was begun here, as far as is known; ask again."""
+        """Return whether the device is known to have ended all operations. If not, call again: each call starts a
+        check."""
         return not self._ending and self._is_quiet()
 
     def abort(self) -> None:
-        """End all that is under way; the communicator is not used any more. Returns at once: NCCL may take long."""
+        """Abort all operations and retire the communicator. Returns at once, because NCCL may take long to abort."""
         self._order_ended = True
         self._settled.set()
         self._lost = self._lost or "it was aborted"
@@ -123,18 +125,18 @@ class Communicator:
             threading.Thread(target=self._abort, daemon=True, name="aborting").start()
 
     def _connect(self, directed: bool) -> None:
-        """Connect, and carry out one operation, which makes what NCCL else makes in the first call that needs it."""
+        """Connect, and run one operation, so that NCCL creates now what it otherwise creates in a later first call."""
         device = self._nccl.device
         try:
             with stream_turns(device).connecting(self) if device.type == "cuda" else contextlib.nullcontext():
                 self._nccl.connect()
-            one = torch.zeros(1, device=device)
+            operand = torch.zeros(1, device=device)
             if not directed:
-                work = self._issue(self._nccl.group.allreduce, [one])
+                work = self._issue(self._nccl.group.allreduce, [operand])
             elif self._nccl.rank == 0:
-                work = self._issue(self._nccl.group.send, [one], 1, 0)
+                work = self._issue(self._nccl.group.send, [operand], 1, 0)
             else:
-                work = self._issue(self._nccl.group.recv, [one], 0, 0)
+                work = self._issue(self._nccl.group.recv, [operand], 0, 0)
             self._watched = work
             self._watch(work)
         except RuntimeError as error:
@@ -156,25 +158,25 @@ class Communicator:
     def _watch(self, work: Work) -> None:
         try:
             self._nccl.wait_for_device(work)
-        except RuntimeError as error:  # the device has failed, and so does nothing any more
+        except RuntimeError as error:  # the device has failed, and executes nothing more
             self._lost = self._lost or first_line(error)
         self._done = work
 
     def _abort(self) -> None:
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
-            with contextlib.suppress(RuntimeError):  # it was not connected yet
+            with contextlib.suppress(RuntimeError):  # not connected yet
                 self._nccl.group.abort()
             if not self._calling:
                 return
-            time.sleep(AGAIN_SECONDS)  # a thread had been about to begin something
+            time.sleep(AGAIN_SECONDS)  # a thread was about to start an operation
 
     def _issue(self, call: Callable[..., Work], *arguments: Any) -> Work:
-        # Who ends the order sets `_order_ended`, and then looks whether a thread calls: one of both sees the other.
+        # The thread that ends the order sets `_order_ended`, then reads `_calling`: one of the two sees the other.
         self._calling = True
         try:
             self._require()
-            self.begun += 1  # also what fails half-way
+            self.begun += 1  # counts operations that fail half-way, too
             work = self._last = call(*arguments)
         except OverError:
             raise
@@ -191,7 +193,7 @@ class Communicator:
 
 
 class Nccl:
-    """The communicators of one process. `abort` ends those in which anything is under way, and spares the others."""
+    """NCCL backend. Its `abort` aborts the communicators with pending operations, and keeps the others."""
 
     ordered = True
 
@@ -201,14 +203,15 @@ class Nccl:
         self._aborts = 0
 
     def making(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """See `Backend`. Nothing is to be done."""
+        """Return an empty context; nothing needs to be done. See `Backend`."""
         return contextlib.nullcontext()
 
     def group(self, meeting: Meeting) -> Group:
-        """See `Backend`.
+        """Create a communicator. See `Backend`.
 
-        Nothing ends NCCL's own wait for a member that does not come. So all members say that they are here, and agree
-        that all connect, or none does: who leaves afterwards still connects, in a thread of its own.
+        NCCL's own wait for a missing member cannot be ended. So all members first announce that they are present, and
+        agree that all of them connect, or none. A member that leaves after this decision still connects, in a thread of
+        its own.
         """
         aborts, keys = self._aborts, meeting.keys
         keys.set(f"here/{meeting.rank}", b"!")
@@ -216,57 +219,57 @@ class Nccl:
             keys.wait([f"here/{meeting.rank}"])
         except RuntimeError:
             if keys.decide(DECISION, LEAVE) == CONNECT:
-                late = self._communicator(meeting)
-                late.end()
-                late.begin_to_connect(directed=meeting.directed)
+                communicator_to_abort = self._communicator(meeting)
+                communicator_to_abort.end()
+                communicator_to_abort.begin_to_connect(directed=meeting.directed)
             raise
         if keys.decide(DECISION, CONNECT) == LEAVE:
             raise RuntimeError("another member has left")
-        self._connecting = one = self._communicator(meeting)
+        self._connecting = communicator = self._communicator(meeting)
         if aborts != self._aborts:
-            one.end()
-            self._abort([one])
+            communicator.end()
+            self._abort([communicator])
         try:
-            one.connect(directed=meeting.directed)
+            communicator.connect(directed=meeting.directed)
         finally:
             self._connecting = None
-        return cast(Group, one)
+        return cast(Group, communicator)
 
     def reuse(self, group: Group) -> None:
-        """See `Backend`."""
+        """Allow another generation to use a communicator. See `Backend`."""
         cast(Communicator, group).reuse()
 
     def abort(self, groups: Collection[Group]) -> None:
-        """See `Backend`."""
+        """Abort the communicators that have pending operations. See `Backend`."""
         self._aborts += 1
         connecting = self._connecting
         ended = [*cast(Collection[Communicator], groups), *(() if connecting is None else (connecting,))]
-        for one in ended:
-            one.end()
+        for communicator in ended:
+            communicator.end()
         self._abort(ended)
 
     def lost(self, group: Group) -> str | None:
-        """See `Backend`."""
+        """Return why a communicator is no longer usable, or None. See `Backend`."""
         return cast(Communicator, group).lost()
 
     def over(self, groups: Collection[Group]) -> bool:
-        """See `Backend`."""
+        """Return whether the device has ended all operations of these communicators. See `Backend`."""
         return not [one for one in cast(Collection[Communicator], groups) if not one.over()]  # each is asked
 
     def begun(self, group: Group) -> int:
-        """See `Backend`."""
+        """Return the number of operations that this member has started. See `Backend`."""
         return cast(Communicator, group).begun
 
     def close(self, groups: Collection[Group]) -> None:
-        """See `Backend`. Their other members may be gone: nothing is waited for."""
-        for one in cast(Collection[Communicator], groups):
-            one.abort()
+        """Abort communicators without waiting, because their other members may be gone. See `Backend`."""
+        for communicator in cast(Collection[Communicator], groups):
+            communicator.abort()
 
     def _communicator(self, meeting: Meeting) -> Communicator:
         return Communicator(self._make(cast(TCPStore, meeting.store), meeting.prefix, meeting.rank, meeting.size,
                                        TIMEOUT, meeting.directed))
 
     def _abort(self, ended: Collection[Communicator]) -> None:
-        """Abort what is under way in these, in threads of their own."""
-        for one in ended:
-            threading.Thread(target=one.abort_unless_over, daemon=True, name="ending").start()
+        """Start a thread for each communicator that aborts it if operations are pending."""
+        for communicator in ended:
+            threading.Thread(target=communicator.abort_unless_over, daemon=True, name="ending").start()

@@ -1,7 +1,8 @@
-"""Streams of communicators: no two that are used at the same time have the same one.
+"""Streams of NCCL communicators: no two communicators in use at the same time share one.
 
-Torch gives each communicator a stream out of 32, in turn. Where communicators come and go for long, a new one would get
-the stream of one that is still used, and what it sends would wait for whatever that one waits for, perhaps for ever.
+Torch gives each communicator a stream out of 32, in turn. After many communicators were created and closed, a new one
+would get the stream of one that is still used, and its transfers would wait for those of the other one, perhaps
+forever.
 """
 
 import threading
@@ -13,13 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 HIGHEST_PRIORITY = -100
-"""Torch takes the nearest that there is, which is that of communicators (`torch_private.nccl_group`)."""
+"""Priority of the streams. Torch takes the nearest one that exists, which is that of communicators
+(`torch_private.nccl_group`)."""
 MOST_STREAMS = 256
-"""Of a pool: where more come without a repetition, they do not come in turn."""
+"""Largest size of a pool. If more streams come without a repetition, they do not come in turn."""
 
 
 class StreamTurns:
-    """Skips the streams of a pool that communicators use, and remembers which one each new communicator gets.
+    """Skips the streams of a pool that communicators use, and remembers the stream of each new communicator.
 
     `draw` returns the identity of the pool's next stream.
     """
@@ -27,14 +29,14 @@ class StreamTurns:
     def __init__(self, draw: Callable[[], int]) -> None:
         self._draw = draw
         self._turns: list[int] = []
-        """All streams of the pool, in the order in which they come."""
+        """All streams of the pool, in the order in which they are drawn."""
         self._used: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
-        """What each communicator that lives may have."""
+        """Streams that each live communicator may have."""
         self._lock = threading.Lock()
 
     @contextmanager
     def connecting(self, communicator: object) -> Iterator[None]:
-        """Within this block, torch gives a communicator its stream: one that no other has, if there is one."""
+        """Make torch give the communicator that connects in this block a stream of its own, if one is free."""
         with self._lock:
             before = self._skip_used()
         try:
@@ -43,17 +45,17 @@ class StreamTurns:
             with self._lock:
                 after = self._draw_next()
                 count = len(self._turns)
-                # What another thread has drawn meanwhile counts for both.
+                # Streams that another thread drew meanwhile count as used by both communicators.
                 self._used[communicator] = frozenset(
                     self._turns[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
-        """Draw until the next stream is one that nobody uses; return the place of the last one that was drawn."""
+        """Draw until the next stream is unused; return the place of the last stream that was drawn."""
         if not self._turns:
             self._turns.append(self._draw())
-            while (one := self._draw()) != self._turns[0] and len(self._turns) < MOST_STREAMS:
-                self._turns.append(one)
-        place, used = self._draw_next(), {one for some in self._used.values() for one in some}
+            while (stream := self._draw()) != self._turns[0] and len(self._turns) < MOST_STREAMS:
+                self._turns.append(stream)
+        place, used = self._draw_next(), {stream for streams in self._used.values() for stream in streams}
         for _ in self._turns:
             if self._turns[(place + 1) % len(self._turns)] not in used:
                 break
@@ -61,12 +63,12 @@ class StreamTurns:
         return place
 
     def _draw_next(self) -> int:
-        """Draw one; return its place."""
-        one = self._draw()
-        return self._turns.index(one) if one in self._turns else 0
+        """Draw a stream, and return its place in the order."""
+        stream = self._draw()
+        return self._turns.index(stream) if stream in self._turns else 0
 
 
 @cache
 def stream_turns(device: torch.device) -> StreamTurns:
-    """Return what chooses the streams of this process's communicators on a GPU."""
+    """Return the object that chooses the streams of this process's communicators on a GPU."""
     return StreamTurns(lambda: torch.cuda.Stream(device, HIGHEST_PRIORITY).cuda_stream)  # type: ignore[no-untyped-call]

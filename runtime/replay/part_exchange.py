@@ -1,7 +1,7 @@
-"""Exchange of parts, where optimizer state is sharded: sums of gradients go to who steps them, parameters to all.
+"""Exchange of parts, if optimizer state is sharded: sum gradients at the owners of parts, and gather parameters.
 
-Gradients of a range are summed part by part, each at its owner; its buddy gets the sums while the owner steps. Then all
-gather the parameters that they do not step themselves.
+Gradients of a range are summed part by part, each at its owner. The part's buddy gets the sums while the owner steps.
+Then all members gather the parameters that they do not step themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,19 +22,21 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
-    """That of one worker in one order. All methods raise CommunicationError."""
+    """Exchange of parts of one worker in one generation. All methods raise CommunicationError."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
-        """Sums of gradients on their way: what carries them, and from where to where they then are to be copied."""
+        """Pending copies of sums: the works that transfer them, and pairs of buffers to copy from and to afterwards."""
 
     def reduce(self, layers: LayerRange, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
-        """Sum the gradients of a range over its sharers, each part at its owner. Those of the parts in `copies` are
-        there once `wait_for_copies` has returned, and until then the gradients must not change.
+        """Sum the gradients of a range over the workers that hold it, each part at its owner.
 
-        Over gloo, sums are always in the order of the members. Over NCCL, each has all of them where some are gone for
-        whom the range was cut. Raises CommunicationError.
+        The sums of the parts in `copies` are complete when `wait_for_copies` returns; until then the gradients must not
+        change.
+
+        Over gloo, sums are always in the order of the members. Over NCCL, if a member of the cut is gone, each worker
+        gets the sums of all parts. Raises CommunicationError.
         """
         group = self._session.sharers_of(layers)
         if group is None:
@@ -46,7 +48,7 @@ class PartExchange:
             return
         if self._session.ordered:
             self._session.sum_over_sharers(layers, [gradients])
-            self._copies.append(([], [(gradients[slice(*span)], there) for span, there in copies.items()]))
+            self._copies.append(([], [(gradients[slice(*span)], received) for span, received in copies.items()]))
             return
         others = [other for other in range(len(cut.members)) if other != place]
         with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
@@ -55,9 +57,9 @@ class PartExchange:
             sent = [group.send([part], owner, _tag(_REDUCE, number)) for number, owner, part in parts if owner != place]
             own = [(number, part, {other: torch.empty_like(part) for other in others})
                    for number, owner, part in parts if owner == place]
-            got = [group.recv([there], other, _tag(_REDUCE, number))
-                   for number, _, arrived in own for other, there in arrived.items()]
-            for work in (*got, *sent):
+            receives = [group.recv([received], other, _tag(_REDUCE, number))
+                        for number, _, arrived in own for other, received in arrived.items()]
+            for work in (*receives, *sent):
                 work.wait()
             for number, part, arrived in own:
                 _sum_up([arrived.get(member, part) for member in range(len(cut.members))], part)
@@ -66,48 +68,54 @@ class PartExchange:
             self._send_copies(group, place, cut, parts, copies)
 
     def _scatter(self, group: Group, place: int, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
-        """Sums to their owners, and from there to their buddies: two collectives, as transfers in a group that is a
-        circle of buddies would wait for each other."""
+        """Scatter sums to the owners of parts, and copy them to the buddies.
+
+        Two collectives, because point-to-point transfers in one group would wait for each other if buddies form a
+        circle.
+        """
         length, count = cut.spans[0][1], len(cut.members)
         total = torch.empty_like(gradients[:length])
-        nccl: Any = group  # gloo's is never asked for these
+        nccl: Any = group  # gloo groups never get here
         nccl._reduce_scatter_base(total, gradients).wait()
         (start, stop), buddy = cut.spans[place], cut.buddies[place]
-        own = gradients[start:stop].copy_(total[:stop - start])
+        own_sums = gradients[start:stop].copy_(total[:stop - start])
         span = next(iter(copies), (0, 0))
-        there = copies.get(span, own[:0])
-        gives = [len(own) if other == buddy else 0 for other in range(count)]
-        takes = [len(there) if cut.buddies[other] == place else 0 for other in range(count)]
-        self._copies.append(([nccl.alltoall_base(there, own, takes, gives)], []))
+        copy = copies.get(span, own_sums[:0])
+        gives = [len(own_sums) if other == buddy else 0 for other in range(count)]
+        takes = [len(copy) if cut.buddies[other] == place else 0 for other in range(count)]
+        self._copies.append(([nccl.alltoall_base(copy, own_sums, takes, gives)], []))
 
     def _send_copies(self, group: Group, place: int, cut: Cut, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
-        """Start to send the sums of own parts to their buddies, and to receive those of which this is the buddy."""
+        """Start to send the sums of own parts to their buddies, and to receive sums of which this worker is the
+        buddy."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
             if owner == place and buddy is not None:
                 works.append(group.send([part], buddy, _tag(_COPY, number)))
             elif buddy == place:
-                there = copies[cut.spans[number]]
-                into = torch.empty_like(part) if self._session.staged else there
+                copy = copies[cut.spans[number]]
+                into = torch.empty_like(part) if self._session.staged else copy
                 works.append(group.recv([into], owner, _tag(_COPY, number)))
-                arriving += [(into, there)] if into is not there else []
+                arriving += [(into, copy)] if into is not copy else []
         self._copies.append((works, arriving))
 
     def wait_for_copies(self) -> None:
-        """Wait until each has the sums of what it keeps copies of. Raises CommunicationError."""
+        """Wait until each worker has the sums of the parts of which it keeps copies. Raises CommunicationError."""
         copies, self._copies = self._copies, []
         with told_in_one_line("copying sums of gradients"):
             for works, arriving in copies:
                 for work in works:
                     work.wait()
-                for source, there in arriving:
-                    there.copy_(source)
+                for source, target in arriving:
+                    target.copy_(source)
 
     def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
-        """Start to bring each part of a range's parameters from its owner to all others; what waits for those of the
-        others. Both raise CommunicationError."""
+        """Start to send each part of a range's parameters from its owner to all other members.
+
+        Returns a function that waits for the parts of the others. Both raise CommunicationError.
+        """
         group = self._session.sharers_of(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
@@ -115,14 +123,14 @@ class PartExchange:
         staged, ordered = self._session.staged, self._session.ordered
         place = cut.members.index(self._session.worker)
         parts = _parts(cut)
-        lacking = [span for _, owner, span in parts if owner != place]
+        missing = [span for _, owner, span in parts if owner != place]
         with told_in_one_line(what):
             carried, works = parameters, list[Work]()
             if ordered and _is_whole(cut):
                 carried, length = torch.empty_like(parameters), cut.length // len(cut.members)
                 works.append(group._allgather_base(carried, parameters[place * length:(place + 1) * length]))
             else:
-                if ordered or staged:  # what an abort leaves in there must not get into what this worker owns
+                if ordered or staged:  # an abort can leave garbage in it, which must not reach the parts of this worker
                     carried = torch.empty(parameters.shape, dtype=parameters.dtype,
                                           device="cpu" if staged else parameters.device)
                     for span in cut.own(self._session.worker):
@@ -140,31 +148,31 @@ class PartExchange:
             with told_in_one_line(what):
                 for work in works:
                     work.wait()
-            for span in lacking if carried is not parameters else ():
+            for span in missing if carried is not parameters else ():
                 parameters[slice(*span)].copy_(carried[slice(*span)])
 
         return finish
 
 
 def _is_whole(cut: Cut) -> bool:
-    """Whether each member steps the part of its own place, and keeps a copy of one other."""
+    """Return whether each member steps the part of its own place, and keeps a copy of one other."""
     return cut.owners == tuple(range(len(cut.members)))
 
 
 def _parts(cut: Cut) -> list[tuple[int, int, Span]]:
-    """Those that have elements: their numbers, and their owners."""
+    """Return number, owner and span of the parts that have elements."""
     return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
             if span[0] < span[1]]
 
 
 def _tag(kind: int, part: int) -> int:
-    """Of a transfer of a part: one has several where others are gone."""
+    """Return the tag of a transfer of a part. A member can own several parts after others have failed."""
     return kind + _KINDS * part
 
 
 def _sum_up(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Sum up in this order; one of them may be where the sum is to be."""
-    found = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
+    """Sum tensors in this order into `total`, which may be one of them."""
+    accumulated = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in parts[1:]:
-        found.add_(part)
-    total.copy_(found)
+        accumulated.add_(part)
+    total.copy_(accumulated)

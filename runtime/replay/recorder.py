@@ -1,4 +1,4 @@
-"""When each op of an iteration really ran, on the clock that all workers share."""
+"""Record when each op of an iteration ran, on the clock that all workers share."""
 
 import math
 import statistics
@@ -17,27 +17,27 @@ Stamp = float | torch.cuda.Event
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """How long the ops of a kind on a slice took in an iteration."""
+    """Duration of the ops of one kind on one slice in an iteration."""
 
     kind: OpKind
     slice: int
     number: int
-    """Of ops."""
+    """Number of ops."""
     seconds: float
-    """The median of what each took, divided by how many times as long its sample is to take (`costs`)."""
+    """Median of the durations, each divided by the relative cost of its sample (`Recorder.costs`)."""
     misfit: float | None = None
-    """The root of the mean square of (seconds of that / their median - 1): how far costs are from what is measured.
-    None where no costs are known."""
+    """Root mean square of (duration / median - 1), which shows how far costs are from measured times; None if no costs
+    are known."""
 
 
 class Recorder:
-    """Takes the times of ops: by the host's clock on a CPU, by events in the stream on a GPU, which runs behind it.
+    """Recorder of the times of ops: with the host's clock on a CPU, with events in the stream on a GPU.
 
     An iteration must not be reported before its step is done, so the host waits once an iteration, for the end of the
-    last O. Only where ops are traced does it wait once more, to read both clocks at one moment. What ops take is
-    measured always, as peers are compared by it.
+    last O. If ops are traced, the host waits once more, to read both clocks at the same moment. Durations of ops are
+    always measured, because peers are compared by them.
 
-    `offset_seconds` is what this machine's perf_counter lacks to the shared clock.
+    The argument `offset_seconds` is added to this machine's perf_counter to get the shared clock.
     """
 
     def __init__(self, device: torch.device, offset_seconds: float = 0.0) -> None:
@@ -49,26 +49,30 @@ class Recorder:
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
         self.costs: Callable[[Op, int], float] | None = None
-        """How many times as long as usual an op of an iteration takes, by what its sample costs; above 0."""
+        """Function that returns the expected duration of an op of an iteration as a multiple of the usual one, by the
+        cost of its sample; above 0."""
 
     def begin(self, iteration: int, *, traced: bool) -> None:
-        """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
+        """Start an iteration, or start it again, and discard all earlier times.
+
+        If `traced`, record what `ops` needs.
+        """
         self._iteration, self._traced = iteration, traced
         self._start = self._end = None
         self._ops = []
         if traced and self._on_gpu:
-            # Anew each iteration: distances between events lose digits.
+            # New in each iteration, because long distances between events lose precision.
             event = _event()
             event.synchronize()
             self._base = event, perf_counter()
 
     def begin_again(self) -> None:
-        """The iteration is run once more."""
+        """Start the same iteration once more."""
         self.begin(self._iteration, traced=self._traced)
 
     @contextmanager
     def timing(self, op: Op) -> Iterator[None]:
-        """Record what is done in here as the running of `op`."""
+        """Record the time spent in this block as the duration of `op`."""
         start = self._stamp()
         self._start = self._start or start
         yield
@@ -76,30 +80,30 @@ class Recorder:
         self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
-        """From the start of the first op to the end of the last O; waits until a GPU is there."""
+        """Return the time from the start of the first op to the end of the last O; waits until a GPU gets there."""
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
         if not isinstance(self._end, float):
             self._end.synchronize()
         return _between(self._start, self._end)
 
     def ops(self) -> tuple[MeasuredOp, ...]:
-        """The ops of a traced iteration, in shared seconds; call `window_seconds` before."""
+        """Return the ops of a traced iteration, in seconds of the shared clock. Call `window_seconds` before."""
         return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._seconds(start),
                                 self._seconds(end)) for op, start, end in self._ops if self._traced)
 
     def times(self) -> tuple[OpTime, ...]:
-        """What each kind of computing takes on each slice; call `window_seconds` before."""
-        found: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
+        """Return the duration of each kind of compute op on each slice. Call `window_seconds` before."""
+        by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:
                 assert op.slice is not None
-                found[op.kind, op.slice].append((op, _between(start, end)))
-        return tuple(self._time(kind, slice_, *zip(*ops, strict=True)) for (kind, slice_), ops in found.items())
+                by_kind[op.kind, op.slice].append((op, _between(start, end)))
+        return tuple(self._time(kind, slice_, *zip(*ops, strict=True)) for (kind, slice_), ops in by_kind.items())
 
     def _time(self, kind: OpKind, slice_: int, ops: Sequence[Op], seconds: Sequence[float]) -> OpTime:
         if self.costs is None:
             return OpTime(kind, slice_, len(ops), statistics.median(seconds))
-        usual = [one / self.costs(op, self._iteration) for op, one in zip(ops, seconds, strict=True)]
+        usual = [duration / self.costs(op, self._iteration) for op, duration in zip(ops, seconds, strict=True)]
         return OpTime(kind, slice_, len(ops), statistics.median(usual), _misfit(usual))
 
     def _stamp(self) -> Stamp:
@@ -115,11 +119,11 @@ class Recorder:
 
 def _misfit(seconds: Sequence[float]) -> float:
     middle = statistics.median(seconds)
-    return math.sqrt(statistics.fmean((one / middle - 1) ** 2 for one in seconds)) if middle > 0 else 0.0
+    return math.sqrt(statistics.fmean((duration / middle - 1) ** 2 for duration in seconds)) if middle > 0 else 0.0
 
 
 def _between(start: Stamp, end: Stamp) -> float:
-    """Seconds; on a GPU once it is there."""
+    """Return the seconds between two stamps, which must have been passed on a GPU."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

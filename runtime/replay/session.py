@@ -1,9 +1,9 @@
-"""Session: all that replay knows of how workers communicate.
+"""Session: communication of one worker in one generation.
 
-A session is one worker's part in one order: it connects to those that the worker talks to, carries tensors point to
-point and sums them over those who hold the same layers. Any thread may `abort` it. What was computed counts only after
-a `commit_point`: over NCCL, calls return at once, and an abort lets everything behind it run on garbage. The idea is
-that of torchft's manager, which synchronises, asks for errors, and then votes.
+A session connects a worker to the workers that it communicates with, transfers tensors point to point, and sums them
+over the workers that hold the same layers. Any thread may call `abort`. Results count only after a `commit_point`: over
+NCCL, calls return at once, and after an abort all later operations run on garbage. The idea is that of torchft's
+manager, which synchronizes, asks for errors, and then votes.
 """
 
 import time
@@ -31,36 +31,37 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Shared = LayerRange | str
-"""What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
+"""Key of gradients that are summed: a range of layers, or the first name of one parameter that several layers share."""
 BYTES_TAG = 2**24
-"""Above those of any schedule's transfers."""
+"""Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20
-"""Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
-ones take longer to copy than they gain."""
+"""Size up to which gradients are summed together, because each sum takes several round trips on a slow network. For
+larger ones, the copies take longer than the sums gain."""
 CLOCK_ROUNDS = 8
 DRAIN_SECONDS = 0.001
-"""From one look at what is under way to the next."""
+"""Interval between checks for pending operations."""
 
 
 class Session:
-    """Transfers and sums among the members of one order, on one device each.
+    """Transfers and sums among the members of one generation, each on one device.
 
     Parameters
     ----------
     links
-        The groups of this process, and what makes them.
+        The process groups of this process, and the backends that create them.
     store
-        Where the members find each other: one that all share, a TCPStore for NCCL.
+        Store in which the members find each other: one that all of them share, for NCCL a TCPStore.
     spared
-        Gives the sockets that other threads have opened meanwhile, which `abort` leaves alone.
+        Function that returns the sockets that other threads opened meanwhile, which `abort` leaves open.
 
-    Nothing is connected before `connect`, so that `abort` can end that, too. Where a worker is a group of processes,
-    each communicates with those of the same rank in all workers; only `sum_over_all` is over all processes. The
-    worker's own group is connected with it.
+    Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker is a group of
+    processes, each communicates with the processes of the same rank in all workers; only `sum_over_all` is over all
+    processes. The worker's own group is connected as well.
 
-    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
+    Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag, NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
-    `schedules.graph.transfers`). All methods raise CommunicationError, but `abort`, `errored`, `release` and `close`.
+    `schedules.graph.transfers`). All methods raise CommunicationError, except `abort`, `errored`, `release` and
+    `close`.
     """
 
     def __init__(self, membership: Membership, *, links: Links, device: torch.device, store: Store,
@@ -68,44 +69,44 @@ class Session:
         self.device = device
         self.worker = membership.worker
         self.ordered = links.backend.ordered
-        """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
+        """True if transfers are matched by their order, and so must be issued in an order that all workers agree on."""
         self.staged = links.backend is links.host and device.type != "cpu"
-        """Whether tensors pass through host memory."""
+        """True if tensors pass through host memory."""
         self._groups = Groups(links, store, membership.order, membership.process(membership.worker), spared)
         self._membership = membership
         self._sharers: Mapping[Shared, tuple[Worker, ...]] = {}
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
-        """By source and target: the group, and the rank of the other end in it."""
+        """Group and rank of the other end, by source and target."""
         self._of_sharers: dict[tuple[Worker, ...], Group] = {}
         self._between_ranks: Connection | None = None
         self._sums: SumTree | None = None
         self._beside = Beside(device, "reductions", enqueues=self.ordered)
         self._sends = Beside(device, "sends")
-        """Through host memory."""
+        """Queue of sends through host memory."""
         self._presences = 0
 
     def connect(self, sharers: Mapping[Shared, Sequence[Worker]] = {}, *,
                 pairs: Collection[tuple[Worker, Worker]] | None = None, sums: bool = False, bytes_too: bool = False
                 ) -> Self:
-        """Meet those that this worker talks to. What lives on from the order before is used again.
+        """Connect to the workers that this worker communicates with, reusing groups of earlier generations.
 
         Parameters
         ----------
         sharers
             For each range of layers by which this worker reduces gradients, and for each parameter that layers share,
-            all live workers that do.
+            all live workers that take part in the sum.
         pairs
-            Which worker sends to which; None: each to each. Only they connect.
+            Pairs (source, target) of workers between which tensors are sent; None: all pairs. Only they connect.
         sums
-            Whether `sum_over_all` will be used.
+            True if `sum_over_all` will be used.
         bytes_too
-            Whether `send_bytes` will be.
+            True if `send_bytes` will be used.
         """
         group, groups, links = self._membership.group, self._groups, self._groups.links
         self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
-        mine = {pair for pair in (permutations(self._membership.ranks, 2) if pairs is None else pairs)
-                if self.worker in pair}
-        wanted = [*self._wanted(mine, bytes_too=bytes_too)]
+        own_pairs = {pair for pair in (permutations(self._membership.ranks, 2) if pairs is None else pairs)
+                     if self.worker in pair}
+        wanted = [*self._wanted(own_pairs, bytes_too=bytes_too)]
         if sums:
             self._sums = SumTree(groups, *self._everyone())
             wanted += self._sums.wanted()
@@ -114,14 +115,14 @@ class Session:
             wanted.append(Wanted(ranks, mates, mates.index(self._membership.process(self.worker)), links.backend))
         with told_in_one_line("meeting the other workers"):
             groups.make(wanted)
-        self._route(mine)
+        self._route(own_pairs)
         if group is not None:
             self._between_ranks = Connection(groups.named(ranks), told_in_one_line, self.device, self.staged)
             group.connect(self._between_ranks)
         return self
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
-        """Start sending; computing goes on."""
+        """Start to send a tensor; returns while it is in transfer."""
         payload = tensor.detach().contiguous()
         with told_in_one_line(f"sending to worker {target}"):
             group, rank = self._way(self.worker, target)
@@ -129,7 +130,7 @@ class Session:
             return Outgoing(work, payload, target)
 
     def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
-        """Send a tensor through pinned host memory once the device has made it, while the host goes on."""
+        """Send a tensor through pinned host memory once the device has computed it, without blocking the host."""
         begun, payload = Future[Work](), torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
         def send() -> None:
@@ -144,7 +145,7 @@ class Session:
         return begun
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
-        """Make room for a tensor, and start receiving it."""
+        """Allocate a tensor, and start to receive it."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with told_in_one_line(f"receiving from worker {source}"):
@@ -152,8 +153,7 @@ class Session:
             return Arriving(group.recv([payload], rank, tag), payload, source, self.device)
 
     def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
-        parameter."""
+        """Replace each tensor by its sum over all live workers that hold these layers or this shared parameter."""
         if what not in self._sharers:
             return
         with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
@@ -161,7 +161,7 @@ class Session:
             group, buckets = self._sharing(what), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
-            for work in [group.allreduce([one]) for one in joined]:
+            for work in [group.allreduce([bucket_sum]) for bucket_sum in joined]:
                 work.wait()
         for bucket, totals in zip(buckets, joined, strict=True):
             start = 0
@@ -173,11 +173,11 @@ class Session:
                 tensor.copy_(total)
 
     def sharers_of(self, layers: LayerRange) -> Group | None:
-        """The group of those who reduce a range, by their order; None where nobody else does."""
+        """Return the group of the workers that reduce a range, in ascending order; None if no other worker does."""
         return self._sharing(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
-        """Send bytes of this host to another of those who reduce a range. Needs `bytes_too`."""
+        """Send bytes in host memory to another worker that reduces a range. Requires `bytes_too`."""
         with told_in_one_line(f"sending to worker {target}"):
             group, rank = self._of_bytes(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -185,7 +185,7 @@ class Session:
                 group.send([tensor], rank, BYTES_TAG).wait()
 
     def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
-        """Receive what `send_bytes` sends."""
+        """Receive the bytes that `send_bytes` sends."""
         with told_in_one_line(f"receiving from worker {source}"):
             group, rank = self._of_bytes(layers), self._sharers[layers].index(source)
             length = torch.empty(1, dtype=torch.int64)
@@ -195,25 +195,30 @@ class Session:
             return payload.numpy().tobytes()
 
     def abort(self) -> None:
-        """The order has ended: whatever waits for other workers comes to an end, and nothing is computed any more that
-        counts. For any thread; returns at once."""
+        """End the generation: abort all calls that wait for other workers, and let no later result count.
+
+        Any thread may call this. It returns at once.
+        """
         self._groups.abort()
 
     def cut(self) -> None:
-        """Break connections, as a network may: on purpose, for tests."""
+        """Break connections on purpose, as a network failure would; for tests."""
         self._groups.links.host.cut()
 
     def require(self) -> None:
-        """Raises OrderEndedError once the order has ended."""
+        """Raise OrderEndedError if the generation has ended."""
         self._groups.require()
 
     def errored(self) -> str | None:
-        """What is wrong with what this worker communicates by, in one line."""
+        """Return why this worker's connections have failed, in one line; None if they have not."""
         return self._groups.errored()
 
     def commit_point(self) -> None:
-        """Wait until the device has done all that this thread gave it to do, and what that waits for; then no group may
-        have failed, and the order must be open: else what was computed may be garbage."""
+        """Wait until the device has completed all work of this thread, and check that it is valid.
+
+        Raises OrderEndedError if the generation has ended, and CommunicationError if a group has failed: results may
+        then be garbage.
+        """
         self._wait_for_device()
         self.require()
         error = self.errored()
@@ -221,31 +226,35 @@ class Session:
             raise CommunicationError(error)
 
     def groups(self) -> dict[str, Group]:
-        """Those that are there, by name."""
+        """Return the process groups, by name."""
         return self._groups.by_name()
 
     def over(self) -> bool:
-        """Whether nothing that this session has begun changes a tensor any more."""
+        """Return whether no pending operation of this session can write to a tensor."""
         return self._groups.over()
 
     def begin_beside(self, reduce: Callable[[], None]) -> None:
-        """Reduce gradients beside what is computed from now on: one range after the other, as they are begun. Raises
-        what an earlier one has raised."""
+        """Start to reduce gradients concurrently with compute, one range after the other in the order of the calls.
+
+        Raises the error of an earlier reduction.
+        """
         self._beside.begin(reduce)
 
     def wait_beside(self) -> None:
-        """Until all that was begun beside computing is done. Raises what it raised."""
+        """Wait for all concurrent reductions, and raise the error of any."""
         with _waiting("summing gradients"):
             self._beside.wait()
-        self.require()  # over NCCL, what an abort has broken off ends as if all were well
+        self.require()  # over NCCL, operations that were aborted end as if they had succeeded
 
     def threads_beside(self) -> list[int]:
-        """The thread, if there is one, in which gradients are being reduced."""
+        """Return the thread in which gradients are being reduced, if there is one, as a list."""
         return [] if (thread := self._beside.thread) is None else [thread]
 
     def drain(self) -> None:
-        """Wait until all is over; after an abort that is soon. It waits without end: whoever has aborted must look at
-        the time."""
+        """Wait until no operation is pending, which is soon after an abort.
+
+        The wait has no limit; the caller that aborted must watch the time.
+        """
         with _waiting("ending sums of gradients"):
             self._beside.drop()
             self._sends.drop()
@@ -255,36 +264,42 @@ class Session:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Nothing is sent or received any more: groups in which nothing was aborted wait for the next order. `abort`
-        does nothing from now on."""
+        """Release the groups of this session. Groups in which nothing was aborted are kept for the next generation.
+
+        A later `abort` has no effect.
+        """
         self._groups.release()
         if self._membership.group is not None and self._between_ranks is not None:
             self._membership.group.disconnect(self._between_ranks)
         self._routes, self._of_sharers = {}, {}
 
     def close(self) -> None:
-        """Close what was aborted, beside all else: it may take a while. Peers that wait for it are released with an
-        error."""
+        """Close the aborted groups in the background.
+
+        This may take a while. Peers that wait in them get an error.
+        """
         self.release()
         self._groups.close()
 
     def sum_over_all(self, values: Sequence[float]) -> Summing:
-        """Start to sum numbers over all members; computing goes on. Needs `sums`."""
+        """Start to sum numbers over all members, concurrently with compute. Requires `sums`."""
         assert self._sums is not None
         return self._sums.begin(values)
 
     def clock_offset(self) -> float:
-        """Seconds to add to this worker's perf_counter to read that of the first member. All must call it together.
+        """Return the seconds to add to this worker's perf_counter to get that of the first member.
 
-        The first one has a group with each other, whose messages come between no others, and answers them one by one.
-        The offset is the one seen in the quickest of a few round trips, as in NTP.
+        All members must call this at the same time.
+
+        The first member has a group with each other one, used for nothing else, and answers one member after the other.
+        The offset is that of the fastest of a few round trips, as in NTP.
         """
         members, place = self._everyone()
-        wanted = [Wanted(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
-                         self._groups.links.host) for other in range(1, len(members)) if place in {0, other}]
+        specs = [Wanted(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
+                        self._groups.links.host) for other in range(1, len(members)) if place in {0, other}]
         with told_in_one_line("comparing clocks"):
-            self._groups.add(wanted)
-            for group in [self._groups.named(one.name) for one in wanted]:
+            self._groups.add(specs)
+            for group in [self._groups.named(spec.name) for spec in specs]:
                 if place > 0:
                     return min(_ask_time(group) for _ in range(CLOCK_ROUNDS))[1]
                 for _ in range(CLOCK_ROUNDS):
@@ -293,7 +308,7 @@ class Session:
         return 0.0
 
     def wait_for_all(self) -> None:
-        """Wait until all members get here, with all that their devices had to do."""
+        """Wait until all members have called this, and their devices have completed all earlier work."""
         members, _ = self._everyone()
         if len(members) == 1:
             return
@@ -306,7 +321,7 @@ class Session:
             keys.wait(["all"])
 
     def _wanted(self, pairs: Collection[tuple[Worker, Worker]], *, bytes_too: bool) -> Iterator[Wanted]:
-        """The process groups that it needs; see `connect`."""
+        """Return the process groups that the session needs; see `connect`."""
         links = self._groups.links
         for ends in sorted({self._ends(pair) for pair in pairs}):
             yield Wanted(*self._among(ends, "to"), links.backend, directed=self.ordered)
@@ -316,7 +331,7 @@ class Session:
                 yield Wanted(*self._among(members, "bytes"), links.host)
 
     def _route(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
-        """Look up those groups, once."""
+        """Look up the groups of all transfers and sums once, so that each call is fast."""
         for source, target in pairs:
             ends = self._ends((source, target))
             other = ends.index(source if target == self.worker else target)
@@ -325,11 +340,11 @@ class Session:
             self._of_sharers[members] = self._groups.named(self._among(members, "and")[0])
 
     def _ends(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
-        """The members of the group that carries what one sends to the other."""
+        """Return the members of the group that carries tensors from one worker to another."""
         return pair if self.ordered else tuple(sorted(pair))
 
     def _among(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
-        """Name, members and this process's place of the group of this rank in some workers."""
+        """Return name, members and this process's rank of the group of this rank in some workers."""
         members = tuple(self._membership.process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)
 
@@ -340,8 +355,8 @@ class Session:
         return self._connected(self._of_sharers.get(self._sharers.get(what, ())))
 
     def _connected(self, found: T | None) -> T:
-        """What an order that is open has. Raises RuntimeError."""
-        self._groups.require()  # a transfer may begin, and fail later, on connections that were just shut
+        """Return `found`, which exists while the generation lasts. Raises RuntimeError if it is None."""
+        self._groups.require()  # a transfer could start on connections that were just shut down, and fail only later
         if found is None:
             raise RuntimeError("there is no connection")
         return found
@@ -351,19 +366,22 @@ class Session:
         return self._groups.named(self._among(self._sharers[layers], "bytes" if self.ordered else "and")[0])
 
     def _wait_for_device(self) -> None:
-        """No thread is left behind in here (`runtime.replay.stuck_calls`): the device would go on behind it."""
+        """Wait for the device.
+
+        A thread in this call is never abandoned (`runtime.replay.stuck_calls`), because the device would continue.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _everyone(self) -> tuple[tuple[str, ...], int]:
-        """All processes, and the place of this one."""
+        """Return the names of all processes, and the place of this one."""
         members = self._membership.processes()
         return members, members.index(self._membership.process(self.worker))
 
 
 @contextmanager
 def _waiting(what: str) -> Iterator[None]:
-    """Wait for another thread, which may be stuck in a process group: then both are left behind."""
+    """Register a wait for another thread. If that thread is stuck in a process group, both are abandoned."""
     OPEN_CALLS.begin(what)
     try:
         yield
@@ -372,7 +390,7 @@ def _waiting(what: str) -> Iterator[None]:
 
 
 def _ask_time(group: Group) -> tuple[float, float]:
-    """How long the question took, and the offset it found."""
+    """Return the duration of one round trip, and the clock offset that it gives."""
     asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
     group.recv([answer], 0, 0).wait()
@@ -381,7 +399,7 @@ def _ask_time(group: Group) -> tuple[float, float]:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one dtype together, up to `BUCKET_BYTES`; the same at all workers that reduce them."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`, equally at all their holders."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

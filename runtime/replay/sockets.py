@@ -1,8 +1,8 @@
-"""Cuts connections: the only way to release a thread at once that waits for a silent peer.
+"""Shut down connections: the only way to release at once a thread that waits for a silent peer.
 
-Gloo lets go of a blocked transfer when its connection closes, and by no call of its own. So this looks up which
-sockets came into being with a process group, in /proc, and shuts them down from another thread. Where there is no
-/proc, nothing is cut, and a transfer ends when its peer's process does.
+Gloo releases a blocked transfer only when its connection closes; it has no call for that. So this module looks up in
+/proc which sockets were opened with a process group, and another thread shuts them down. On systems without /proc
+nothing is shut down, and a transfer ends when its peer's process ends.
 """
 
 import contextlib
@@ -14,27 +14,28 @@ from pathlib import Path
 _DESCRIPTORS = Path("/proc/self/fd")
 
 Sockets = frozenset[tuple[int, str]]
-"""(descriptor, identity): a descriptor that was closed may since name another socket."""
+"""Sockets as (descriptor, identity), because the descriptor of a closed socket may since have been reused for
+another."""
 
 
 def open_sockets() -> Sockets:
-    """All sockets of this process."""
-    found = set()
+    """Return all sockets of this process."""
+    sockets = set()
     with contextlib.suppress(OSError):
         for path in _DESCRIPTORS.iterdir():
             identity = _identity(int(path.name))
             if identity.startswith("socket:"):
-                found.add((int(path.name), identity))
-    return frozenset(found)
+                sockets.add((int(path.name), identity))
+    return frozenset(sockets)
 
 
 def sockets_of(sockets: Iterable[socket.socket]) -> Sockets:
-    """Those of this process that are open."""
+    """Return those of the given sockets that are open."""
     return frozenset((one.fileno(), _identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 
 def cut(sockets: Iterable[tuple[int, str]]) -> Sockets:
-    """End the connections; those who wait get an error, here and at the other end. Returns those ended."""
+    """Shut down connections, and return those shut down. Waiting calls get an error, here and at the other end."""
     ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):
@@ -49,7 +50,7 @@ def cut(sockets: Iterable[tuple[int, str]]) -> Sockets:
 
 
 def still_open(sockets: Sockets) -> bool:
-    """Whether any of them has not been closed yet."""
+    """Return whether any of these sockets is not closed yet."""
     return any(_identity(descriptor) == identity for descriptor, identity in sockets)
 
 

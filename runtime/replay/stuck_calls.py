@@ -1,8 +1,8 @@
-"""Calls into a process group, by thread, so that a thread that is stuck in one is found and can be left behind.
+"""Track calls into process groups by thread, so that a thread that is stuck in one can be found and abandoned.
 
-Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the event loop to turn, and holds
-a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die. Waits
-for what gloo forgets are ended by other means (`runtime.replay.gloo`).
+Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the next turn of the event loop,
+and holds a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die.
+Waits of calls that gloo forgets are ended by other means (`runtime.replay.gloo`).
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class AbandonedError(RuntimeError):
-    """The call has returned after the thread was left behind: it must change nothing."""
+    """The call has returned after its thread was abandoned: the thread must change nothing any more."""
 
 
 class OpenCall(NamedTuple):
@@ -20,24 +20,24 @@ class OpenCall(NamedTuple):
 
     what: str
     began: float
-    """By time.monotonic."""
+    """Time of the call, by time.monotonic."""
 
 
 class OpenCalls:
-    """Which threads are inside a call, since when."""
+    """Threads that are inside of a call, and since when."""
 
     def __init__(self) -> None:
         self._calls: dict[int, OpenCall] = {}
         self._abandoned: set[int] = set()
         self._lock = threading.Lock()
-        """Either a call has ended, or its thread is left behind: both know the same."""
+        """Makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
     def begin(self, what: str) -> None:
-        """This thread makes a call."""
+        """Register that this thread enters a call."""
         self._calls[threading.get_ident()] = OpenCall(what, time.monotonic())
 
     def end(self) -> None:
-        """The call is over. Raises AbandonedError."""
+        """Register that this thread leaves its call. Raises AbandonedError if it was abandoned meanwhile."""
         thread = threading.get_ident()
         with self._lock:
             self._calls.pop(thread, None)
@@ -47,12 +47,14 @@ class OpenCalls:
             raise AbandonedError("nobody waits any more")
 
     def of(self, thread: int) -> OpenCall | None:
-        """The call that a thread is inside of."""
+        """Return the call that a thread is inside of, or None."""
         return self._calls.get(thread)
 
     def abandon(self, threads: Collection[int], seconds: float) -> bool:
-        """Whether each of these threads has been in one call for so long; then each ends with an error if it ever comes
-        out of it."""
+        """Abandon threads if each of them has been in one call for at least `seconds`; return whether that is so.
+
+        An abandoned thread gets an AbandonedError if its call ever returns.
+        """
         with self._lock:
             calls = [self._calls.get(thread) for thread in threads]
             if any(call is None or time.monotonic() - call.began < seconds for call in calls):
@@ -63,4 +65,4 @@ class OpenCalls:
 
 
 OPEN_CALLS = OpenCalls()
-"""Of this process."""
+"""Open calls of this process."""

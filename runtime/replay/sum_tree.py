@@ -1,6 +1,6 @@
-"""Sums of numbers over all processes of an order: up a tree, and down again.
+"""Sum numbers over all processes of a generation: up a tree, and back down.
 
-So each process connects to a few others, however many there are, and all get the same bits.
+Each process connects to only a few others, however many there are, and all get identical bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ from slipstream.runtime.replay.transfers import Summing
 from slipstream.runtime.torch_private import Group
 
 CHILDREN = 4
-"""Of a process in the tree."""
+"""Number of children of a process in the tree."""
 _UP, _DOWN = 0, 1
-"""Tags."""
+"""Tags of the two directions."""
 
 
 class SumTree:
-    """This process in the tree: `members[place]`; the first one is the root.
+    """This process in the tree, `members[place]`; the first member is the root.
 
-    Numbers are of the host: over gloo, also where tensors go over NCCL, whose stream they would hold up.
+    Numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
     """
 
     def __init__(self, groups: Groups, members: Sequence[str], place: int) -> None:
@@ -36,25 +36,25 @@ class SumTree:
         self._beside = Beside(torch.device("cpu"), "sums over all workers")
 
     def wanted(self) -> Iterator[Wanted]:
-        """A process group with each neighbour."""
+        """Return the process groups that the tree needs, one with each neighbor."""
         for child in (*([self._place] if self._place else []), *self._children):
             ends = self._members[(child - 1) // CHILDREN], self._members[child]
             yield Wanted(_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
 
     def begin(self, values: Sequence[float]) -> Summing:
-        """Start to sum numbers; all processes do so in the same order."""
-        one = Summing(torch.tensor(values, dtype=torch.float64))
-        self._beside.begin(partial(self._sum, one))
-        return one
+        """Start to sum numbers; all processes must do so in the same order."""
+        summing = Summing(torch.tensor(values, dtype=torch.float64))
+        self._beside.begin(partial(self._sum, summing))
+        return summing
 
     def _sum(self, one: Summing) -> None:
         try:
             below = [self._group(child) for child in self._children]
             arriving = [torch.empty_like(one.payload) for _ in below]
-            for work in [group.recv([there], 1, _UP) for group, there in zip(below, arriving, strict=True)]:
+            for work in [group.recv([partial_sum], 1, _UP) for group, partial_sum in zip(below, arriving, strict=True)]:
                 work.wait()
-            for there in arriving:
-                one.payload.add_(there)
+            for partial_sum in arriving:
+                one.payload.add_(partial_sum)
             if self._place:
                 _through(self._group(self._place), one.payload)
             sent = [group.send([one.payload], 1, _DOWN) for group in below]
@@ -62,19 +62,19 @@ class SumTree:
             one.end(str(error))
             return
         one.end(None)
-        with suppress(RuntimeError):  # the next sum fails, too, or nobody waits for one
+        with suppress(RuntimeError):  # an error here also fails the next sum, if there is one
             for work in sent:
                 work.wait()
 
     def _group(self, child: int) -> Group:
-        """That of a process and the one above it."""
+        """Return the group of a process and its parent."""
         return self._groups.named(_name(self._members[child]))
 
 
 def _through(above: Group, payload: Tensor) -> None:
-    """Send up what is the sum of all below, and receive the sum of all."""
+    """Send the sum of a subtree to the parent, and receive the sum of all processes."""
     total = torch.empty_like(payload)
-    arriving = above.recv([total], 0, _DOWN)  # before it is sent, so that it comes at once
+    arriving = above.recv([total], 0, _DOWN)  # posted before the send, so that the answer arrives at once
     above.send([payload], 0, _UP).wait()
     arriving.wait()
     payload.copy_(total)

@@ -1,4 +1,4 @@
-"""Tensors and sums on their way between workers, and the one line that says what of it has failed."""
+"""Tensors and sums in transfer between workers, with errors of one line that say what has failed."""
 
 import re
 import threading
@@ -17,7 +17,8 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Worker
 
 TIMEOUT = timedelta(minutes=10)
-"""Of any one transfer. Long, because a gloo timeout closes all connections; a dead peer is noticed in milliseconds."""
+"""Timeout of any one transfer. It is long, because a gloo timeout closes all connections; a dead peer is noticed in
+milliseconds."""
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
@@ -27,15 +28,15 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A tensor being sent; it must live until it has been."""
+    """A tensor that is being sent. It must stay alive until the transfer ends."""
 
     work: Work | Future[Work]
-    """What carries it; a future where that begins once the tensor is in host memory."""
+    """Work of the transfer; a future if it starts once the tensor is in host memory."""
     payload: Tensor
     target: Worker
 
     def wait(self) -> None:
-        """Wait until the tensor may go. Raises CommunicationError."""
+        """Wait until the tensor may be freed. Raises CommunicationError."""
         with told_in_one_line(f"sending to worker {self.target}"):
             work = self.work.result(TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
             work.wait()
@@ -43,7 +44,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A tensor on its way here."""
+    """A tensor that is being received."""
 
     work: Work
     payload: Tensor
@@ -51,14 +52,14 @@ class Arriving:
     device: torch.device
 
     def take(self) -> Tensor:
-        """Wait for the tensor, on the device that computes. Raises CommunicationError."""
+        """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
         with told_in_one_line(f"receiving from worker {self.source}"):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
 
 
 class Summing:
-    """Numbers on their way to being summed over all workers."""
+    """Numbers that are being summed over all workers."""
 
     def __init__(self, payload: Tensor) -> None:
         self.payload = payload
@@ -66,16 +67,16 @@ class Summing:
         self._failed: str | None = None
 
     def end(self, failed: str | None) -> None:
-        """They have been summed up, or that has failed for a reason."""
+        """Report that the sum is complete, or that it failed, with the reason."""
         self._failed = failed
         self._over.set()
 
     def arrived(self) -> bool:
-        """Whether `take` returns at once."""
+        """Return whether `take` would return at once."""
         return self._over.is_set()
 
     def take(self) -> Sequence[float]:
-        """Wait for the sums. Raises CommunicationError."""
+        """Wait for the sums, and return them. Raises CommunicationError."""
         with told_in_one_line("summing over all workers"):
             if not self._over.wait(TIMEOUT.total_seconds()):
                 raise RuntimeError(f"no answer within {TIMEOUT.total_seconds():.0f} s")
@@ -87,7 +88,7 @@ class Summing:
 
 @contextmanager
 def told_in_one_line(what: str) -> Iterator[None]:
-    """Turn what a process group raises into one line that says what was going on."""
+    """Convert errors of a process group into one line that names the operation, `what`."""
     OPEN_CALLS.begin(what)
     try:
         yield
@@ -98,5 +99,5 @@ def told_in_one_line(what: str) -> Iterator[None]:
 
 
 def _plain(told: str) -> str:
-    """Without the place in gloo's sources, and the advice."""
+    """Return an error of gloo without its source location and advice."""
     return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]

@@ -1,4 +1,4 @@
-"""What carries tensors between workers: gloo, over host memory, or NCCL, from card to card."""
+"""Transport of tensors between workers: gloo, over host memory, or NCCL, between GPUs."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ Transport = Literal["gloo", "nccl"]
 
 
 def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shared: bool) -> Transport:
-    """Return NCCL where each of a machine's workers computes on a card of its own, or may share one; else gloo.
+    """Return "nccl" if each of a machine's workers has a GPU of its own, or may share one; else "gloo".
 
-    Raises ConfigError when NCCL is asked for where it cannot work: by itself, it refuses two workers on one card.
+    Raises ConfigError if NCCL is requested and cannot work: by itself, it refuses two workers on one GPU.
     """
     able = device == "cuda" and cards > 0 and (workers <= cards or shared)
     if wanted == "nccl" and not able:
@@ -23,9 +23,9 @@ def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shar
 
 
 def claim_own_host(process: str) -> None:
-    """Let NCCL take this process for the only one on its host, so that it may share a card with others.
+    """Make NCCL treat this process as the only one on its host, so that it may share a GPU with others.
 
-    NCCL refuses two ranks whose host and card are the same, and takes NCCL_HOSTID for what the host is called (NCCL's
-    init.cc and utils.cc). To be called before the first communicator is made.
+    NCCL refuses two ranks with the same host and GPU, and takes the host's name from NCCL_HOSTID (NCCL's init.cc and
+    utils.cc). Must be called before the first communicator is created.
     """
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {process}"

@@ -1,4 +1,4 @@
-"""One of the processes that profile a model: it computes beside the others, then exchanges tensors with them."""
+"""Profile a model in one of several processes: it computes at the same time as the others, then exchanges tensors."""
 
 import math
 import statistics
@@ -32,29 +32,29 @@ from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.schedule import Worker
 
 MOST_DOCUMENTS, FEWEST_TOKENS = 8, 16
-"""Of a sample, and of a document, where ops are measured by lengths."""
+"""Limits for measuring ops by document lengths: the most documents in a sample, and the fewest tokens in a document."""
 LARGE_BYTES = 1 << 24
-"""What is sent to measure a bandwidth."""
+"""Number of bytes that are sent to measure a bandwidth."""
 MOST_REDUCTIONS = 1000
-"""Beside compute."""
+"""Largest number of reductions that run at the same time as compute."""
 _LAYERS = (0, 1)
-"""The name of what is reduced, whatever it is."""
+"""Range by which tensors are reduced. It is only a name, whatever the tensors are."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measuring process is told."""
+    """Task of one measuring process."""
 
     config: RunConfig
     ranges: tuple[tuple[int, int], ...]
     microbatches: int
     worker: int
-    """Which of the workers that measure it belongs to."""
+    """Number of the measuring worker that this process belongs to."""
     rank: int
-    """Which of the processes of this worker it is."""
+    """Rank of this process within the worker."""
     workers: int
-    """How many measure."""
+    """Number of workers that measure."""
     computing: int
-    """How many of these compute at a time, the first ones; all exchange tensors."""
+    """Number of workers that compute at a time, the first ones. All workers exchange tensors."""
     reduce_group: int
     device: str
     cards: int
@@ -62,18 +62,18 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     rounds: int
     copies: int
-    """Workers that hold each stage."""
+    """Number of workers that hold each stage."""
     by_lengths: bool = False
-    """Whether ops are measured with documents of other lengths, too."""
+    """True to measure ops with documents of other lengths, too."""
 
     @property
     def ranks(self) -> int:
-        """How many processes a worker is."""
+        """Number of processes of a worker."""
         return self.config.training.tensor_parallel
 
     @property
     def stages(self) -> Sequence[int]:
-        """Those that this worker computes: each stage is some worker's, and no worker is idle."""
+        """Stages that this worker measures. Each stage is measured by some worker, and no computing worker is idle."""
         if self.worker >= self.computing:
             return ()
         last = max(len(self.ranges), self.worker + 1)
@@ -81,35 +81,36 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredNetwork(msgspec.Struct, frozen=True):
-    """What the links between workers do."""
+    """Properties of the links between workers."""
 
     latency: float = 0.0
-    """Seconds from one worker to another, however little is sent."""
+    """Time to send the smallest tensor from one worker to another, in seconds."""
     bandwidth: float = 0.0
-    """Bytes a second; 0 where there is one worker."""
+    """Bandwidth in bytes per second. 0 if there is only one worker."""
     slowdown: float = 0.0
-    """Share of the time of a reduction in which compute beside it stands still."""
+    """Fraction of the time of a reduction in which simultaneous compute makes no progress."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What it has measured."""
+    """Results of one measuring process."""
 
     stages: dict[int, StageProfile]
     all_reduce: list[float]
     gather: list[float]
-    """Seconds after a step, where the optimizer's state is sharded."""
+    """Time of gathering the parameters after a step, in seconds, for each stage. 0 unless the optimizer's state is
+    sharded."""
     transfer: float
     network: MeasuredNetwork
     waiting: float
     outside_bytes: int = 0
-    """Of the GPU, besides torch's tensors."""
+    """Memory of the GPU that this process uses besides torch's tensors."""
 
 
 _TASK = msgspec.json.Decoder(Task)
 
 
 class _Measurer:
-    """One measuring process."""
+    """Measurements of one process."""
 
     def __init__(self, task: Task, store: TCPStore) -> None:
         self._task, self._store = task, store
@@ -127,7 +128,8 @@ class _Measurer:
         self._benches: dict[int, StageBench] = {}
 
     def answer(self) -> Measurement:
-        """Compute at the same time as the others; then exchange tensors with them."""
+        """Measure compute at the same time as the other processes, then exchange tensors with them. Return all
+        results."""
         task = self._task
         everyone = [Worker(worker, 0) for worker in range(task.workers)]
         me, reduce_group = everyone[task.worker], everyone[:task.reduce_group]
@@ -149,7 +151,8 @@ class _Measurer:
         return Measurement(stages, all_reduce, gather, transfer, network, waiting, outside)
 
     def _outside_bytes(self) -> int:
-        """Return what this process takes of its GPU besides torch's tensors, when all that share it take as much."""
+        """Return the memory that this process uses of its GPU besides torch's tensors. All processes that share a GPU
+        are assumed to use the same amount."""
         task = self._task
         if self._device.type == "cpu":
             return 0
@@ -157,14 +160,15 @@ class _Measurer:
         self._meet("caches emptied", task.workers)
         free, total = torch.cuda.mem_get_info(self._device)
         processes = task.workers * task.ranks
-        sharing = len([one for one in range(processes) if one % task.cards == self._device.index])
+        sharing = len([process for process in range(processes) if process % task.cards == self._device.index])
         return max(0, (total - free) // sharing - torch.cuda.memory_reserved(self._device))
 
     def _compute(self) -> tuple[dict[int, StageProfile], float]:
-        """This worker's stages, and the share of the time in which this process had to wait for others."""
+        """Measure this worker's stages. Return their profiles, and the fraction of time in which this process waited
+        for others."""
         task = self._task
         self._benches = benches = {index: self._bench(index, task.config) for index in task.stages}
-        # What compiled layers keep is not seen by torch's modes, and is at most that.
+        # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
         memory = {index: {**(self._changed(index, compile=False) if task.config.training.compile else bench).memory(),
                           **self._recomputed(index), "sent_bytes": self._sent_bytes(index)}
                   for index, bench in benches.items()}
@@ -176,20 +180,20 @@ class _Measurer:
         began, ran = time.perf_counter(), time.thread_time()
         for index, bench in benches.items():
             rounds = [bench.round() for _ in range(task.rounds)]
-            medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+            medians = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
             stages[index] = StageProfile(**medians, **memory[index],  # type: ignore[arg-type]
                                          by_lengths=tuple(self._by_lengths(bench)))
         # The thread that waits for a GPU is not the one that computes; ranks wait for each other within each op.
         if self._device.type == "cpu" and self._group is None:
             waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
-        # A worker that is done first keeps the machine busy for the others.
+        # A worker that has finished keeps the machine busy, so that the others measure under the same load.
         self._store.add("measured", 1)
         while not self._all_ranks(self._store.add("measured", 0) >= task.computing * task.ranks):
             bench.round()
         return stages, waiting
 
     def _by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Medians with samples of one, two, ... documents, of the whole context and of half of it."""
+        """Yield median results for samples of one, two, ... documents, of the whole context and of half of it."""
         task = self._task
         if not task.by_lengths:
             return
@@ -213,7 +217,8 @@ class _Measurer:
         return bench
 
     def _recomputed(self, index: int) -> dict[str, int]:
-        """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
+        """Return the memory that a micro-batch takes in a stage with recomputed activations, if the planner may choose
+        that."""
         if self._task.config.training.recompute != "auto":
             return {}
         return {"recomputed_bytes": self._changed(index, recompute="full").memory()["activation_bytes"]}
@@ -229,10 +234,11 @@ class _Measurer:
 
     def _communicate(self, session: Session, everyone: Sequence[Worker]
                      ) -> tuple[list[float], list[float], float]:
-        """Seconds of the all-reduce of each stage, of gathering its parameters where the optimizer's state is sharded,
-        and of a transfer of the largest activation.
+        """Measure collectives and transfers.
 
-        All ranks of a worker do this at the same time, each with those of its own index.
+        Returns the seconds of each stage's all-reduce, of gathering each stage's parameters if the optimizer's state is
+        sharded, and of a transfer of the largest activation. All ranks of a worker measure at the same time, each with
+        the ranks of its own index.
         """
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
@@ -252,7 +258,7 @@ class _Measurer:
         return all_reduce, gather, transfer
 
     def _network(self, session: Session, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """What links do between the first two workers, and reductions to compute beside them."""
+        """Measure the links between the first two workers, and the effect of reductions on simultaneous compute."""
         task = self._task
         little, much = (self._median(lambda: _ping_pong(
             session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
@@ -262,7 +268,8 @@ class _Measurer:
         return MeasuredNetwork(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
 
     def _slowdown(self, session: Session) -> float:
-        """By rounds of compute alone, and while gradients of the longest stage are reduced by another thread."""
+        """Return the fraction of a reduction's time that simultaneous compute loses. Compares rounds of compute alone
+        with rounds during which another thread reduces gradients of the longest stage."""
         task = self._task
         gradients = self._gradients(max(task.ranges, key=lambda layers: layers[1] - layers[0]))
         bench = self._benches.get(min(self._benches, default=-1))
@@ -273,7 +280,7 @@ class _Measurer:
         def reduce_all() -> None:
             stream = (torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
                       if self._device.type == "cuda" else None)
-            with torch.cuda.stream(stream):  # of None, it does nothing
+            with torch.cuda.stream(stream):  # does nothing if the stream is None
                 for _ in range(count):
                     reduce()
             if stream is not None:
@@ -285,38 +292,39 @@ class _Measurer:
         alone = self._median(compute)
         once = self._median(lambda: timed(reduce, self._device))
         if task.worker == task.rank == 0:
-            wanted = math.ceil((task.rounds + 1) * 2 * alone / max(once, 1e-6))
-            self._store.set("reductions", str(min(max(wanted, 2), MOST_REDUCTIONS)))
+            reductions = math.ceil((task.rounds + 1) * 2 * alone / max(once, 1e-6))
+            self._store.set("reductions", str(min(max(reductions, 2), MOST_REDUCTIONS)))
         count = int(self._store.get("reductions"))
-        beside: list[float] = []
+        overlapped: list[float] = []
         thread = threading.Thread(target=reduce_all)
         thread.start()
         while self._all_ranks(thread.is_alive()):
             if bench:
-                beside.append(compute())
+                overlapped.append(compute())
             else:
                 time.sleep(0.001)
         thread.join()
-        full = beside[:-1]  # the last one went on alone
-        return max(0.0, 1 - alone / statistics.median(full)) if full else 0.0
+        complete = overlapped[:-1]  # the last round ended without reductions
+        return max(0.0, 1 - alone / statistics.median(complete)) if complete else 0.0
 
     def _reduce_parts(self, session: Session, total: int, members: Sequence[Worker]) -> tuple[float, float]:
-        """Seconds that gradients of so many elements, and parameters, take where each has a part."""
-        training, one = self._task.config.training, cut(total, members, (), sharded=True)
-        if not one.sharded:
+        """Return the seconds to reduce gradients, and to gather parameters, of `total` elements of which each member
+        owns a part."""
+        training, shares = self._task.config.training, cut(total, members, (), sharded=True)
+        if not shares.sharded:
             return 0.0, 0.0
         exchange = PartExchange(session)
-        gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
+        gradients = torch.zeros(shares.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
-        parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
-        copies = {span: torch.zeros_like(gradients[slice(*span)]) for span in one.copied(members[self._task.worker])}
+        parameters = torch.zeros(shares.length, dtype=parameter_dtype(training), device=self._device)
+        copies = {span: torch.zeros_like(gradients[slice(*span)]) for span in shares.copied(members[self._task.worker])}
 
         def reduce() -> None:
-            exchange.reduce(_LAYERS, gradients, one, copies)
+            exchange.reduce(_LAYERS, gradients, shares, copies)
             exchange.wait_for_copies()
 
         def gather() -> None:
-            exchange.gather(_LAYERS, parameters, one)()
+            exchange.gather(_LAYERS, parameters, shares)()
 
         return (self._median(lambda: timed(reduce, self._device)), self._median(lambda: timed(gather, self._device)))
 
@@ -329,19 +337,20 @@ class _Measurer:
         return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
 
     def _median(self, measure: Callable[[], float]) -> float:
-        """Of several times, after a first one; the ranks of a worker begin each together."""
-        taken = []
+        """Return the median of several results of `measure`, after a first one that is ignored. The ranks of a worker
+        begin each measurement together."""
+        results = []
         for _ in range(1 + self._task.rounds):
             self._all_ranks(True)
-            taken.append(measure())
-        return statistics.median(taken[1:])
+            results.append(measure())
+        return statistics.median(results[1:])
 
     def _all_ranks(self, ready: bool) -> bool:
-        """Whether all ranks of this worker are ready: they must do the same. Waits for them."""
+        """Return whether all ranks of this worker are ready, waiting for their answers. All of them must act alike."""
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _meet(self, what: str, workers: int) -> None:
-        """Wait until all processes of so many workers are here."""
+        """Wait until all processes of `workers` workers have reached this call."""
         self._store.add(what, 1)
         while self._store.add(what, 0) < workers * self._task.ranks:
             time.sleep(0.002)
@@ -349,7 +358,7 @@ class _Measurer:
 
 def _ping_pong(session: Session, worker: int, everyone: Sequence[Worker], form: TensorForm,
                device: torch.device) -> float:
-    """Seconds there and back, between the first two."""
+    """Return the seconds of a round trip of a tensor between the first two workers."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -373,7 +382,7 @@ def _bytes_of(form: TensorForm) -> int:
 
 
 def measure(data: bytes) -> bytes:
-    """One measuring process."""
+    """Run one measuring process: decode its task, and return the encoded results."""
     task = _TASK.decode(data)
     name_interface(task.rendezvous)
     if task.config.training.share_devices:

@@ -1,10 +1,10 @@
-"""Measures a model's stages on this machine: seconds of each op, bytes of what is held, transfers and all-reduces.
+"""Measure a model's stages on this machine: seconds of each op, bytes of memory, transfers and all-reduces.
 
 Stages are measured by workers that compute at the same time, as many as the machine will run (on CPUs: as many as have
 cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
-`PartOptimizer`, `Session`), timed over a few micro-batches in a row; the median of the rounds counts.
+`PartOptimizer`, `Session`), timed over a few micro-batches in a row; the result is the median of the rounds.
 
-Where a worker is several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
+If a worker has several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
 from rank r to rank r, all ranks at the same time.
 """
 
@@ -26,39 +26,40 @@ from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4
-"""Workers that measure an all-reduce at most; more of one machine would measure its memory."""
+"""Largest number of workers that measure an all-reduce. More workers of one machine would measure its memory."""
 
 
 class ProfileError(RuntimeError):
-    """A measurement that failed. The message is one line."""
+    """Error for a measurement that failed. The message is one line."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """All stages of a job on this machine."""
+    """Measurements of all stages of a job on this machine."""
 
     stages: tuple[StageProfile, ...]
     transfer: float
-    """Seconds that the largest activation takes between two workers here."""
+    """Time to send the largest activation between two workers of this machine, in seconds."""
     device: str
     device_bytes: int
     """Memory of a GPU, or of this machine."""
     sharing: int
-    """How many processes of the job share that memory."""
+    """Number of processes of the job that share that memory."""
     outside_bytes: int = 0
-    """What a process takes of a GPU besides torch's tensors: its CUDA context, communicators, libraries' workspaces."""
+    """Memory that a process uses of a GPU besides torch's tensors: CUDA context, communicators, workspaces of
+    libraries."""
     workers: int
-    """How many computed at the same time."""
+    """Number of workers that computed at the same time."""
     ranks: int
-    """How many processes a worker is."""
+    """Number of processes of a worker."""
     reduce_group: int
-    """How many workers took part in an all-reduce."""
+    """Number of workers that took part in an all-reduce."""
     transport: str
     waiting: float
-    """Share of the time in which a measuring process had to wait for others of this machine; on CPUs, about 0 is right.
-    0 where it is not known: on GPUs, and where ranks wait for each other.
-    """
+    """Fraction of the time in which a measuring process waited for others of this machine. On CPUs, about 0 is right.
+    It is 0 if unknown: on GPUs, and if a worker has several ranks, which wait for each other."""
     network: MeasuredNetwork = MeasuredNetwork()
-    """Links between two workers here, and the most that reductions take from compute beside them."""
+    """Properties of links between two workers of this machine, and the largest share of compute that reductions
+    take."""
 
 
 _ANSWER = msgspec.json.Decoder(Measurement)
@@ -68,9 +69,10 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
             rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
     """Measure the stages that hold these ranges of layers.
 
-    `workers` of the whole job and the `copies` of each stage in it decide how many workers measure at a time,
-    `microbatches` of all pipelines the scale of the loss. `by_lengths`: with documents of other lengths, too. A
-    `fork_server` may serve several profiles, one after the other. Raises ConfigError and ProfileError.
+    The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
+    at a time; `microbatches`, the number of all pipelines, determines the scale of the loss. With `by_lengths`, ops are
+    measured with documents of other lengths, too. A `fork_server` may serve several profiles, one after the other.
+    Raises ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -99,7 +101,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
 
 
 def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Measurement]:
-    """Run one process a task, all at a time; none is left at the end."""
+    """Run one process for each task, all at the same time, and return their results. No process is left at the end."""
     try:
         with Children("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
             return [_ANSWER.decode(answer) for answer in children.answers(TIMEOUT_SECONDS)]
@@ -110,23 +112,24 @@ def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Measurem
 
 
 def _stages(tasks: Sequence[Task], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
-    """Each stage by the ranks of the worker that was first to have it; all-reduces by those of worker 0."""
-    found = []
+    """Combine the results of the processes. A stage's profile comes from the ranks of the first worker that measured
+    it, all-reduces from those of worker 0."""
+    profiles = []
     for stage in range(len(tasks[0].ranges)):
         first = next(task.worker for task in tasks if stage in task.stages)
         by_rank = [answer for task, answer in zip(tasks, answers, strict=True) if task.worker == first]
         of_first = [answer for task, answer in zip(tasks, answers, strict=True) if not task.worker]
-        one = _slowest([answer.stages[stage] for answer in by_rank])
-        found.append(msgspec.structs.replace(
-            one, all_reduce=max(answer.all_reduce[stage] for answer in of_first),
-            optimizer=one.optimizer + max(answer.gather[stage] for answer in of_first)))
-    return tuple(found)
+        slowest = _slowest([answer.stages[stage] for answer in by_rank])
+        profiles.append(msgspec.structs.replace(
+            slowest, all_reduce=max(answer.all_reduce[stage] for answer in of_first),
+            optimizer=slowest.optimizer + max(answer.gather[stage] for answer in of_first)))
+    return tuple(profiles)
 
 
 def _slowest(ranks: Sequence[StageProfile]) -> StageProfile:
-    """The most of each value."""
+    """Return the largest of each value over the ranks."""
     if len(ranks) == 1:
         return ranks[0]
-    values = {name: [getattr(one, name) for one in ranks] for name in StageProfile.__struct_fields__}
-    most: dict[str, Any] = {name: None if None in given else max(given) for name, given in values.items()}
-    return StageProfile(**most)
+    values = {name: [getattr(rank, name) for rank in ranks] for name in StageProfile.__struct_fields__}
+    largest: dict[str, Any] = {name: None if None in entries else max(entries) for name, entries in values.items()}
+    return StageProfile(**largest)

@@ -1,6 +1,6 @@
-"""What the runtime must reproduce: the same training in one process, as plainly as torch allows.
+"""Run the same training in one process, as plainly as torch allows: the result that the runtime must reproduce.
 
-It shares the model, the text and the optimizer with the runtime, and nothing of how stages are run.
+It shares the model, the text and the optimizer with the runtime, but none of the code that runs stages.
 """
 
 from collections.abc import Sequence
@@ -32,26 +32,27 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """How a run ended."""
+    """Result of a reference run."""
 
     losses: list[float]
     """Mean loss of each iteration, before its step."""
     parameters: dict[str, Tensor]
-    """By "layer.name", on the CPU."""
+    """Parameters by "layer.name", on the CPU."""
     digest: str
     """`parameter_digest` of the parameters."""
     evaluations: dict[int, float]
-    """The loss of validation data after iterations, by the number of each."""
+    """Loss of the validation data, by the number of the iteration after which it was evaluated."""
     masters: dict[str, Tensor] = field(default_factory=dict)
-    """Where there are master weights: those of the parameters."""
+    """Master weights of the parameters, if the training has them."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
                   device: torch.device = CPU) -> ReferenceResult:
     """Train the whole model in this process on the micro-batches that all pipelines together read.
 
-    With as many threads as a worker: threads for each core would wait for each other, most of the time, in the ops of a
-    small model. `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
+    Uses as many threads as a worker: with one thread for each core, threads would mostly wait for each other in the ops
+    of a small model. `microbatches` holds one number for each pipeline. Raises ConfigError if the model or the text
+    cannot be loaded.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(config.training.threads)
@@ -101,7 +102,8 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
 
 
 class PlainSteps(OptimizerSteps):
-    """Steps parameters; or float32 copies of bfloat16 ones, whose gradients add up in the dtype that is configured."""
+    """Optimizer that steps parameters, or float32 copies of bfloat16 parameters. The gradients of the latter are
+    accumulated in the configured dtype."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
         last, rules = len(layers) - 1, rules_of(dict(enumerate(layers)))
@@ -118,15 +120,16 @@ class PlainSteps(OptimizerSteps):
                          config)
 
     def squares(self) -> list[float]:
-        """The sums of squares of gradients."""
+        """Return the sum of squares of each parameter's gradient."""
         return [squares_of(parameter.grad).item() for parameter in self._by_gradients() if parameter.grad is not None]
 
     def _by_gradients(self) -> list[nn.Parameter]:
-        """All parameters that no rule of their layer steps."""
+        """Return all parameters that are not stepped by a rule of their layer."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
-        """Step by the gradients times a factor; by rules, as they are."""
+        """Step by the gradients multiplied by `factor`. Parameters with a rule are stepped by their unscaled
+        gradients."""
         self._set_rates(iteration)
         for name, (parameter, stepped) in self._stepped_by.items():
             scale = 1.0 if name in self._ruled else factor
@@ -137,7 +140,7 @@ class PlainSteps(OptimizerSteps):
                 parameter.copy_(stepped)
 
     def masters(self) -> dict[str, Tensor]:
-        """By "layer.name"."""
+        """Return the master weights by "layer.name"."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 

@@ -1,4 +1,4 @@
-"""Can two processes of this machine train together? They meet as workers do, and exchange a tensor and a sum."""
+"""Test that two processes of this machine can train together: they connect as workers, and exchange tensors."""
 
 import time
 
@@ -16,16 +16,17 @@ from slipstream.schedules.schedule import Worker
 WORKERS = (Worker(0, 0), Worker(1, 0))
 LAYERS = (0, 1)
 NUMBERS = 2**18
-"""Of float32 in the tensor that goes to and fro: 1 MiB."""
+"""Number of float32 elements of the tensor that goes back and forth: 1 MiB."""
 ROUNDS = 8
 
 
 class SelfTestError(RuntimeError):
-    """The two did not come together, or got other numbers than were sent. The message is one line."""
+    """Error for two processes that did not connect, or received other numbers than were sent. The message is one
+    line."""
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
-    """How it went: seconds to meet and to make the groups, and of a transfer of 1 MiB."""
+    """Seconds to connect and to create the groups, and of a transfer of 1 MiB."""
 
     meeting_seconds: float
     transfer_seconds: float
@@ -41,7 +42,7 @@ _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
 class SelfTest(Children):
-    """Two processes, started when this is made and ended when it is closed."""
+    """Test with two processes, which start when the object is created and end when it is closed."""
 
     def __init__(self) -> None:
         self._store, opened = host_store()
@@ -49,7 +50,7 @@ class SelfTest(Children):
         super().__init__("slipstream.runtime.tools.self_test:meet", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
-        """What the second of them measured. Raises SelfTestError."""
+        """Wait for both processes, and return the result that the second one measured. Raises SelfTestError."""
         try:
             return _RESULT.decode(self.answers(timeout)[1])
         except ChildError as error:
@@ -59,13 +60,13 @@ class SelfTest(Children):
 
 
 def _exchange(task: _MeetingTask) -> SelfTestResult:
-    """One side: the first worker sends, the second sends back one more."""
+    """Run one side of the exchange. The first worker sends a tensor, and the second sends it back with 1 added."""
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
     session = Session(membership, links=Links("gloo"), device=torch.device("cpu"), store=store)
     session.connect({LAYERS: WORKERS})
-    met = time.perf_counter()
+    connected = time.perf_counter()
     (peer,) = (worker for worker in WORKERS if worker != task.worker)
     tensor = torch.arange(NUMBERS, dtype=torch.float32)
     for _ in range(ROUNDS):
@@ -75,17 +76,17 @@ def _exchange(task: _MeetingTask) -> SelfTestResult:
         else:
             tensor = session.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
             session.send(tensor, peer, 1).wait()
-    seconds = (time.perf_counter() - met) / (2 * ROUNDS)
+    seconds = (time.perf_counter() - connected) / (2 * ROUNDS)
     session.sum_over_sharers(LAYERS, [tensor])
     if not torch.equal(tensor, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
         raise SelfTestError("gloo gave other numbers than were sent")
     session.wait_for_all()
     session.close()
-    return SelfTestResult(met - began, seconds)
+    return SelfTestResult(connected - began, seconds)
 
 
 def meet(data: bytes) -> bytes:
-    """One of the two processes."""
+    """Run one of the two processes: decode its task, and return the encoded result."""
     task = _TASK.decode(data)
     name_interface(task.rendezvous)
     return msgspec.json.encode(_exchange(task))

@@ -1,4 +1,4 @@
-"""A stage under test: seconds of its ops and bytes of what it holds, in a process that has nothing else to do."""
+"""Measure a stage: seconds of its ops and bytes of the memory it holds, in a process that does nothing else."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +21,12 @@ from slipstream.runtime.torch_private import LivingStorages, TensorWatch
 from slipstream.schedules.schedule import Worker
 
 ROW = 4
-"""Micro-batches run in a row: as in a run, each op finds caches filled by others."""
+"""Number of micro-batches that are run in a row: as in a run, each op finds caches filled by others."""
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage: seconds of its ops for one micro-batch, bytes of what it holds.
-
-    Where a worker is several processes, seconds are those until its last rank is done, and bytes those of the rank that
-    holds most.
-    """
+    """Seconds of the ops of one stage for one micro-batch, and bytes of its memory. If a worker has several processes,
+    seconds are those until its last rank is done, and bytes those of the rank that holds most."""
 
     forward: float
     backward_input: float
@@ -37,24 +34,25 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: float
     all_reduce: float = 0.0
     activation_bytes: int
-    """For a micro-batch, from F to I."""
+    """Memory of a micro-batch from F to I."""
     stash_bytes: int
-    """For a micro-batch, from I to W."""
+    """Memory of a micro-batch from I to W."""
     recomputed_bytes: int | None = None
-    """For a micro-batch, from F to I, where all layers are computed again; None where that is not to be chosen."""
+    """Memory of a micro-batch from F to I if all layers are recomputed. None: the planner may not choose that."""
     static_bytes: int
-    """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
+    """Memory of parameters, gradients, optimizer state, and the copies by which a step is undone."""
     undo_bytes: int
     sent_bytes: int = 0
-    """The gradient that a micro-batch sends to the stage before: on a device for as long as it may be on its way."""
+    """Size of the gradient that a micro-batch sends to the stage before. It stays on the device until it has been
+    sent."""
     state_bytes: int | None = None
-    """Where the optimizer's state is sharded: all of it, undo copies included."""
+    """Memory of the whole optimizer state with undo copies, if that is sharded."""
     by_lengths: tuple[tuple[float, ...], ...] = ()
-    """Of micro-batches with documents of other lengths: tokens, squares of lengths, seconds of F, I and W."""
+    """Results for micro-batches with documents of other lengths: tokens, squares of lengths, seconds of F, I and W."""
 
 
 class StageBench:
-    """A stage under test."""
+    """Bench that runs the ops of one stage."""
 
     def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[Form], config: RunConfig,
                  data: Data, device: torch.device) -> None:
@@ -66,50 +64,52 @@ class StageBench:
         self._device = device
         self._rounds = 0
         self._given: Packed | None = None
-        """Instead of what data give."""
+        """Batch to use instead of the data's."""
 
     def of_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
-        """A row of micro-batches whose samples hold so many documents of equal length: what `by_lengths` has of it.
+        """Measure a row of micro-batches whose samples hold `documents` documents of equal length.
 
-        `at_layer`: what goes into each layer, and comes out of the last, with samples of this length.
+        Returns one row of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
+        output of the last, for samples of this length.
         """
-        stage, kept = self._stage, (self._takes, self._gives)
+        stage, usual_forms = self._stage, (self._takes, self._gives)
         self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
         assert isinstance(at_layer[0], TensorForm), "layer 0 takes tokens"
         batch, length = at_layer[0].shape
         lengths = _lengths(documents, length)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-        places = torch.cat([torch.arange(one) for one in lengths]).expand(batch, length).contiguous()
+        places = torch.cat([torch.arange(size) for size in lengths]).expand(batch, length).contiguous()
         self._given = Packed(tokens, tokens, places)
         try:
-            found = self.round()
+            seconds = self.round()
         finally:
-            self._given, (self._takes, self._gives) = None, kept
-        return (float(batch * length), float(batch * sum(one * one for one in lengths)), found["forward"],
-                found["backward_input"], found["backward_weight"])
+            self._given, (self._takes, self._gives) = None, usual_forms
+        return (float(batch * length), float(batch * sum(size * size for size in lengths)), seconds["forward"],
+                seconds["backward_input"], seconds["backward_weight"])
 
     def keep(self, members: int) -> None:
-        """Keep of layers' optimizer states what one of so many does, without what it was."""
+        """Keep the part of the layers' optimizer state that one of `members` workers keeps, without its present
+        values."""
         self._holding = Holding(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(elements_of(module).cut for module in self._holding.modules.values())
-        one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
-        self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
+        partition = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
+        self._holding.keep(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
     def round(self) -> dict[str, float]:
-        """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
+        """Return the mean seconds of each op over a row of micro-batches, and those of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
         self._rounds += 1
         gradient = None if stage.last else self._like(gradient_form(self._gives), 5e-4)
         return {
             "forward": self._timed(self._forward, row) / ROW,
-            "backward_input": self._timed(lambda one: stage.backward_input(one, gradient), row) / ROW,
+            "backward_input": self._timed(lambda microbatch: stage.backward_input(microbatch, gradient), row) / ROW,
             "backward_weight": self._timed(stage.backward_weight, row) / ROW,
             "optimizer": self._timed(lambda _: self._step(), row[:1]),
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
+        """Return the bytes that a micro-batch takes before and after I, and those that the stage always takes."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._like(gradient_form(self._gives))
         living = LivingStorages([*self._holding.parameters().values(), *self._holding.gradients()])
@@ -129,13 +129,13 @@ class StageBench:
         held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
                                              for tensor in module.state_dict().values())
         gradients = sum(flat.nbytes for flat in self._holding.gradients())
-        found = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
+        sizes = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                  "static_bytes": held + gradients + undo}
         if self._config.training.shard_optimizer:
             kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
             shared = sum(elements_of(module).cut for module in self._holding.modules.values())
-            found["state_bytes"] = kept * shared // max(1, stepped)
-        return found
+            sizes["state_bytes"] = kept * shared // max(1, stepped)
+        return sizes
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
@@ -167,7 +167,7 @@ class StageBench:
 
 
 def _lengths(documents: int, tokens: int) -> list[int]:
-    """Of so many documents, about equally long."""
+    """Return the lengths of `documents` documents, as equal as possible, that together have `tokens` tokens."""
     return [len(part) for part in np.array_split(np.arange(tokens), documents)]
 
 
@@ -176,7 +176,7 @@ def _elements(spans: Iterable[Span]) -> int:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call takes, with all that it gives the device to do."""
+    """Return the seconds that a call takes, with all work that it gives to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,36 +1,36 @@
-"""A worker's process. Its threads:
+"""The process of a worker. Its threads:
 
-    thread           there is     reason
-    main             one          reads what the coordinator sends and sends heartbeats, however long computing takes
-    generation N     one an       computes, and waits for other workers; it may have to be left behind where gloo
+    thread           number       purpose
+    main             one          reads messages of the coordinator and sends heartbeats, however long computing takes
+    generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
-    reductions       while it     reduces gradients beside what the generation computes, where the schedule has
-                     reduces      something left to compute (`runtime.beside`)
-    finish           at the end   writes and digests parameters, while heartbeats go on
-    steps of copies  one a step   steps what the worker keeps of others' optimizer states, while it computes
+    reductions       while it     reduces gradients while the generation computes, if the schedule has
+                     reduces      ops left to compute (`runtime.beside`)
+    finish           at the end   writes and digests parameters, while heartbeats continue
+    steps of copies  one a step   steps the worker's copies of others' optimizer states, while it computes
                                   (`runtime.model.state.late_steps`)
-    saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoints.checkpoint`)
+    saving           now and      writes a checkpoint while training continues (`runtime.model.checkpoints.checkpoint`)
                      then
-    layer sender     one          sends state and gradients to workers that come in, as they can take them, while this
-                                  one trains (`layer_sender`, `layer_server`)
-    layer receiver   one a fetch  builds the layers that it will need while it trains
+    layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
+                                  this worker trains (`layer_sender`, `layer_server`)
+    layer receiver   one a fetch  builds the layers that the worker will need while it trains
                                   (`layer_receiver`)
-    layers from D.S  one a        applies what one sender sends, each at its own pace
+    layers from D.S  one a        applies the messages of one sender, each sender at its own pace
                      sender
 
-Its parts:
+Its modules:
 
-    main                 the process: it connects, and tells of an error that ends it
-    main_thread          what each message begins; finding another coordinator
-    setting_up, context  what lasts from order to order, and what one order needs besides
-    order_threads        what takes long, each in a thread
-    generation           one order for training, from its connections to their end
-    layers_of_order      gets the layers that the order needs, drops the others
-    training             the iterations of the order
-    reports              what is reported of each, and acknowledged
-    activity             what it does at a moment
-    device_memory        what is done where a device has no room; what an order has freed goes back to the system
-    layer_store          the layers that it holds
-    layer_*              how layers get from worker to worker
+    main                 the process: it connects, and reports an error that ends it
+    main_thread          actions for each message; the search for another coordinator
+    setting_up, context  objects that last from order to order, and those of one order
+    order_threads        long work, each in a thread
+    generation           one order for training, from connecting to closing the connections
+    layers_of_order      gets the layers that an order needs, drops the others
+    training             the iterations of an order
+    reports              reports of each iteration, and their acknowledgements
+    activity             the worker's present activity
+    device_memory        reaction to a device out of memory; return of freed memory to the system after an order
+    layer_store          the layers that the worker holds
+    layer_*              transfer of layers from worker to worker
     checkpointer, slowed_recorder
 """

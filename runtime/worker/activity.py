@@ -1,4 +1,4 @@
-"""What a generation does at a moment, for a coordinator that asks because nothing has been committed for long."""
+"""Describe the present activity of a generation, for a coordinator that has waited long for a commit."""
 
 import time
 
@@ -7,26 +7,27 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Schedule, Worker
 
 WAITS = "waits"
-"""What a generation that waits for others says that it does begins so."""
+"""First word of the description of an activity that waits for other workers."""
 
 
 class Activity:
-    """Written by the thread that computes, read by the main thread."""
+    """Present activity of a generation, written by the thread that computes and read by the main thread."""
 
     def __init__(self) -> None:
         self._doing: tuple[str | tuple[int, int], float] = "begins an order", time.monotonic()
 
     @property
     def doing(self) -> str | tuple[int, int]:
-        """What it does, or the iteration and the place of an op in the program."""
+        """Description of the activity, or the iteration and the place of an op in the program."""
         return self._doing[0]
 
     def begins(self, what: str | tuple[int, int]) -> None:
-        """From now on, it does this."""
+        """Record the activity that begins now."""
         self._doing = what, time.monotonic()
 
     def status(self, worker: Worker, schedule: Schedule, thread: int | None) -> Status:
-        """What it does now; in a call into a process group where `thread`, its ident, is in one."""
+        """Return the activity as a message. If `thread`, a thread's ident, is in a call into a process group, that call
+        is the activity."""
         doing, since = self._doing
         if not isinstance(doing, str):
             iteration, place = doing

@@ -1,5 +1,4 @@
-"""Checkpointer: when a worker writes checkpoints, and of which layers; and what it can take layers from without others.
-"""
+"""Decide when a worker writes checkpoints, write them, and read the checkpoints that it can restore."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -30,14 +29,15 @@ from slipstream.schedules.schedule import Worker
 
 _LOOK_SECONDS = 0.05
 Copying = Callable[[], Mapping[int, Mapping[str, Tensor]]]
-"""Gives copies of whole layers."""
+"""Function that returns copies of whole layers."""
 
 
 class Checkpointer:
-    """Saves what is committed, every few iterations and at the end: one worker does so for each layer. Reads those in
-    the folder of the run, and the one that it began from.
+    """Writer and reader of a worker's checkpoints.
 
-    A checkpoint that cannot be written ends no training: the coordinator is told the reason, and the earlier ones stay.
+    It saves committed state every few iterations and at the end; one worker saves each layer. It reads the checkpoints
+    in the folder of the run, and the one that the run began from. A checkpoint that cannot be written does not end
+    training: the reason is reported to the coordinator, and the earlier checkpoints stay.
     """
 
     def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
@@ -55,14 +55,15 @@ class Checkpointer:
         self._damaged: set[int] = set()
 
     def due(self, iteration: int, asked: int | None) -> bool:
-        """Whether the state before an iteration is to be saved; `asked` is the one of this order that node 0 chose."""
+        """Return whether the state before an iteration is to be saved. `asked` is the iteration of this order that node
+        0 chose."""
         if self._every is None:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
     def save(self, iteration: int, copied: Copying, require: Callable[[], None] = lambda: None) -> None:
-        """Begin to save layers as they are before an iteration; returns once those before are written, and they are
-        copied. `require` may end the wait for a disk, by raising."""
+        """Start to save layers as they are before an iteration. Returns after earlier layers have been written and
+        these have been copied. `require` is called during the wait for the disk, and may end it by raising."""
         if self._every == 0:
             return
         began = time.monotonic()
@@ -75,30 +76,29 @@ class Checkpointer:
                                 partial(self._ended, iteration, time.monotonic() - began))
 
     def save_last(self, order: Finish, copied: Copying) -> None:
-        """Save, to the end, the layers that an order gives to this worker."""
+        """Save the layers that an order assigns to this worker, and wait until they are written."""
         self.save(order.first_iteration, copied)
         if self._saving is not None:
-            with suppress(CheckpointError):  # which has been told
+            with suppress(CheckpointError):  # the error has already been reported
                 self._saving.wait()
 
     def go_back(self, iteration: int) -> None:
-        """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
-        self._damaged = {one for one in self._damaged if one <= iteration}
+        """Drop checkpoints of iterations after `iteration`, to which all workers return, as no worker could read them.
+        They will be saved again."""
+        self._damaged = {damaged for damaged in self._damaged if damaged <= iteration}
         if self._every != 0:
             drop_newer(self._folder, iteration)
 
     def iterations(self) -> tuple[int, ...]:
-        """Those that this worker can go back to: their states are complete, as far as can be seen without reading them.
-        """
+        """Return the iterations that this worker can return to. Their checkpoints are complete, as far as is known
+        without reading them."""
         found = {self._first} if self._first == 0 or self._begins_from() is not None else set()
         found |= {iteration for iteration in complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-        """The states of some layers before an iteration; nothing where layers are as they are built.
-
-        Raises CheckpointError; the iteration is then no longer among `iterations`.
-        """
+        """Return the states of some layers before an iteration; empty if layers are as they were built. Raises
+        CheckpointError; the iteration is then no longer among `iterations`."""
         try:
             if iteration == 0:
                 return {}
@@ -112,17 +112,18 @@ class Checkpointer:
             raise
 
     def _begins_from(self) -> Checkpoint | None:
-        """The checkpoint that the run began from, as long as it is there: newer ones may have replaced it."""
+        """Return the checkpoint that the run began from, or None if newer ones have replaced it."""
         if self._resume is None:
             return None
         try:
-            found = open_checkpoint(self._resume, self._identity)
+            checkpoint = open_checkpoint(self._resume, self._identity)
         except CheckpointError:
             return None
-        return found if found.iteration == self._first else None
+        return checkpoint if checkpoint.iteration == self._first else None
 
     def _ended(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
-        """In the thread that has written, or has failed to: what it has computed, training has lost at most."""
+        """Report that saving has succeeded or failed. Called in the thread that wrote. The reported time is the most
+        that training can have lost: the wait, and what that thread has computed."""
         if error is not None:
             self._tell(Note(self._worker, str(error)))
         self._tell(Saved(self._worker, iteration, held_up + time.thread_time(),

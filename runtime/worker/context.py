@@ -1,4 +1,4 @@
-"""What a worker keeps from order to order, and what one order needs besides."""
+"""Objects that a worker keeps from order to order, and those of one order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,22 +37,22 @@ WorkerLink = CoordinatorLink[ToWorker, Setup]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a worker keeps from order to order."""
+    """Objects that a worker keeps from order to order."""
 
     worker: Worker
     group: WorkerGroup | None
-    """The processes of this worker, where it is several."""
+    """Group of the worker's processes, if it has several."""
     channel: WorkerLink
     reporter: Reporter
     store: TCPStore
-    """Where process groups find each other."""
+    """Store by which process groups find each other."""
     links: Links
-    """Those that live from order to order."""
+    """Process groups that live from order to order."""
     setup: Setup
     config: RunConfig
-    """Of this node's own job file."""
+    """Configuration from this node's own job file."""
     out: str
-    """The run's folder."""
+    """Folder of the run."""
     device: torch.device
     model: LayeredModel
     sharing: Sharing
@@ -60,9 +60,9 @@ class WorkerContext:
     corpus: Data
     validation: Data | None
     forms: Sequence[Form]
-    """Of what passes at each of the placement's cuts, as this process has it."""
+    """Forms of the values passed at each of the placement's boundaries, at this process."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
-    """For which layers all kinds of ops have been run."""
+    """Record of the layers whose ops have been run once."""
     layer_store: LayerStore
     memory: DeviceMemory
     injector: Injector
@@ -72,29 +72,29 @@ class WorkerContext:
 
     @property
     def rank(self) -> int:
-        """Which of the worker's processes this is."""
+        """Rank of this process within the worker."""
         return 0 if self.group is None else self.group.rank()
 
     def lasting_sockets(self) -> Sockets:
-        """Those that outlive an order."""
+        """Return the sockets that outlive an order."""
         return self.layer_sender.sockets() | self.layer_receiver.sockets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """What the parts of a generation share."""
+    """Objects that the parts of a generation share."""
 
     context: WorkerContext
     order: Train
     schedule: Part
     whole: Schedule | None
-    """The same with all workers, where data are dealt or evaluated."""
+    """Whole schedule with all workers, if data are dealt or evaluated by it."""
     session: Session
     activity: Activity
     samples: DealtSamples
-    """What the names of the schedule stand for."""
+    """Samples that the schedule's micro-batch names refer to."""
 
     @property
     def worker(self) -> Worker:
-        """Whose part in the order this is."""
+        """Worker of this process."""
         return self.context.worker

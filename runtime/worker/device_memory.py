@@ -1,11 +1,11 @@
-"""What a worker does when its device has no room: an iteration is tried once more, with what was cached given back.
+"""Handle a device that is out of memory: an iteration is run once more, after cached memory has been released.
 
-A death would give its peers more to do in as little room, and they would follow. So a second time ends the run, with a
-line that says what was held.
+If the worker died instead, its peers would have more to do in as little memory, and would fail, too. So a second
+failure ends the run, with a line that says what was held.
 
-Of the host's memory, what a worker has freed goes back to the system when an order has ended. Each order has a thread
-of its own, and its process groups have some. glibc gives threads heaps, of which there are many, and keeps in each what
-is freed there: without this, a worker takes more and more memory, while it uses no more.
+Host memory that a worker has freed is returned to the system when an order has ended. Each order has a thread of its
+own, and its process groups have several. glibc gives threads their own heaps, of which there are many, and keeps freed
+memory in each. Without this, the worker's process would grow with every order, while it uses no more memory.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 class NoRoomError(RuntimeError):
-    """An iteration does not fit into the memory of a device."""
+    """Error for an iteration that does not fit into the memory of a device."""
 
 
 class DeviceMemory:
-    """Of one process, from order to order."""
+    """Device memory of one process, from order to order."""
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self._worker = worker
@@ -34,7 +34,8 @@ class DeviceMemory:
         self._tried: int | None = None
 
     def ran_out(self, iteration: int, holding: Holding) -> str:
-        """An iteration has found no room; why the order ends. Raises NoRoomError where it had been tried again."""
+        """Record that an iteration ran out of memory, and return the reason why the order ends. Raises NoRoomError if
+        the iteration has already been run again."""
         if self._tried == iteration:
             raise NoRoomError(
                 f"worker {self._worker} ran out of memory in iteration {iteration} twice, {self._held(holding)}; "
@@ -44,14 +45,14 @@ class DeviceMemory:
         return f"out of memory in iteration {iteration}, {self._held(holding)}: tried once more"
 
     def give_back(self) -> None:
-        """Give what is cached, and nobody uses, back to the device."""
-        gc.collect()  # what an error has held may lie in circles
+        """Release cached device memory that is unused."""
+        gc.collect()  # objects that an error has referred to may form cycles
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _held(self, holding: Holding) -> str:
-        parameters = sum(one.nbytes for one in holding.parameters().values())
-        gradients = sum(one.nbytes for one in holding.gradients())
+        parameters = sum(tensor.nbytes for tensor in holding.parameters().values())
+        gradients = sum(tensor.nbytes for tensor in holding.gradients())
         states = holding.optimizer.state_bytes() + holding.optimizer.undo_bytes()
         text = (f"while it held {_text(parameters)} of parameters, {_text(gradients)} of gradients and "
                 f"{_text(states)} of optimizer states with copies to undo a step")
@@ -63,7 +64,7 @@ class DeviceMemory:
 
 
 def trim() -> None:
-    """Return to the system what nobody uses of the host's. Nothing happens where the C library is not glibc."""
+    """Return unused host memory to the system. Does nothing if the C library is not glibc."""
     malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,7 +1,7 @@
-"""A generation: one worker's part in one order for training. It connects to other members, gets layers, and runs.
+"""Run a generation: one worker's part in one order for training. It connects to other members, gets layers, and trains.
 
-It ends when the order does: because all iterations are done, because it was told to stop before the next one, or
-because of an error. In all cases, `leave` goes back to the last committed iteration.
+It ends with the order: because all iterations are done, because the order stops before the next iteration, or because
+of an error. In all cases, `leave` returns to the last committed iteration.
 """
 
 import math
@@ -30,20 +30,20 @@ from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Schedule
 
 STUCK_SECONDS = 1.0
-"""Once connections are cut, calls into a process group return in milliseconds, or never."""
+"""Time after which a call is stuck: once connections are cut, calls return in milliseconds, or never."""
 ABORT_SECONDS = 60.0
-"""NCCL may take seconds to abort many communicators. Where it takes longer, the process is of no use any more."""
+"""Time limit of an abort, after which the process is unusable. NCCL may need seconds for many communicators."""
 
 
 class StuckDeviceError(Exception):
-    """An abort has not freed the device. The message is one line."""
+    """Error for a device that an abort has not freed. The message is one line."""
 
 
 class Generation:
-    """Carries out one order for training.
+    """One worker's part in one order for training.
 
-    `run` is for a thread of its own, which computes, and makes and closes connections. The main thread calls
-    `end`, `acknowledged` and `abandon_if_stuck`, which return at once.
+    `run` is for a thread of its own, which computes, and opens and closes connections. The main thread calls `end`,
+    `acknowledged` and `abandon_if_stuck`, which return at once.
     """
 
     def __init__(self, context: WorkerContext, order: Train, schedule: Part, whole: Schedule | None) -> None:
@@ -59,39 +59,39 @@ class Generation:
                                   activity=self._activity,
                                   samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
                                                        context.placement, self._session.require))
-        self._part.samples.begin(order.first_iteration)  # beside connecting
+        self._part.samples.begin(order.first_iteration)  # computes the samples while the workers connect
         self._reports = Reports(self._part)
         self._training: Training | None = None
-        """Once there are layers to train."""
+        """Iterations of the order; None until the layers are ready."""
         self._thread: threading.Thread | None = None
         self._ended_at: float | None = None
         self.paused = False
-        """Whether `run` changes nothing any more."""
+        """True if `run` changes nothing any more."""
 
     @property
     def order(self) -> int:
-        """Of the order."""
+        """Number of the order."""
         return self._order.order
 
     @property
     def ending(self) -> bool:
-        """Whether the order has ended, and `Paused` has not been sent."""
+        """True if the order has ended and `Paused` has not been sent."""
         return self._ended_at is not None and not self.paused
 
     @property
     def _validated(self) -> Factor | None:
-        """Of the last iteration of which it is known how to step."""
+        """Factor of the last iteration whose factor is known."""
         last = None if self._training is None else self._training.steps.validated
         return None if last is None else Factor(*last)
 
     def end(self) -> None:
-        """The order has ended: `run` stops whatever it waits for."""
+        """End the order: `run` stops, whatever it waits for."""
         self._ended_at = time.monotonic()
         self._session.abort()
         self._reports.order_ended()
 
     def known(self) -> Known:
-        """What another coordinator must know of this order, once it has paused."""
+        """Return the report of this order for a new coordinator. The generation must have paused."""
         assert self.paused
         begins, reached = self._order.first_iteration, self._reports.reached
         validated = self._validated or self._order.factor
@@ -104,15 +104,15 @@ class Generation:
                      {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def acknowledged(self, message: Acknowledged) -> None:
-        """The coordinator has acknowledged a report."""
+        """Pass on the coordinator's acknowledgement of a report."""
         self._reports.acknowledged(message)
 
     def abandon_if_stuck(self) -> None:
-        """Where the thread is stuck in a process group after the order has ended, go on without it.
+        """Abandon the thread if it is stuck in a process group after the order has ended, and continue without it.
 
-        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends. What it held of the order's
-        tensors is freed. It is not left behind while the device may still write what this worker holds. Raises
-        StuckDeviceError where that does not end.
+        See `runtime.replay.stuck_calls`. If the call ever returns, the thread ends. The order's tensors that it held
+        are freed. The thread is not abandoned while the device may still write to tensors that this worker holds.
+        Raises StuckDeviceError if that does not end.
         """
         assert self._ended_at is not None
         if self._thread is None:
@@ -129,21 +129,19 @@ class Generation:
             GENERATORS.take_from(thread)
             if self._training is not None:
                 self._training.let_go()
-            self._session.release()  # the thread keeps what is stuck: closing that would not return
+            self._session.release()  # what is stuck stays open: closing it would not return
             self._say_paused(f"stuck while {call.what}")
 
     def status(self) -> Status:
-        """What `run` does at this moment."""
+        """Return the present activity of `run`."""
         if self.paused:
             return Status(self._context.worker, "waits for the next order", 0.0, waits=True)
         return self._activity.status(self._context.worker, self._schedule,
                                      None if self._thread is None else self._thread.ident)
 
     def run(self) -> None:
-        """Carry out the order, and report how it ended; then close what has failed.
-
-        Raises AbandonedError, and errors of this worker's own.
-        """
+        """Carry out the order, report how it ended, and close the connections that have failed. Raises AbandonedError,
+        and errors of this worker's own."""
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut
         self._context.injector.flip = self._context.layer_store.flip_bit
@@ -168,10 +166,10 @@ class Generation:
             out_of_memory = True
         finally:
             self._part.samples.close()
-        if out_of_memory:  # and nothing of the iteration is held any more
+        if out_of_memory:  # the error is handled: nothing refers to the iteration's tensors any more
             self._context.memory.give_back()
         if reason is not None:
-            self._session.abort()  # others may wait for this worker
+            self._session.abort()  # other members may be waiting for this worker
         self._session.drain()
         self._session.release()
         self._say_paused(reason)
@@ -179,10 +177,10 @@ class Generation:
         trim()
 
     def leave(self, order: Order) -> None:
-        """The next order has come: go back to the last committed iteration. Raises VersionError where that cannot be.
+        """Return to the last committed iteration after the next order has come. Raises VersionError if it cannot.
 
-        The order came after `Paused`, so that `run` changes nothing any more. It closes connections meanwhile: gloo
-        takes 10 ms and more for that.
+        The order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
+        and more for that.
         """
         assert self.paused
         committed, factor = order.first_iteration - 1, order.factor

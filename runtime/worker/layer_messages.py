@@ -1,12 +1,11 @@
 """Messages between workers when layers move: a header in JSON, then tensors as safetensors, in pieces of some MB.
 
 The header has its length before it and its tag behind it (`runtime.protocol.authentication`): nothing of it is used
-before that has been checked. Tensors have no tags, as those between workers have none: docs/threat-model.md.
+before the tag has been checked. Tensors have no tags, like those that are sent in training: docs/threat-model.md.
 
-A worker that needs layers, or parts of them, sends a `LayerRequest` to one that keeps them, which answers with a
-`LayerPart` for each.
-While training goes on, a `PartStepped` of every step of the sender follows, so that the receiver can make the same
-steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
+A worker that needs layers, or parts of them, sends a `LayerRequest` to a worker that holds them, which answers with a
+`LayerPart` for each. While training continues, the sender also sends a `PartStepped` for each of its steps, so that the
+receiver can make the same steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
 
 import hashlib
@@ -24,9 +23,9 @@ from slipstream.runtime.protocol.authentication import TAG_BYTES, Authentication
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
-"""No tensor is larger."""
+"""Limit on the size of a blob. No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Small tensors are sent together, up to so many: reading copies, so that larger blobs would take more memory."""
+"""Size up to which small tensors are sent together. Reading copies, so larger blobs would take more memory."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -36,7 +35,7 @@ _Elements = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class MessageError(ValueError):
-    """What a peer sent makes no sense. The message is one line."""
+    """Error for an invalid message of a peer. The message is one line."""
 
 
 class PartName(msgspec.Struct, frozen=True, array_like=True):
@@ -46,66 +45,67 @@ class PartName(msgspec.Struct, frozen=True, array_like=True):
     start: _Elements
     stop: _Elements
     state: bool
-    """With the optimizer's state, else parameters alone."""
+    """True if the optimizer's state is included, False for parameters alone."""
 
 
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a connection, and the only one of a receiver."""
+    """First message of a connection, and the only one of a receiver."""
 
     parts: Annotated[tuple[PartName, ...], Meta(max_length=2**16)]
     order: _Number | None = None
-    """The state as this order begins, where all wait for it; None: from the next step on, and all steps after."""
+    """Order whose initial state is requested, while all workers wait. None: the state before the next step, and all
+    later steps."""
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
-    """A part of a layer, as it is before an iteration's step."""
+    """Part of a layer, as it is before an iteration's step."""
 
     part: PartName
     iteration: _Number
 
 
 class PartStepped(msgspec.Struct, frozen=True, tag=True):
-    """An iteration's step of a part: the gradients by which it was stepped; without state, the parameters after it."""
+    """Step of a part in an iteration: the gradients by which it was stepped. Without state: the parameters after the
+    step."""
 
     part: PartName
     iteration: _Number
 
 
 class OrderBegins(msgspec.Struct, frozen=True, tag=True):
-    """An order begins, and the sender is at the last committed iteration, to which it may have gone back."""
+    """Message that an order begins and that the sender is at the last committed iteration, perhaps after undoing
+    one."""
 
     order: _Number
     iteration: _Number
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag=True):
-    """All that was to be sent until now has been sent."""
+    """Message that everything queued until now has been sent."""
 
 
 Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the tensors of a message."""
+    """Header of a message, sent before its tensors."""
 
     message: Message
     blobs: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """How many pieces of safetensors follow, each with its length before it."""
+    """Number of pieces of safetensors that follow, each with its length before it."""
 
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
-# msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
+# msgspec crashes if two threads are the first to decode a type at the same moment: decode each type once, here.
 for _message in (LayerRequest((PartName(0, 0, 0, True),)), LayerPart(PartName(0, 0, 0, True), 0),
                  PartStepped(PartName(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 
 def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a message, piece by piece; tensors of any device.
-
-    Pieces may be the tensors' own memory, which must not change until they have been sent.
-    """
+    """Yield the bytes of a message, piece by piece. Tensors may be on any device. Pieces may be the tensors' own
+    memory, which must not change until they have been sent."""
     batches = _batches(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
     yield _HEADER_LENGTH.pack(len(header)) + header + tags.next(hashlib.sha256(header).digest())
@@ -116,7 +116,8 @@ def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = No
 
 
 def read_message(stream: BufferedIOBase, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
-    """The next message; tensors come to host memory. Raises MessageError, and OSError when the peer is gone."""
+    """Read the next message. Tensors are read into host memory. Raises MessageError, and OSError when the peer is
+    gone."""
     (length,) = _HEADER_LENGTH.unpack(_read(stream, _HEADER_LENGTH.size))
     header = _decode_header(_read_tagged(stream, _bounded(length, MAX_HEADER_BYTES, "a header"), tags))
     tensors: dict[str, Tensor] = {}
@@ -130,7 +131,7 @@ def read_message(stream: BufferedIOBase, tags: Tags) -> tuple[Message, dict[str,
 
 
 def _decode_header(data: bytes) -> _Header:
-    """Raises MessageError."""
+    """Decode a header. Raises MessageError if it is invalid."""
     try:
         return _DECODER.decode(data)
     except (ValueError, RecursionError) as error:
@@ -144,7 +145,7 @@ def _bounded(length: int, most: int, what: str) -> int:
 
 
 def _read_tagged(stream: BufferedIOBase, size: int, tags: Tags) -> bytes:
-    """Raises MessageError where the tag is wrong."""
+    """Read `size` bytes and their tag. Raises MessageError if the tag is wrong."""
     data = _read(stream, size)
     tag = _read(stream, TAG_BYTES)
     try:

@@ -1,11 +1,11 @@
-"""Layer receiver: gets layers from other workers, while all wait or while training goes on.
+"""Receive layers from other workers, while all workers wait or while training continues.
 
-They come from several live workers side by side, as parts, each with its optimizer's state. Where training goes on,
-that is the state before some step; then come the gradients of that step and of each one after it, and the receiver
-makes the same steps (`runtime.model.state.followed_part`). Optimizers are elementwise, so that they end in the same
-bits.
-When the order begins that the layers are for, every sender sends the iteration that is committed, and a receiver
-that was one step further goes back. Where all wait, the senders send it right after the state.
+They come from several living workers in parallel, as parts, each with its optimizer's state. During training, that is
+the state before some step; the gradients of that step and of each later one follow, and the receiver makes the same
+steps (`runtime.model.state.followed_part`). Optimizers are elementwise, so both end with the same bits.
+
+When the order begins that the layers are for, every sender sends the number of the committed iteration, and a receiver
+that was one step further undoes that step. While all workers wait, the senders send it right after the state.
 """
 
 import contextlib
@@ -47,61 +47,62 @@ Address = tuple[str, int]
 
 
 class Sender(NamedTuple):
-    """Where some layers come from."""
+    """Address of a worker, and the parts that it sends."""
 
     address: Address
     parts: tuple[PartName, ...]
 
 
 class LayerFetch(NamedTuple):
-    """What one process of a worker is to get, from those of the same rank."""
+    """Parts that one process of a worker is to receive, from the processes of the same rank."""
 
     number: int
-    """The coordinator's number of a fetch while training goes on; 0 where all wait."""
+    """Coordinator's number of a fetch during training. 0: all workers wait for it."""
     order: int
-    """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
+    """Number of the order that begins with these layers, if all workers wait; else of the order that trains
+    meanwhile."""
     senders: Mapping[Worker, Sender]
     follow: bool
-    """Whether the senders train meanwhile."""
+    """True if the senders train during the fetch."""
 
 
 def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Sequence[Address]]],
                 rank: int = 0) -> dict[Worker, Sender]:
-    """Where the layers, or parts, come from that some moves bring to this rank of a worker; `addresses` are those of
-    all ranks of all sources."""
-    by_worker, found = dict(addresses), dict[Worker, Sender]()
+    """Return the source of each part that the moves bring to this rank of a worker. `addresses` are those of all ranks
+    of all sources."""
+    by_worker, sources = dict(addresses), dict[Worker, Sender]()
     for move in moves:
         if move.target == worker:
-            before = found[move.source].parts if move.source in found else ()
-            found[move.source] = Sender(by_worker[move.source][rank], (
+            before = sources[move.source].parts if move.source in sources else ()
+            sources[move.source] = Sender(by_worker[move.source][rank], (
                 *before, PartName(move.layer, move.start, move.stop, move.state)))
-    return found
+    return sources
 
 
 class ReceiverEvents:
-    """Called by a receiver's threads about a fetch while training goes on. By default, nothing happens."""
+    """Callbacks from a receiver's threads, about a fetch during training. By default, they do nothing."""
 
     def loaded(self, iteration: int) -> None:
-        """A layer has come, as it is before this iteration's step. An exception ends the fetch."""
+        """Handle a part that has come, as it is before this iteration's step. An exception ends the fetch."""
 
     def up_to_date(self, fetch: LayerFetch) -> None:
-        """All layers are here, and follow their senders; called once."""
+        """Handle a fetch whose layers have all come, and which follows its senders. Called once."""
 
     def failed(self, fetch: LayerFetch) -> None:
-        """The fetch has failed; called once."""
+        """Handle a fetch that has failed. Called once."""
 
 
 class LayerReceiver:
-    """Gets the layers that one worker needs: those of the last `LayerFetch` of an order.
+    """Receiver of the layers that one worker needs: those of the last `LayerFetch` of an order.
 
     Parameters
     ----------
     module
-        A layer of which parts are to come: any, as long as it is built.
+        Function that returns a layer of which parts will come. Its values do not matter.
     follow
-        Makes what follows a part with its optimizer's state.
+        Function that creates the follower of a part with its optimizer's state.
     secret
-        What those who may give layers know.
+        Secret of the run, which senders must know.
     """
 
     def __init__(self, module: Module, follow: Follow, device: torch.device, secret: Secret,
@@ -110,10 +111,10 @@ class LayerReceiver:
                               events=events or ReceiverEvents())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """By order, and whether it follows: a fetch may come before the worker is in that order."""
+        """Transfers by order, and by whether they follow: a fetch may come before the worker is in that order."""
 
     def begin(self, fetch: LayerFetch) -> None:
-        """Drop what is being fetched in the same order, and fetch this, if it names any sender."""
+        """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
         key = fetch.order, fetch.follow
         with self._lock:
             if key in self._transfers:
@@ -122,42 +123,43 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """What was fetched for an order, as it is when that begins: under this number, and where all wait.
+        """Return the parts that were fetched for an order, as they are when it begins.
 
-        Waits until all senders are in the order, too; `require` is called meanwhile and may raise. Raises
-        CommunicationError when a sender is gone. What was fetched under any other number is dropped.
+        These are the parts of the fetch with this number, and those fetched while all workers wait. All others are
+        dropped. Waits until all senders have begun the order, too; `require` is called meanwhile, and may raise. Raises
+        CommunicationError if a sender is gone.
         """
-        found: list[PartState] = []
+        states: list[PartState] = []
         for transfer in self._until(order):
             try:
-                # An order may have ended before what all waited for in it was taken.
+                # An order may have ended before the parts for which all waited in it were taken.
                 if transfer.fetch.number == fetch if transfer.fetch.follow else transfer.fetch.order == order:
                     transfer.take(order, require)
-                    found += [part.state() for part in transfer.parts.values()]
+                    states += [part.state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
-        require()  # else what was to come may have been dropped with the order
-        return found
+        require()  # otherwise parts may be missing because they were dropped when the order ended
+        return states
 
     def drop(self, order: int) -> None:
-        """An order begins without this worker: what was fetched for it is of no use."""
+        """Drop all parts that were fetched for an order, which begins without this worker."""
         for transfer in self._until(order):
             transfer.close()
 
     def sockets(self) -> Sockets:
-        """Those that are open."""
+        """Return the open sockets."""
         with self._lock:
             transfers = list(self._transfers.values())
         return frozenset().union(*(transfer.sockets() for transfer in transfers))
 
     def _until(self, order: int) -> list["_Transfer"]:
-        """Those that the beginning of an order ends."""
+        """Remove and return the transfers that end when an order begins."""
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 
 
 class _Transfer:
-    """One fetch: a thread for each sender applies its messages."""
+    """Running fetch, with a thread for each sender that applies its messages."""
 
     def __init__(self, fetch: LayerFetch, *, module: Module, follow: Follow, device: torch.device,
                  secret: Secret, events: ReceiverEvents) -> None:
@@ -172,7 +174,7 @@ class _Transfer:
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
         self._orders: dict[Worker, int] = {}
-        """That of each sender."""
+        """Last order that each sender has begun."""
         self._broken: str | None = None
         self._over = False
         for source, sender in fetch.senders.items():
@@ -180,7 +182,7 @@ class _Transfer:
                              name=f"layers from {source}").start()
 
     def take(self, order: int, require: Callable[[], None]) -> None:
-        """Wait until all is here. See `LayerReceiver.take`."""
+        """Wait until all senders have begun the order. See `LayerReceiver.take`."""
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
@@ -190,7 +192,7 @@ class _Transfer:
             self._over = True
 
     def close(self) -> None:
-        """End the connections to the senders."""
+        """Close the connections to the senders."""
         with self._changed:
             self._over = True
             for connection in self._connections:
@@ -198,12 +200,12 @@ class _Transfer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def sockets(self) -> Sockets:
-        """Those that are open."""
+        """Return the open sockets."""
         with self._changed:
             return sockets_of(self._connections)
 
     def _receive(self, source: Worker, sender: Sender) -> None:
-        """Apply the messages of one sender, until the end."""
+        """Apply the messages of one sender until the transfer ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
@@ -220,7 +222,7 @@ class _Transfer:
                 finally:
                     with self._changed:
                         self._connections.remove(connection)
-        except Exception as error:  # whatever it is, somebody waits for the layers
+        except Exception as error:  # any error must reach the thread that waits for the layers
             self._break(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
 
     def _enter(self, connection: socket.socket) -> bool:

@@ -1,8 +1,8 @@
-"""Layer server: the thread of a layer sender that talks to the receivers, and what waits to be sent to each.
+"""Serve layers to receivers: the thread of a layer sender, and the queue of data for each receiver.
 
-It accepts connections, checks that a receiver knows the secret of the run, reads its request, and sends what the thread
-that trains puts into its queue. A connection that breaks or says anything else is ended, with a line in this worker's
-log, and the others go on.
+The thread accepts connections, checks that a receiver knows the secret of the run, reads its request, and sends the
+data that the training thread puts into its queue. A connection that breaks or sends anything else is closed, with a
+line in this worker's log, and the others continue.
 """
 
 import contextlib
@@ -40,59 +40,59 @@ from slipstream.runtime.worker.layer_messages import (
 )
 
 TIMEOUT_SECONDS = 30.0
-"""A receiver that is alive takes something in milliseconds."""
+"""Time after which a receiver that takes nothing is dropped. One that is alive takes something in milliseconds."""
 IDLE_SECONDS = 600.0
-"""How long it waits for something to do before it looks again."""
+"""Longest time that the thread waits for events before it checks again."""
 CHUNK_BYTES = 2**20
-"""Handed to a connection in one call."""
+"""Number of bytes that are passed to a connection in one call."""
 QUEUE_STATES = 3
-"""As many times the memory of what was asked for may wait to be sent."""
+"""Bound on a receiver's queue, as a multiple of the memory of the requested state."""
 MOST_UNKNOWN = 64
-"""Connections that may be open without having asked for anything; the oldest is closed where there are more."""
+"""Largest number of open connections without a request. If there are more, the oldest is closed."""
 
 
 class Receiver:
-    """One connection, and what is to be sent on it."""
+    """Connection to one receiver, and the data to be sent on it."""
 
     def __init__(self, connection: socket.socket, address: str, challenge: Challenge) -> None:
         self.connection = connection
         self.address = address
         self.challenge = challenge
         self.keys: Keys | None = None
-        """None until it has proved that it knows the secret."""
+        """Keys of the connection. None until the receiver has proved that it knows the secret."""
         self.request = LayerRequest(())
         self.received = bytearray()
-        """Of the handshake, and then of its request, until that is complete."""
+        """Bytes of the handshake, and then of the request, until that is complete."""
         self.asking = False
         self.answered = False
         self.closed = False
         self.full = False
-        """True from when too much waits to be sent until nothing does."""
+        """True from when too much data is queued until the queue is empty."""
         self.queue: deque[tuple[Message, Mapping[str, Tensor]]] = deque()
         self.queued_bytes = 0
         self.most_bytes = math.inf
         self.pieces: Iterator[bytes | memoryview] = iter(())
-        """Those left of the message that is being sent."""
+        """Remaining pieces of the message that is being sent."""
         self.piece = memoryview(b"")
-        """What is left of the one that is being sent."""
+        """Unsent rest of the piece that is being sent."""
         self.sending: tuple[Message, int] | None = None
-        """The message that is being sent, and the bytes of its tensors."""
+        """Message that is being sent, and the number of bytes of its tensors."""
         self.not_before = 0.0
         self.progress = time.monotonic()
 
     @property
     def unknown(self) -> bool:
-        """Whether it has not asked for anything yet."""
+        """True if the receiver has not sent a request."""
         return not (self.asking or self.answered or self.closed)
 
     @property
     def pending(self) -> bool:
-        """Whether anything is still to be sent."""
+        """True if data remain to be sent."""
         return not self.closed and (bool(self.queue) or self.sending is not None)
 
 
 class LayerServer:
-    """The thread that serves, and what it shares with the one that trains, under a lock."""
+    """Thread that serves, and the state that it shares with the training thread, under a lock."""
 
     def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
@@ -103,29 +103,29 @@ class LayerServer:
         self._receivers: list[Receiver] = []
         self._over = False
         self._wake_up, self._woken = socket.socketpair()
-        for one in (listener, self._wake_up, self._woken):
-            one.setblocking(False)
+        for endpoint in (listener, self._wake_up, self._woken):
+            endpoint.setblocking(False)
 
     def asking(self) -> list[Receiver]:
-        """Those that wait for an answer."""
+        """Return the receivers that wait for an answer."""
         with self._lock:
-            return [one for one in self._receivers if one.asking and not one.closed]
+            return [receiver for receiver in self._receivers if receiver.asking and not receiver.closed]
 
     def following(self) -> list[Receiver]:
-        """Those that have been answered and want every step."""
+        """Return the receivers that have been answered and want every later step."""
         if not self._receivers:
             return []
         with self._lock:
-            return [one for one in self._receivers if one.answered and one.request.order is None
-                    and not one.closed]
+            return [receiver for receiver in self._receivers if receiver.answered and receiver.request.order is None
+                    and not receiver.closed]
 
     def connections(self) -> list[socket.socket]:
-        """Those that are open."""
+        """Return the open sockets."""
         with self._lock:
-            return [self._wake_up, self._woken, *(one.connection for one in self._receivers)]
+            return [self._wake_up, self._woken, *(receiver.connection for receiver in self._receivers)]
 
     def answer(self, receiver: Receiver, states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
-        """Send states, and whatever is put in from now on."""
+        """Send states to a receiver, and all messages that are queued from now on."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
             receiver.most_bytes = QUEUE_STATES * sum(_size(state) for _, state in states)
@@ -133,7 +133,7 @@ class LayerServer:
             self.put(receiver, message, state)
 
     def put(self, receiver: Receiver, message: Message, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send this after all that was put in before."""
+        """Queue a message behind all that were queued before."""
         with self._lock:
             receiver.queue.append((message, tensors or {}))
             receiver.queued_bytes += _size(tensors or {})
@@ -141,7 +141,7 @@ class LayerServer:
         self._wake()
 
     def drop(self, receiver: Receiver) -> None:
-        """Send no more, and end the connection."""
+        """Send nothing more to a receiver, and close its connection."""
         with self._lock:
             receiver.closed = True
             receiver.queue.clear()
@@ -150,14 +150,14 @@ class LayerServer:
         self._wake()
 
     def close(self) -> None:
-        """End the thread and all connections."""
+        """End the thread, and close all connections."""
         self._over = True
         for receiver in self._receivers:
             self.drop(receiver)
         self._wake()
 
     def serve(self) -> None:
-        """The thread: accept connections, read requests, send; until `close`."""
+        """Accept connections, read requests and send data, until `close`. This is the thread's function."""
         with selectors.DefaultSelector() as selector, self._listener, self._wake_up, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -173,11 +173,11 @@ class LayerServer:
             self._forget_the_closed(selector)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread will wake up anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # if full, the thread wakes up anyway; if closed, it has ended
             self._wake_up.send(b"\0")
 
     def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float:
-        """Which connections to write to; the seconds after which to look again."""
+        """Register the events to wait for at each connection. Return the seconds after which to check again."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
             pending, held_back = receiver.pending, receiver.not_before > now
@@ -208,12 +208,12 @@ class LayerServer:
             unknown = [one for one in self._receivers if one.unknown]
             if len(unknown) > MOST_UNKNOWN:
                 self._cut_off(unknown[0], f"more than {MOST_UNKNOWN} connections ask for nothing")
-            connection.send(receiver.challenge.greeting)  # there is room for it, and for the proof
+            connection.send(receiver.challenge.greeting)  # a new socket's buffer has room for it, and for the proof
 
     def _forget_the_closed(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
-            closed = [one for one in self._receivers if one.closed]
-            self._receivers = [one for one in self._receivers if not one.closed]
+            closed = [connected for connected in self._receivers if connected.closed]
+            self._receivers = [connected for connected in self._receivers if not connected.closed]
         for receiver in closed:
             selector.unregister(receiver.connection)
             receiver.connection.close()
@@ -230,17 +230,17 @@ class LayerServer:
             self.drop(receiver)
         except (AuthenticationError, MessageError) as error:
             self._cut_off(receiver, str(error))
-        except Exception:  # this thread serves the others, too, and whoever trains waits for it
+        except Exception:  # this thread serves the other receivers, too, and training waits for it
             traceback.print_exc()
             self.drop(receiver)
 
     def _cut_off(self, receiver: Receiver, why: str) -> None:
-        """End the connection because of what its peer says, and say so."""
+        """Close a connection because of what its peer sends, and log the reason."""
         self._refused(f"{receiver.address}, which may ask for layers,", why)
         self.drop(receiver)
 
     def _hear(self, receiver: Receiver) -> None:
-        """Read some of the handshake or of a request; after that, nothing comes but the end."""
+        """Read some of the handshake or of the request. After the request, the peer may only close the connection."""
         data = receiver.connection.recv(4096)
         if not data:
             raise ConnectionError("closed")
@@ -256,14 +256,14 @@ class LayerServer:
         try:
             request, _ = read_message(io.BytesIO(receiver.received), receiver.keys.receiving)
         except ConnectionError:
-            return  # there is more to come
+            return  # the request is not complete yet
         if not isinstance(request, LayerRequest):
             raise MessageError("it does not ask")
         with self._lock:
             receiver.request, receiver.asking = request, True
 
     def _send(self, receiver: Receiver) -> None:
-        """Hand one chunk to the connection."""
+        """Send one chunk on the connection."""
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
@@ -276,7 +276,7 @@ class LayerServer:
             receiver.piece = memoryview(self._next_piece(receiver))
 
     def _next_piece(self, receiver: Receiver) -> bytes | memoryview:
-        """What is to be sent next; nothing where all has gone."""
+        """Return the next piece to send; empty if everything has been sent."""
         while True:
             piece = next(receiver.pieces, None)
             if piece is not None:
@@ -287,7 +287,7 @@ class LayerServer:
                     receiver.queued_bytes -= sent[1]
                     receiver.full = receiver.full and bool(receiver.queue)
                 if receiver.queue:
-                    # Never neither in the queue nor being sent: `pending` is read without the lock.
+                    # Set `sending` before popping, never in between: `pending` is read without the lock.
                     message, tensors = receiver.queue[0]
                     receiver.sending = message, _size(tensors)
                     receiver.queue.popleft()

@@ -1,4 +1,4 @@
-"""The layers that a worker needs for an order: read from a checkpoint, taken from others, kept; the others dropped."""
+"""Get the layers that a worker needs for an order, from a checkpoint or other workers, and drop the rest."""
 
 from collections.abc import Callable
 
@@ -14,18 +14,18 @@ from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
 
 
 def take_layers(part: OrderContext) -> None:
-    """Hold exactly what the order's schedule needs of this worker. Raises CommunicationError.
+    """Hold exactly the layers that the order's schedule needs of this worker. Raises CommunicationError.
 
-    What is held changes only once all have what they need of it, and what has come counts as held before that. So if a
-    worker dies meanwhile, those that do not hear any more that all have theirs keep the old layers and the new ones,
-    and all others the new ones.
+    The held layers change only after all members have what they need of them, and received parts count as held before
+    that. So if a worker dies meanwhile, members that do not learn that all have their layers keep both the old layers
+    and the new ones, and all others hold the new ones.
     """
     order, context, store = part.order, part.context, part.context.layer_store
     context.injector.at(order.first_iteration, "met")
     if order.restore is not None:
         _restore(part, next((layers for worker, layers in order.restore if worker == part.worker), ()))
     elif order.first_iteration == context.setup.first_iteration:
-        if context.config.training.shard_optimizer:  # of the layers that it holds, it may keep other parts
+        if context.config.training.shard_optimizer:  # it may keep other parts of layers that it holds
             store.clear()
         store.read(context.placement.held(part.schedule, part.worker) - store.holding.modules.keys(),
                    order.first_iteration)
@@ -41,10 +41,8 @@ def take_layers(part: OrderContext) -> None:
 
 def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0
                 ) -> list[PartState]:
-    """Give what others lack, and get what is lacking here, while all wait; with what has been fetched under a number.
-
-    Raises CommunicationError.
-    """
+    """Send the parts that others lack, and return those that this worker lacks, while all workers wait. Parts that were
+    fetched under the number `fetch` are returned, too. Raises CommunicationError."""
     senders = senders_for(context.worker, order.moves, order.addresses, context.rank)
     context.layer_receiver.begin(LayerFetch(0, order.order, senders, follow=False))
     receivers = {move.target for move in order.moves if move.source == context.worker}
@@ -53,7 +51,7 @@ def move_layers(context: WorkerContext, order: Train | Finish, require: Callable
 
 
 def _restore(part: OrderContext, layers: tuple[int, ...]) -> None:
-    """Read layers from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
+    """Read layers from a checkpoint. A damaged checkpoint ends the order: the coordinator then chooses another one."""
     part.activity.begins("reads a checkpoint")
     iteration = part.order.first_iteration
     try:

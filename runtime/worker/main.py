@@ -1,4 +1,4 @@
-"""One worker's process: it joins the run, and does as the coordinator says until it may leave."""
+"""Run one worker's process: it joins the run, and follows the coordinator until it may leave."""
 
 import faulthandler
 import signal
@@ -36,10 +36,10 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
-    """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
+    """Run the worker of a `WorkerSpec`, and return the exit status. Errors are reported to the coordinator."""
     spec = _SPEC.decode(task)
     name_process(f"worker {process_name(spec.worker, spec.rank)}")
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of a worker that hangs, into its log
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes the stacks of a hanging worker to its log
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     if spec.settings.config.training.share_devices:
         claim_own_host(f"{spec.worker}:{spec.rank}")
@@ -66,10 +66,8 @@ def main(task: bytes) -> int:
 
 
 def _join(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorker], Setup]:
-    """The connection to node 0, and its answer; of another one where the first dies before it has answered.
-
-    Raises RendezvousError.
-    """
+    """Connect to node 0, and return the connection and its answer. Raises RendezvousError. If node 0 dies before it has
+    answered, this tries again, to reach another node 0."""
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     while True:
         channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
@@ -83,8 +81,10 @@ def _join(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorke
 
 
 def warm_up() -> None:
-    """Spend once, before workers are forked, the time that each would: torch imports much when first used, and so does
-    whoever orders transfers."""
+    """Trigger slow imports once, before workers are forked.
+
+    At first use, torch and the code that orders transfers import many modules.
+    """
     preload()
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = model_for(config.model, 0, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A worker's main thread: it reads the channel and sends heartbeats, however long computing takes elsewhere."""
+"""Run a worker's main thread: it reads messages and sends heartbeats, however long computing takes in other threads."""
 
 import contextlib
 import selectors
@@ -50,15 +50,15 @@ from slipstream.schedules.schedule import Worker
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
-"""While a generation should come to its end."""
+"""Interval between checks while a generation ends."""
 RETRY_SECONDS = 0.2
-"""From one attempt to reach another coordinator to the next."""
+"""Interval between attempts to reach another coordinator."""
 KEPT_LOSSES = 256
-"""Losses that a worker keeps for another coordinator, those of the last iterations."""
+"""Number of latest losses that a worker stores for another coordinator."""
 
 
 class CoordinatorGoneError(Exception):
-    """The connection to the coordinator has ended. The message is one line."""
+    """Error for a connection to the coordinator that has ended. The message is one line."""
 
 
 class MainThread:
@@ -72,25 +72,26 @@ class MainThread:
         self._threads = OrderThreads(self._failed)
         self._generation: Generation | None = None
         self._finish_order: Finish | None = None
-        """The last order, where it was to finish."""
+        """Last order, if it was a `Finish`."""
         self._down: tuple[Worker, ...] = ()
-        """Who took no part in the last order to train."""
+        """Workers that took no part in the last order for training."""
         self._doubted = False
-        """Whether that has ended as copies differ of what its members hold."""
+        """True if that order has ended because copies of its members' state differ."""
         self._assigned: Assigned | None = None
-        """The last."""
+        """Last `Assigned` that was received."""
         self._contents: dict[str, bytes] = {}
-        """What has come of schedules, by digest, first come first."""
+        """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}
-        """Of the last committed iterations: a coordinator that dies may not have written them."""
+        """Losses of the last committed iterations: a coordinator that dies may not have written them."""
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False
         signal.signal(signal.SIGTERM, self._end_soon)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked until now, as in the fork server
 
     def _end_soon(self, *_: object) -> None:
-        """SIGTERM: leave when the others can do without this worker. It may come again: schedulers repeat it."""
+        """Handle SIGTERM: leave when the others can do without this worker. Repeated signals, as of schedulers, are
+        ignored."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._told_to_end = True
         self._waker.send(b"!")
@@ -100,12 +101,10 @@ class MainThread:
         self._waker.send(b"!")
 
     def serve(self) -> int:
-        """Handle the coordinator's messages until this worker may leave; the exit status.
-
-        Raises RendezvousError when node 0 is gone and no other comes, and errors of this worker's own.
-        """
+        """Handle the coordinator's messages until this worker may leave, and return the exit status. Raises
+        RendezvousError if node 0 is gone and no other comes, and errors of this worker's own."""
         if self._spec.restarted:
-            # It will most likely play its own role: what takes time is done while the others train.
+            # The worker will most likely play its own role: build its layers while the others train.
             self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
         known = None
         while True:
@@ -120,20 +119,20 @@ class MainThread:
                 known = self._known()
 
     def _data_digest(self) -> str:
-        """Of all data that this worker reads, and of how it deals their samples."""
+        """Return a digest of all data that this worker reads, and of the way in which it deals samples."""
         context, validation = self._context, self._context.validation
         dealt = costs_digest(context.corpus, context.config.training)
         return f"{context.corpus.digest} {dealt}" + ("" if validation is None else f" {validation.digest}")
 
     def _follow(self) -> int:
-        """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""
+        """Handle the messages of one coordinator, and return the exit status. Raises CoordinatorGoneError."""
         interval = self._context.setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            for one in self._context.reporter.sockets():
-                selector.register(one, selectors.EVENT_READ)
+            for reporter_socket in self._context.reporter.sockets():
+                selector.register(reporter_socket, selectors.EVENT_READ)
             while True:
                 ending = self._generation is not None and self._generation.ending
                 pause = max(0.0, beat - time.monotonic())
@@ -151,7 +150,7 @@ class MainThread:
                 for acknowledged in self._context.reporter.read():
                     self._handle(acknowledged)
                 if time.monotonic() >= beat:
-                    # What says anything else needs no heartbeat.
+                    # Any other message shows that this worker is alive, and replaces a heartbeat.
                     beat = max(self._channel.sent, self._context.reporter.sent) + interval
                     if time.monotonic() >= beat:
                         self._channel.send(Heartbeat())
@@ -166,17 +165,15 @@ class MainThread:
             raise CoordinatorGoneError(str(error)) from None
 
     def _find_another(self, gone: str) -> bool:
-        """Hold still until another coordinator is there; False: this worker may leave.
-
-        Raises RendezvousError when none comes in time, and errors of this worker's own.
-        """
+        """Wait until another coordinator is reached. Return False if this worker may leave. Raises RendezvousError if
+        none comes in time, and errors of this worker's own."""
         seconds = self._spec.settings.coordinator_timeout_seconds
         print(f"{gone}; waits {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
         deadline = time.monotonic() + seconds
         generation = self._generation
         if generation is not None:
             generation.end()  # the coordinator is gone, and with it the order
-        self._context.layer_receiver.drop(sys.maxsize)  # which the generation must not take for all that was to come
+        self._context.layer_receiver.drop(sys.maxsize)  # otherwise the generation might use layers that are incomplete
         while time.monotonic() < deadline:
             if self._error is not None:
                 raise self._error
@@ -187,7 +184,7 @@ class MainThread:
                 time.sleep(LOOK_SECONDS)
                 continue
             with contextlib.suppress(RendezvousError):
-                self._contents.clear()  # another coordinator does not know of them
+                self._contents.clear()  # another coordinator does not know that this worker has them
                 store = self._channel.follow_another(
                     JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
@@ -200,7 +197,7 @@ class MainThread:
         raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")
 
     def _known(self) -> Known | None:
-        """What the new coordinator must know; None where it goes on without what this worker holds."""
+        """Return the report for a new coordinator. None: the coordinator continues without this worker's state."""
         generation = self._generation
         if self._channel.setup.forget:
             self._generation = None
@@ -248,7 +245,7 @@ class MainThread:
                 generation.acknowledged(message)
                 self._keep_loss(message)
             case Fetch():
-                # Where this worker has no part in it, what was fetched in the same order ends.
+                # If this worker has no part in the fetch, an earlier one of the same order is dropped.
                 senders = senders_for(self._worker, message.moves, message.addresses, self._context.rank)
                 self._context.layer_receiver.begin(LayerFetch(message.number, message.order, senders, follow=True))
             case ReportStatus():
@@ -265,7 +262,7 @@ class MainThread:
             self._losses.pop(iteration - KEPT_LOSSES, None)
 
     def _status(self) -> Status:
-        """What this worker does. It has no generation before its first order, and after its last."""
+        """Return the present activity. There is no generation before the first order, and after the last."""
         if self._generation is not None:
             return self._generation.status()
         if self._threads.finishing:

@@ -1,4 +1,4 @@
-"""What takes a worker long: its part in orders. Each runs in a thread of its own."""
+"""Run the long work of a worker, its part in orders, each in a thread of its own."""
 
 import sys
 import threading
@@ -26,35 +26,33 @@ from slipstream.runtime.worker.layers_of_order import move_layers
 
 
 class OrderThreads:
-    """Begins threads; an error in one is told to `failed`.
-
-    `previous` is the generation of the order before, where this worker took part in that.
-    """
+    """Threads for a worker's part in orders. An error in one of them is passed to `failed`. In all methods, `previous`
+    is the generation of the order before, if this worker took part in that."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._finishing = threading.Lock()
-        """Held while the layers are written at the end, and while an order changes what is held: that to finish may
-        end early."""
+        """Lock that is held while layers are written at the end, and while an order changes the held layers. It is
+        needed because an order to finish may end early."""
         self._between_ranks: Session | None = None
-        """Of the last order to finish."""
+        """Connections between the worker's ranks in the last order to finish."""
         self._next = threading.Event()
-        """Set when the next order has come; another one for each order."""
+        """Event that is set when the next order has come. Each order has a new one."""
 
     @property
     def finishing(self) -> bool:
-        """Whether parameters are being written."""
+        """True while parameters are being written."""
         return self._finishing.locked()
 
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
-        """Take part in an order."""
+        """Take part in an order for training."""
         self._begins()
 
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
-                    self._between_ranks.close()  # all ranks have met for another order since, and so have done with it
+                    self._between_ranks.close()  # all ranks have met for another order, so none uses it
                     self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.clear()
@@ -64,26 +62,25 @@ class OrderThreads:
         self.begin(context.device, f"generation {order.order}", work)
 
     def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
-        """Take no part in an order. What this worker held is out of date from now on; others may lack parts of it."""
+        """Take no part in an order. This worker's state is then out of date, but other workers may first need parts of
+        it."""
         over = self._begins()
 
         def work() -> None:
             leave(context, previous, order)
             if any(move.source == context.worker for move in order.moves):
-                with suppress(CommunicationError):  # the order is over, or the coordinator hears of it from them
+                with suppress(CommunicationError):  # the order is over, or the receivers report the failure
                     move_layers(context, order, partial(_require_not, over))
             context.layer_store.clear()
             context.links.close()
-            if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
+            if context.group is not None:  # an abandoned thread, or one that never met all, left it connected
                 context.group.connect(None)
 
         self.begin(context.device, "leaving the order", work)
 
     def finish(self, context: WorkerContext, order: Finish, previous: Generation | None) -> None:
-        """Write some layers, and report the digests of all, which must agree between peers.
-
-        Where others have parts of these layers, and one of them is lost, there will be another order.
-        """
+        """Write some layers, and report the digests of all, which must agree between peers. If another worker that has
+        parts of these layers is lost, there will be another order."""
         over = self._begins()
 
         def work() -> None:
@@ -100,22 +97,23 @@ class OrderThreads:
         self.begin(context.device, "finish", work)
 
     def forget(self, context: WorkerContext) -> None:
-        """Hold nothing any more, once nothing is being written."""
+        """Drop all layers, after any writing has ended."""
         with self._finishing:
             context.layer_store.clear()
 
     def _begins(self) -> threading.Event:
-        """An order begins, which ends what the last one waits for; set when the next one does."""
+        """Begin an order, which ends the waits of the last one. Return an event that is set when the next order
+        begins."""
         self._next.set()
         self._next = threading.Event()
         return self._next
 
     def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Run long work in a thread."""
+        """Run `work` in a thread of this name."""
         def run() -> None:
             try:
                 if device.type == "cuda":
-                    torch.cuda.set_device(device)  # of each thread its own
+                    torch.cuda.set_device(device)  # the current device is set for each thread
                 work()
             except AbandonedError:
                 pass
@@ -128,17 +126,18 @@ class OrderThreads:
 
 
 def _require_not(over: threading.Event) -> None:
-    """Raises CommunicationError once the order is over."""
+    """Raise CommunicationError if the order is over."""
     if over.is_set():
         raise CommunicationError("the order is over")
 
 
 def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:
-    """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
+    """Close the connections of the last generation, which peers may have used until now, and undo what is not
+    committed."""
     if previous is not None:
         try:
             previous.leave(order)
-        except VersionError as error:  # as where others have gone back to a checkpoint, and it had not heard of that
+        except VersionError as error:  # e.g. the others have returned to a checkpoint without this worker's knowledge
             if isinstance(order, Finish) or order.restore is None:
                 print(f"order {order.order}: {error}; this worker keeps nothing", file=sys.stderr, flush=True)
             context.layer_store.clear()
@@ -146,7 +145,7 @@ def leave(context: WorkerContext, previous: Generation | None, order: Order) -> 
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
-    """What the ranks of this worker gather their shards over; None where it is one process."""
+    """Connect the ranks of this worker, which gather their shards. Return None if the worker is one process."""
     if context.group is None:
         return None
     alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)
@@ -154,19 +153,20 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
 
 
 def _write(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """`received` are parts of layers, where others have them."""
+    """Write the layers that an order assigns to this worker, and report the digests. `received` are the parts of these
+    layers that other workers keep."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
             copies, module = context.sharing.copies(layer), holding.modules[layer]
-            whole = whole_layer(module, context.group)
+            full_state = whole_layer(module, context.group)
             if context.rank == 0:
                 save_layer_when_there_is_room(Path(context.out), layer, {
-                    name: tensor for name, tensor in whole.items() if name not in copies},
+                    name: tensor for name, tensor in full_state.items() if name not in copies},
                     lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store
-    mine = [layer for layer, worker in order.writers if worker == context.worker]
-    context.checkpointer.save_last(order, partial(store.whole_layers, mine, received, order.first_iteration - 1))
+    own_layers = [layer for layer, worker in order.writers if worker == context.worker]
+    context.checkpointer.save_last(order, partial(store.whole_layers, own_layers, received, order.first_iteration - 1))
     kept = store.kept()
     digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}

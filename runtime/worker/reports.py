@@ -1,4 +1,4 @@
-"""A worker's reports of the iterations of an order, and their acknowledgements."""
+"""Report the iterations of an order to the coordinator, and wait for acknowledgements."""
 
 import math
 import queue
@@ -15,37 +15,37 @@ from slipstream.runtime.worker.activity import WAITS
 from slipstream.runtime.worker.context import OrderContext
 
 ANSWER_SECONDS = 600.0
-"""The coordinator acknowledges an iteration in a millisecond."""
+"""Time limit for an acknowledgement. The coordinator usually acknowledges an iteration in a millisecond."""
 
 
 class OrderStoppedError(Exception):
-    """The order ends before an iteration that nothing has been passed on of."""
+    """Exception that ends an order before an iteration of which nothing has been passed on."""
 
 
 class Reports:
-    """What the coordinator is told of each iteration, and what it has answered."""
+    """Reports of an order's iterations, and their acknowledgements."""
 
     def __init__(self, part: OrderContext) -> None:
         self._part = part
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
         self._open: Ran | None = None
-        """The report that is to be acknowledged."""
+        """Report that has not been acknowledged."""
         self.reached = part.order.first_iteration - 1
-        """The last iteration that this worker may have stepped: it is being evaluated, or reported, or was."""
+        """Last iteration that this worker may have stepped. Its evaluation or report may have begun."""
         self.save_before: int | None = None
-        """The iteration of this order before whose step all members save, where node 0 has chosen one."""
+        """Iteration of this order before whose step all members save, if node 0 has chosen one."""
 
     def acknowledged(self, message: Acknowledged) -> None:
-        """The coordinator has acknowledged a report."""
+        """Pass the coordinator's acknowledgement on to the waiting thread."""
         self._acknowledged.put(message)
 
     def order_ended(self) -> None:
-        """No report is waited for any more: it is answered only with those of others, who may be gone."""
+        """End the wait for an acknowledgement: it would need the reports of other workers, which may be gone."""
         self._acknowledged.put(None)
 
     def report(self, iteration: int, loss: float, steps: Steps, recorder: Recorder, evaluation: float | None,
                checksums: tuple[Checksum, ...]) -> None:
-        """Report an iteration; the first member also says how all have stepped it, once that is known."""
+        """Report an iteration. The first member also reports how all members stepped it, as soon as that is known."""
         context, number = self._part.context, self._part.order.order
         self.reached = iteration
         self._open = Ran(context.worker, number, iteration, finite(loss), recorder.window_seconds(),
@@ -56,11 +56,11 @@ class Reports:
             steps.when_validated(lambda: self._validated(steps))
 
     def require_acknowledged(self) -> None:
-        """Wait until the last report has arrived, before anything of the next iteration is passed on.
+        """Wait until the last report is acknowledged, before anything of the next iteration is passed on.
 
-        A worker can step an iteration only after all others have passed on something of it. It then knows that their
-        reports of the one before have arrived, even of those that have died since. Raises OrderStoppedError where the
-        order ends before the next iteration, and CommunicationError where no answer comes.
+        A worker can step an iteration only after all others have passed on something of it. So it then knows that their
+        reports of the iteration before have arrived, even those of workers that have died since. Raises
+        OrderStoppedError if the order ends before the next iteration, and CommunicationError if no answer comes.
         """
         if self._open is None:
             return
@@ -81,7 +81,7 @@ class Reports:
         activity.begins(doing)
 
     def _answer_to(self, report: Ran) -> Acknowledged | None:
-        """None where the order is over. Raises CommunicationError."""
+        """Wait for the answer to a report. Return None if the order is over. Raises CommunicationError."""
         reporter = self._part.context.reporter
         while True:
             try:
@@ -92,7 +92,7 @@ class Reports:
                 reporter.send_directly(report)
             else:
                 if answer is None or answer.iteration >= report.iteration:
-                    return answer  # an earlier report has come both ways, and been answered so
+                    return answer  # answers to earlier reports are skipped: a report sent both ways gets two
 
     def _validated(self, steps: Steps) -> None:
         assert steps.validated is not None
@@ -100,5 +100,5 @@ class Reports:
 
 
 def finite(number: float) -> float | None:
-    """A number as JSON can say it."""
+    """Return a number in a form that JSON can represent: None if it is not finite."""
     return number if math.isfinite(number) else None

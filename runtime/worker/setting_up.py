@@ -1,4 +1,4 @@
-"""What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
+"""Build the objects that a worker needs before it is ready: device, model, data, and what lasts from order to order."""
 
 import time
 from contextlib import suppress
@@ -32,11 +32,11 @@ from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.schedules.schedule import Worker
 
 STORE_TIMEOUT = timedelta(seconds=10)
-"""Of a coordinator that listens, or is gone."""
+"""Time limit for reaching the store of a coordinator, which either listens or is gone."""
 
 
 def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
-    """All of it, for this process. Raises errors of its own that end the worker."""
+    """Build the context of this process's worker. Errors end the worker."""
     setup, settings = channel.setup, spec.settings
     config = settings.config
     training, device = config.training, _claim_device(setup.device, spec.card)
@@ -66,7 +66,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
 
 
 def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
-    """Node 0's store; that of another node 0, where the first has died meanwhile. Raises RendezvousError."""
+    """Connect to node 0's store; to that of another node 0 if the first has died. Raises RendezvousError."""
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank)
     while True:
@@ -79,11 +79,11 @@ def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
             store = link.follow_another(hello, Leave, lambda setup: connect_store(setup.store, STORE_TIMEOUT))
             if isinstance(store, TCPStore):
                 return store
-            deadline = 0.0  # that goes on without this worker
+            deadline = 0.0  # the new coordinator continues without this worker
 
 
 class _FetchReports(ReceiverEvents):
-    """Reports to the coordinator how fetches go."""
+    """Callbacks that report the progress of fetches to the coordinator."""
 
     def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""A worker's iterations of one order: it runs its program, steps, evaluates where that is due, and reports."""
+"""Run a worker's iterations of one order: it runs its program, steps, evaluates if that is due, and reports."""
 
 import contextlib
 import weakref
@@ -27,10 +27,8 @@ from slipstream.schedules.schedule import OpKind, Schedule
 
 
 class Training:
-    """Carries out iterations, with the layers that the order needs, over the connections that were made for it.
-
-    It does not hold what runs the program, which calls it back: both are freed as soon as the order is over.
-    """
+    """Iterations of an order, with the layers that it needs, over the connections that were made for it. It holds no
+    reference to the executor, which calls it back: both are freed as soon as the order is over."""
 
     def __init__(self, part: OrderContext, reports: Reports) -> None:
         context, schedule = part.context, part.schedule
@@ -41,9 +39,9 @@ class Training:
         self._form = None if context.setup.data is None else context.setup.data.form()
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[Slices | Exchange]()
-        """What has tensors of micro-batches."""
+        """Objects that hold tensors of micro-batches."""
         self._checksums: Callable[[], tuple[Checksum, ...]] = _none
-        """Of what was held before the step of the iteration, where copies are compared."""
+        """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
         self._writers = context.placement.writers(schedule, part.worker)
         self.steps = Steps(
             context.layer_store.holding, training, layers=context.model.layers,
@@ -51,7 +49,7 @@ class Training:
             staggered=schedule.optimizer == "staggered", stepped=partial(_pass_on, context))
 
     def run(self) -> None:
-        """All iterations from the order's first one on, or those before it stops. Raises CommunicationError."""
+        """Run all iterations of the order, or those before it stops. Raises CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
@@ -75,7 +73,7 @@ class Training:
             for iteration in range(first, setup.iterations):
                 part.samples.begin(iteration)
                 if iteration == first_traced and setup.nodes > 1:
-                    # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                    # Comparing clocks takes many round trips between nodes, and no recovery should wait for them.
                     self._reports.require_acknowledged()
                     part.activity.begins("compares clocks")
                     recorder.offset_seconds = self._session.clock_offset()
@@ -94,7 +92,7 @@ class Training:
         exchange.flush()
 
     def _rehearse(self, slices: Slices, iteration: int) -> None:
-        """Run each kind of op once, before NCCL keeps the device busy; sum up what an order begins with for the same
+        """Run each kind of op once, before NCCL keeps the device busy. Start the order's first checksums for the same
         reason."""
         part, context = self._part, self._part.context
         for number, runner in slices.runners.items():
@@ -106,12 +104,13 @@ class Training:
         self._checksums = context.layer_store.checksums(iteration - 1)
 
     def let_go(self) -> None:
-        """Free what micro-batches hold, where the thread that runs the program is left behind."""
-        for one in self._holds:
-            one.let_go()
+        """Free the tensors of micro-batches after the thread that runs the program has been abandoned."""
+        for holder in self._holds:
+            holder.let_go()
 
     def _stretch(self, first: int) -> range:
-        """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
+        """Return the iterations from `first` up to the next evaluation. Tensors of later ones are not received before
+        it."""
         context = self._part.context
         every, end = context.config.training.evaluate_every, context.setup.iterations
         return range(first, end if every is None else min(end, (first // every + 1) * every))
@@ -123,15 +122,16 @@ class Training:
         return exchange
 
     def _validate(self, executor: Executor) -> None:
-        """See to it that the last step is right, where nobody has run a forward of the next iteration, or will."""
+        """Make sure that the last step is right, if no forward of the next iteration has been run to check it."""
         self.steps.validate()
         if self.steps.void:
             executor.gather_again()
             self.steps.void = False
 
     def _evaluation(self, slices: Slices, executor: Executor, weights: LossWeights) -> Callable[[int], float]:
-        """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
-        part, context, made = self._part, self._part.context, list[Evaluation]()
+        """Return the function that evaluates after an iteration. What it needs is built at its first call, so that no
+        recovery waits for that."""
+        part, context, evaluations = self._part, self._part.context, list[Evaluation]()
         validation = None if context.validation is None else LossWeights(
             context.validation, context.config.training, context.setup.microbatches,
             context.config.training.evaluation_iterations)
@@ -146,21 +146,21 @@ class Training:
             self._validate(executor)
             self._reports.reached = iteration
             assert context.validation is not None and validation is not None and part.whole is not None
-            if not made:
-                made.append(Evaluation(
+            if not evaluations:
+                evaluations.append(Evaluation(
                     part.whole, session=self._session, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
                     iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
             slices.weigh(validation)
             try:
-                return made[0].run()
+                return evaluations[0].run()
             finally:
                 slices.weigh(weights)
 
         return evaluate
 
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Before each op: stop when the order is over."""
+        """Stop if the order is over, and inject failures that are due. Called before each op."""
         context = self._part.context
         self._part.activity.begins((iteration, place))
         self._session.require()
@@ -169,15 +169,15 @@ class Training:
             context.injector.at(iteration, "A" if kind is OpKind.A else "O")
 
     def _before_step(self, iteration: int) -> None:
-        """Copy the state that a step overwrites, where a checkpoint or another worker needs it, and sum it up where it
-        is compared with others' copies. The step before it is committed."""
+        """Copy the state that a step overwrites, if a checkpoint or another worker needs it, and start its checksums if
+        due. The step before must be committed."""
         context, activity, require = self._part.context, self._part.activity, self._session.require
         if saves := context.checkpointer.due(iteration, self._reports.save_before):
             doing = activity.doing
             activity.begins(f"saves the state before iteration {iteration}")
             context.checkpointer.save(iteration, partial(self._whole_states, iteration - 1), require)
             activity.begins(doing)
-        if saves or (self._checksums is _none and self._is_compared(iteration)):  # what is saved was right, then
+        if saves or (self._checksums is _none and self._is_compared(iteration)):  # so that saved state is verified, too
             self._checksums = context.layer_store.checksums(iteration - 1)
         context.layer_sender.wait_for_room(require)
         if context.layer_sender.asked:
@@ -185,15 +185,15 @@ class Training:
             context.layer_sender.before_step(iteration, context.layer_store)
 
     def _is_compared(self, iteration: int) -> bool:
-        """Whether copies of the state before an iteration are compared: where an order begins, before the last step,
-        and every so many iterations."""
+        """Return whether copies of the state before an iteration are compared. They are compared at the first iteration
+        of an order, before the last step, and at a fixed interval."""
         setup = self._part.context.setup
         return iteration in (self._part.order.first_iteration, setup.iterations - 1) \
             or (setup.verify_every > 0 and iteration % setup.verify_every == 0)
 
     def _whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
-        """The layers that this worker saves, as they are after an iteration; where states are sharded, all give their
-        own parts to who saves them."""
+        """Return the layers that this worker saves, as they are after an iteration. If states are sharded, all members
+        send their own parts to the worker that saves."""
         store, me, received = self._part.context.layer_store, self._part.worker, list[PartState]()
         for layers, cut in store.holding.cuts.items():
             for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
@@ -207,12 +207,12 @@ class Training:
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device
         try:
-            found = data.batch(microbatch, config.training.batch, config.model.context)
-        except StopIteration:  # for all workers alike
+            batch = data.batch(microbatch, config.training.batch, config.model.context)
+        except StopIteration:  # happens at all workers alike
             raise BadSampleError(f"the data have no samples left for iteration {microbatch.iteration}") from None
         if self._form is not None and data is self._part.context.corpus:
-            require_form(found, self._form, microbatch)
-        return on_device(found, device)
+            require_form(batch, self._form, microbatch)
+        return on_device(batch, device)
 
 
 def _none() -> tuple[Checksum, ...]:

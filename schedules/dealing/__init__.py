@@ -1,9 +1,9 @@
-"""Samples dealt to the names of a schedule: an iteration's micro-batches are not alike, and its plan takes them so.
+"""Deal the samples of an iteration, which are not alike, to the micro-batches of a schedule.
 
-A schedule names its micro-batches (pipeline, index), and plans all as equal. Where it is known what each sample of an
-iteration costs, they are given names such that the schedule, as it stands, ends early: it is replayed with these costs,
-and swaps of two samples that shorten it are kept. Balancing the totals of pipelines (WLB-LLM, arXiv 2503.17924) is
-where that begins; what counts beyond is the order, and which samples go to names that others run for a failed worker.
+A schedule names its micro-batches (pipeline, index) and plans all of them as equal. If the cost of each sample of an
+iteration is known, samples are assigned to names such that the unchanged schedule ends early: it is replayed with these
+costs, and swaps of two samples that shorten it are kept. The search starts by balancing the totals of pipelines
+(WLB-LLM, arXiv 2503.17924). Beyond that, the order matters, and which samples other workers run for a failed worker.
 """
 
 from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs

@@ -1,4 +1,4 @@
-"""A schedule as the arrays that dealing replays."""
+"""Convert a schedule to the arrays that dealing replays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -12,13 +12,13 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import Step, steps_of
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""The columns that costs have of each slice."""
+"""Kinds of op that have a column of costs for each slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
-    """The steps of a schedule, in a block for each group of pipelines that share micro-batches, and the tail.
+    """Return the steps of a schedule as arrays: a block per group of pipelines that share micro-batches, and the tail.
 
-    Where ops follow reductions, all steps are one block. Raises ValueError where ops wait in a circle.
+    If ops follow reductions, all steps are in one block. Raises ValueError if ops wait for each other in a circle.
     """
     steps, workers = steps_of(schedule)
     first = list(accumulate(schedule.grid.microbatches, initial=0))
@@ -31,13 +31,13 @@ def arrays_of(schedule: Schedule) -> Arrays:
         tail = len(set(group_of.values()))
         blocks = [group_of[step.op.pipeline] if step.computes and step.op.pipeline is not None else tail
                   for step in steps]
-    order = sorted(range(len(steps)), key=lambda number: blocks[number])  # stable: each after what it waits for
+    order = sorted(range(len(steps)), key=lambda number: blocks[number])  # stable: each stays after what it waits for
     place = {number: index for index, number in enumerate(order)}
     ordered = [steps[number] for number in order]
     counts = np.bincount([blocks[number] for number in order], minlength=len(set(group_of.values())) + 1)
     works = np.array(list(_works(schedule, ordered)), np.int64)
     release = np.zeros(workers, np.int64)
-    for seat in schedule.seats:  # and its link, where it has one beside
+    for seat in schedule.seats:  # also sets the link of the worker, if links are numbered
         release[number_of[seat.worker]::len(number_of)] = min(op.start_ticks for op in schedule.programs[seat.program])
     return Arrays(
         begin=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
@@ -56,6 +56,7 @@ def arrays_of(schedule: Schedule) -> Arrays:
 
 
 def _computes_after_reductions(steps: Sequence[Step], workers: int) -> bool:
+    """Return whether a worker computes after a reduction or optimizer step of the same iteration."""
     reduced = [False] * workers
     for step in steps:
         if step.computes and reduced[step.workers[0]]:
@@ -66,12 +67,12 @@ def _computes_after_reductions(steps: Sequence[Step], workers: int) -> bool:
 
 
 def _kinds(op: Op) -> tuple[OpKind, ...]:
-    """What an op is of, as costs have it."""
+    """Return the kinds whose costs an op has: B has those of I and W."""
     return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
 
 
 def _works(schedule: Schedule, steps: Iterable[Step]) -> Iterator[tuple[int, int, int, int]]:
-    """Two columns of costs of each step, -1 where it has none, and the ticks of each."""
+    """Iterate over the steps, each with its two columns of costs (-1 if it has none) and the ticks of each."""
     known: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}
     for step in steps:
         op = step.op
@@ -87,14 +88,14 @@ def _works(schedule: Schedule, steps: Iterable[Step]) -> Iterator[tuple[int, int
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """[slices, depth]: how much of each slice is in each stage of a route, by layers; stages have one 1."""
+    """Return the share of each slice's layers in each stage of a route, [slices, depth]. A stage has a single 1."""
     grid = schedule.grid
-    found = np.zeros((len(schedule.layers_by_slice), grid.depth))
+    shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):
         for stage in range(grid.depth):
             own_first, own_end = grid.layers_by_stage[stage]
-            found[slice_, stage] = max(0, min(end, own_end) - max(first, own_first)) / (end - first)
-    return found
+            shares[slice_, stage] = max(0, min(end, own_end) - max(first, own_first)) / (end - first)
+    return shares
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -1,7 +1,7 @@
-"""The install step of dealing (`python -m slipstream.schedules.dealing.compiled`): its loops are compiled, once per
-installation, and kept on disk.
+"""Compile the loops of dealing at installation (`python -m slipstream.schedules.dealing.compiled`), cached on disk.
 
-Else each worker's process compiles them at once in its first iteration: 6 workers on 2 cores took half a minute.
+Otherwise each worker's process compiles them in its first iteration, all at the same time: with 6 workers on 2 cores
+this took half a minute.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from slipstream.schedules.dealing.kernel import Arrays, improve, replay
 
 
 def load() -> None:
-    """Have this process load the machine code, or compile it: numba does when a function is first called."""
-    none, one, pairs = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
-    arrays = Arrays(begin=np.zeros(2, np.int64), worker=none, name=none, column=pairs, ticks=pairs, source_begin=one,
-                    source=none, hop=none, other_begin=one, other=none, block_of=one, release=one)
+    """Load the machine code into this process, or compile it. numba does so when a function is first called."""
+    empty, one, pairs = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
+    arrays = Arrays(begin=np.zeros(2, np.int64), worker=empty, name=empty, column=pairs, ticks=pairs, source_begin=one,
+                    source=empty, hop=empty, other_begin=one, other=empty, block_of=one, release=one)
     costs = np.zeros((1, 1), np.int64)
     improve(arrays, costs, 1, pairs, one.copy())
     replay(arrays, costs, one.copy(), 1, one.copy())

@@ -1,4 +1,4 @@
-"""Which sample takes which name: a pure function of a schedule, the samples' costs, a seed and a number of swaps."""
+"""Choose the sample of each micro-batch, as a pure function of schedule, costs of samples, seed and number of swaps."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,56 +11,59 @@ from slipstream.schedules.dealing.kernel import Ints, improve, replay
 from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
-"""Costs are rounded to millionths of the mean. From there on all numbers are whole: all machines find the same."""
+"""Number of cost units in the mean: costs are rounded to millionths. From there on all numbers are integers, so that
+all machines get the same result."""
 MOST = 1000
-"""A sample costs at most so many times the mean."""
+"""Highest cost of a sample, as a multiple of the mean."""
 STEPS_PER_SECOND = 64_000_000
-"""Steps of replays that a core makes, about. An iteration is dealt with those of a second at most, and of half the time
-that it takes by plan: the next one is dealt while it runs. Larger schedules have fewer swaps."""
+"""Approximate number of replayed steps per second of a core.
+
+Dealing an iteration may take one second at most, and at most half of the planned time of the iteration, because the
+next iteration is dealt while it runs. Larger schedules try fewer swaps.
+"""
 
 Costs = npt.NDArray[np.float64]
-"""[samples, 3], or [samples, stages, 3] where stages differ: what a sample's F, I and W take, as multiples of the mean.
+"""Time of F, I and W of each sample, as multiples of the mean: [samples, 3], or [samples, stages, 3] if stages differ.
 
-Samples are in the order of names. With several chains, stages are those of one.
+Samples are in the order of names. With several chains, the stages are those of one chain.
 """
 
 
 class CostError(ValueError):
-    """Costs that cannot be. The message is one line."""
+    """Error: costs are invalid. The message is one line."""
 
 
 class Dealt(NamedTuple):
-    """The samples of an iteration, and what that brings."""
+    """Samples of an iteration after dealing, and the effect on its length."""
 
     sample: Ints
-    """[names]: the sample that each name stands for; both are numbered pipeline by pipeline, micro-batch by
-    micro-batch."""
+    """Sample of each name, [names]. Both are numbered pipeline by pipeline, micro-batch by micro-batch."""
     before_ticks: float
-    """How long the iteration takes where each sample has its own name."""
+    """Length of the iteration if each sample keeps its own name."""
     after_ticks: float
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
-    """Costs by stage, [samples, stages, 3]. Raises CostError for what are no costs of so many samples."""
+    """Return costs by stage, [samples, stages, 3]. Raises CostError unless `costs` are valid for these samples."""
     try:
-        found = np.asarray(costs, np.float64)
+        array = np.asarray(costs, np.float64)
     except (TypeError, ValueError):
         raise CostError(f"costs are a {type(costs).__name__}; expected an array of numbers") from None
-    if found.shape not in {(samples, 3), (samples, stages, 3)}:
-        raise CostError(f"costs are of shape {list(found.shape)}; expected [{samples}, 3]: F, I and W of each sample, "
+    if array.shape not in {(samples, 3), (samples, stages, 3)}:
+        raise CostError(f"costs are of shape {list(array.shape)}; expected [{samples}, 3]: F, I and W of each sample, "
                         f"or [{samples}, {stages}, 3] by stage")
-    wrong = ~np.isfinite(found) | (found < 0) | (found > MOST)
+    wrong = ~np.isfinite(array) | (array < 0) | (array > MOST)
     if wrong.any():
         at = tuple(int(one) for one in np.argwhere(wrong)[0])
-        raise CostError(f"the {'FIW'[at[-1]]} of sample {at[0]} costs {found[at]:g} times the mean; expected 0 to "
+        raise CostError(f"the {'FIW'[at[-1]]} of sample {at[0]} costs {array[at]:g} times the mean; expected 0 to "
                         f"{MOST}")
-    return np.broadcast_to(found[:, None] if found.ndim == 2 else found, (samples, stages, 3))
+    return np.broadcast_to(array[:, None] if array.ndim == 2 else array, (samples, stages, 3))
 
 
 class Dealer:
-    """Deals the samples of iterations to one schedule.
+    """Assignment of the samples of iterations to the micro-batches of one schedule.
 
-    Raises ValueError where the schedule's ops wait for each other in a circle.
+    Raises ValueError if the schedule's ops wait for each other in a circle.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -71,69 +74,70 @@ class Dealer:
         self._tick_seconds = schedule.tick_seconds
         self._counts = schedule.grid.microbatches
         self._weights = self._work()
-        # What a swap replays: the blocks of two names, and the tail.
+        # A swap replays the blocks of two names, and the tail.
         begin = self._arrays.begin
         sizes = np.sort(begin[1:-1] - begin[:-2])
         self._most_steps = int(STEPS_PER_SECOND * min(1.0, schedule.seconds(schedule.period_ticks) / 2))
         self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
 
     def swaps(self, wanted: int) -> int:
-        """How many of the swaps that are wanted are tried: fewer than all where they would take too long."""
+        """Return how many of the wanted swaps are tried: fewer than wanted if they would take too long."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
-        """The samples of an iteration, by their `Costs`.
+        """Deal the samples of an iteration, given their `Costs`.
 
-        It begins with each sample at its own name, or with pipelines of about equal work where that is shorter, and
-        tries so many swaps. The result is never longer than where it began. Raises CostError.
+        The search starts with each sample at its own name or, if that is shorter, with pipelines of about equal work.
+        It then tries up to `swaps` swaps, as time allows. The result is never longer. Raises CostError.
         """
-        whole = self._whole(costs)
+        integer_costs = self._whole(costs)
         pairs = _pairs(seed, self.swaps(swaps), self.samples)
         own = np.arange(self.samples)
-        before = self._window(whole, own)
+        before = self._window(integer_costs, own)
         if not swaps:
             return Dealt(own, before / UNIT, before / UNIT)
-        even = self._even(whole @ self._weights)
-        sample = even if self._window(whole, even) < before else own
-        _, after = improve(self._arrays, whole, UNIT, pairs, sample)
+        even = self._even(integer_costs @ self._weights)
+        sample = even if self._window(integer_costs, even) < before else own
+        _, after = improve(self._arrays, integer_costs, UNIT, pairs, sample)
         return Dealt(sample, before / UNIT, after / UNIT)
 
     def seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """From one iteration to the next, of iterations in a row: [iterations]; the first begins as planned.
+        """Return the seconds from one iteration to the next, of iterations in a row. The first starts as planned.
 
-        `costs`: those of each iteration; `samples`: [iterations, names]. Workers do not wait for each other between
-        iterations. Raises CostError.
+        The argument `costs` has the costs of each iteration, `samples` the sample of each name, [iterations, names].
+        Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
-        for one, sample in zip(costs, np.asarray(samples), strict=True):
-            replay(self._arrays, self._whole(one), sample, UNIT, free)
+        for own_costs, sample in zip(costs, np.asarray(samples), strict=True):
+            replay(self._arrays, self._whole(own_costs), sample, UNIT, free)
             ends.append(int(free.max()))
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
     def by_slice(self, costs: object) -> Costs:
-        """[samples, slices, 3]: of the schedule's slices, by the layers that they have of stages. Raises CostError."""
-        found: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
-        return found
+        """Return costs by slice, [samples, slices, 3], from the layers shared with stages. Raises CostError."""
+        costs_by_slice: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
+        return costs_by_slice
 
     def _whole(self, costs: object) -> Ints:
-        """[samples, columns], in `UNIT`."""
+        """Return costs in integer multiples of 1 / `UNIT`, [samples, columns]."""
         whole: Ints = np.rint(self.by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples, 3 * len(self._shares))
         return whole
 
     def _window(self, costs: Ints, sample: Ints) -> int:
+        """Return the longest window of a worker, in ticks / `UNIT`."""
         before, _ = improve(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
     def _work(self) -> Ints:
-        """[columns]: the ticks that all steps together take by each column."""
+        """Return the ticks that all steps together take by each column of costs, [columns]."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],
                            minlength=3 * len(self._shares)).astype(np.int64)
 
     def _even(self, costs: Ints) -> Ints:
-        """Samples dealt by their costs, longest first, to the pipeline with the least work that has names left."""
+        """Deal samples by total cost, longest first, each to the pipeline with the least work that has names left."""
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
         for sample in np.argsort(-costs, kind="stable").tolist():
@@ -145,7 +149,7 @@ class Dealer:
 
 
 def _pairs(seed: int, swaps: int, samples: int) -> Ints:
-    """Pairs of different names, [swaps, 2]. Raw numbers of the generator, whose stream never changes."""
+    """Return pairs of different names, [swaps, 2], from the generator's raw numbers, whose stream never changes."""
     if samples < 2:
         return np.empty((0, 2), np.int64)
     raw = np.random.PCG64(seed).random_raw(2 * swaps).reshape(-1, 2) >> np.uint64(32)

@@ -1,8 +1,8 @@
-"""The compiled loops of dealing: an iteration replayed with the lengths of its samples, and swaps that shorten it.
+"""Run the compiled loops of dealing: replays of an iteration with the costs of its samples, and swaps that shorten it.
 
-Everything is a whole number, so that all machines find the same. numba keeps machine code by source file, and these
-functions call none of another file: it notices when they change. (By its name and line a function finds its code, and
-what was kept when the package had another name cannot be read: these lines are others now.)
+All numbers are integers, so that all machines get the same result. numba caches machine code by source file; these
+functions call none of another file, so it notices when they change. It finds code by a function's name and line, and
+cannot read what was cached under the package's former name: these functions must not move back to their lines of then.
 """
 
 from collections.abc import Callable
@@ -17,48 +17,48 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Arrays(NamedTuple):
-    """A schedule's steps as arrays (`schedules.timing.Step`), in blocks that wait for nothing of each other.
+    """Steps of a schedule (`schedules.timing.Step`) as arrays, in blocks that do not wait for each other.
 
     The last block is the tail: the reductions and optimizer steps that no other op follows.
     """
 
     begin: Ints
-    """[blocks + 1]: the first step of each block."""
+    """First step of each block, [blocks + 1]."""
     worker: Ints
-    """[steps]"""
+    """First worker of each step, [steps]."""
     name: Ints
-    """[steps]: which micro-batch; -1 where none."""
+    """Micro-batch of each step, [steps]; -1 if it has none."""
     column: Ints
-    """[steps, 2]: the columns of costs by which a step takes longer; B has two, others have -1 there."""
+    """Columns of costs that scale the ticks of each step, [steps, 2]. B has two; others have -1 in the second place."""
     ticks: Ints
-    """[steps, 2]: by column; where there is no name, the first is the length."""
+    """Ticks of each step by column, [steps, 2]. If the step has no micro-batch, the first is its duration."""
     source_begin: Ints
-    """[steps + 1]: of `source` and `hop`."""
+    """First index into `source` and `hop` of each step, [steps + 1]."""
     source: Ints
     hop: Ints
-    """Ticks on top of the source's end."""
+    """Ticks between the end of the source and the arrival of its tensor."""
     other_begin: Ints
-    """[steps + 1]: of `other`."""
+    """First index into `other` of each step, [steps + 1]."""
     other: Ints
-    """Workers of a step besides its first; where reductions overlap, links count as workers."""
+    """Workers of each step besides its first one. If reductions overlap with compute, links count as workers."""
     block_of: Ints
-    """[names]"""
+    """Block of each micro-batch, [names]."""
     release: Ints
-    """[workers]: when each begins by the plan, in ticks."""
+    """Planned start of each worker, [workers], in ticks."""
 
 
 def _jit(function: Function) -> Function:
-    """Compiled when it is first called, to run without the interpreter's lock; kept on disk where that can be."""
+    """Compile a function at its first call, to run without the GIL. The machine code is cached on disk if possible."""
     try:
-        made = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither the installation nor the user has a folder that can be written
-        made = numba.njit(nogil=True)(function)
-    return cast(Function, made)
+        compiled = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the installation nor the user has a writable folder
+        compiled = numba.njit(nogil=True)(function)
+    return cast(Function, compiled)
 
 
 @_jit
 def advance(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
-    """Run a block: moves the times at which workers are free, in `unit` of a tick. `costs`: [samples, columns]."""
+    """Run a block. Updates `free`, when workers are free, in ticks / `unit`. `costs` is [samples, columns]."""
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]
         start = free[worker]
@@ -81,7 +81,7 @@ def advance(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, fr
 
 @_jit
 def replay(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
-    """Run a whole iteration: moves the times at which workers are free."""
+    """Run a whole iteration. Updates `free`, the times at which workers are free."""
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
         advance(arrays, block, costs, sample, unit, free, ends)
@@ -89,7 +89,7 @@ def replay(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> 
 
 @_jit
 def window(arrays: Arrays, unit: int, free: Ints) -> int:
-    """The longest, over workers, from their planned begin to when they are free."""
+    """Return the longest time, over workers, from the planned start to when the worker is free."""
     longest = 0
     for worker in range(free.shape[0]):
         longest = max(longest, free[worker] - arrays.release[worker] * unit)
@@ -98,9 +98,10 @@ def window(arrays: Arrays, unit: int, free: Ints) -> int:
 
 @_jit
 def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
-    """Swap pairs of names in `sample` where that leaves the iteration no longer: the window before and after.
+    """Swap pairs of names in `sample` if that does not lengthen the iteration, and return its length before and after.
 
-    `costs`: [samples, columns]. `pairs`: [swaps, 2]. Where windows are equal, the sum of what workers end with counts.
+    Shapes: `costs` [samples, columns], `pairs` [swaps, 2]. Between iterations of equal length, the lower sum of the
+    times at which workers are free before the tail decides.
     """
     tail = arrays.begin.shape[0] - 2
     ends = np.empty(arrays.worker.shape[0], np.int64)
@@ -112,30 +113,30 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
     before = best = window(arrays, unit, free)
     total = heads.sum()
     trial, known = heads.copy(), ends.copy()
-    # Where reductions overlap, the tail waits for ops of any block: of all, the ends that count are kept.
+    # If reductions overlap, the tail waits for ops of any block, so the ends of all blocks are kept.
     waits = arrays.source_begin[arrays.begin[tail + 1]] > arrays.source_begin[arrays.begin[tail]]
     for number in range(pairs.shape[0]):
         a, b = pairs[number, 0], pairs[number, 1]
         sample[a], sample[b] = sample[b], sample[a]
         trial[:] = heads
-        for turn in range(2):
-            block = arrays.block_of[a] if turn == 0 else arrays.block_of[b]
-            if turn == 1 and block == arrays.block_of[a]:
+        for side in range(2):
+            block = arrays.block_of[a] if side == 0 else arrays.block_of[b]
+            if side == 1 and block == arrays.block_of[a]:
                 break
             for step in range(arrays.begin[block], arrays.begin[block + 1]):
                 trial[arrays.worker[step]] = arrays.release[arrays.worker[step]] * unit
             advance(arrays, block, costs, sample, unit, trial, ends)
         free[:] = trial
         advance(arrays, tail, costs, sample, unit, free, ends)
-        found, sum_found = window(arrays, unit, free), trial.sum()
-        better = found < best or (found == best and sum_found <= total)
+        length, length_sum = window(arrays, unit, free), trial.sum()
+        better = length < best or (length == best and length_sum <= total)
         if better:
-            best, total = found, sum_found
+            best, total = length, length_sum
             heads[:] = trial
         else:
             sample[a], sample[b] = sample[b], sample[a]
-        for turn in range(2 if waits else 0):
-            block = arrays.block_of[a] if turn == 0 else arrays.block_of[b]
+        for side in range(2 if waits else 0):
+            block = arrays.block_of[a] if side == 0 else arrays.block_of[b]
             for step in range(arrays.begin[block], arrays.begin[block + 1]):
                 if better:
                     known[step] = ends[step]

@@ -1,4 +1,4 @@
-"""Costs of samples by the lengths of their documents, as a file gives them."""
+"""Read the lengths of samples' documents from a file, and estimate costs from them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ MAX_BYTES = 2**28
 
 
 def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
-    """The documents' lengths, in tokens, of each sample: a line each. Raises CostError naming the line.
+    """Return the lengths of each sample's documents, in tokens, from a file with one line per sample.
 
-    `context`: the most tokens a sample has.
+    A sample has at most `context` tokens. Raises CostError, which names the line.
     """
     try:
         lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
@@ -44,10 +44,10 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
 
 
 def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
-    """[samples, 3]: F, I and W of each sample, as multiples of the mean.
+    """Return F, I and W of each sample as multiples of the mean, [samples, 3].
 
-    `attention`: the share of F and of I that grows with the squares of documents' lengths, on average; the rest, and
-    W, which has matrix products only, grow with tokens.
+    A share `attention` of F and of I, on average, grows with the squares of documents' lengths. The rest grows with
+    tokens, and so does W, which has matrix products only.
     """
     _, tokens, squares = sizes_of(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()

@@ -1,7 +1,7 @@
-"""The files of a table of schedules: their contents, their JSON, and reading them with their digests verified.
+"""Define the files of a table of schedules: their contents, their JSON, and reading them with their digests verified.
 
-    index.json          what the table is for, and one row an entry, with the digest of every other file
-    index.md            the rows for a person
+    index.json          the job that the table is for; one row per entry; digests of all other files
+    index.md            the rows in readable form
     job.toml            the job file
     programs.json.gz    every program of all entries, once
     entries/KEY.json    one schedule: its workers in order, each with the number of its program
@@ -39,7 +39,7 @@ from slipstream.schedules.schedule import (
 
 VERSION = 2
 OLDER = (1,)
-"""Versions that are read, too. Version 1 has no slices and no holdings."""
+"""Older versions that can be read. Version 1 has neither slices nor held layers."""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
 JOB = "job.toml"
@@ -47,15 +47,15 @@ PROGRAMS = "programs.json.gz"
 ENTRIES = "entries"
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_PROGRAMS_BYTES = 512 * 2**20
-"""Size of the decompressed programs."""
+"""Maximum size of the decompressed programs."""
 
 
 class TableError(DocumentError):
-    """The table cannot be used. The message is one line."""
+    """Error: the table cannot be used. The message is one line."""
 
 
 class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What all entries of a table have in common: the job, with times in ticks, and how it was planned."""
+    """Values that all entries of a table share: the job, with times in ticks, and the options of planning."""
 
     job: str
     tick_seconds: TickSeconds
@@ -66,22 +66,24 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     optimizer: OptimizerMode
     method: str
     time_limit: float
-    """Seconds of planning for each entry."""
+    """Planning time per entry, in seconds."""
     seed: int
     steps: int | None = None
-    """Counted steps for each entry in place of seconds."""
+    """Counted search steps per entry. If set, they replace `time_limit`."""
     params: dict[str, Any] = {}
-    """What steered the search; empty for the usual values."""
+    """Search parameters that differ from the defaults."""
 
     @property
     def costs(self) -> "EntryCosts":
-        """Those of entries that have none of their own."""
+        """Costs of entries that have none of their own."""
         return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices of an entry, and times and sizes that are not those of the basis: for it has slices, or finer ticks, or a
-    slow worker is down."""
+    """Slices of an entry, and its times and sizes if they differ from the basis.
+
+    They differ if the entry has slices or finer ticks, or if a slow worker is down in it.
+    """
 
     tick_seconds: TickSeconds
     slices: tuple[LayerRange, ...]
@@ -90,7 +92,7 @@ class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One schedule, in which every live worker plays its own role."""
+    """Schedule of a table, in which every live worker plays its own role."""
 
     key: str
     failed: tuple[Worker, ...]
@@ -99,61 +101,61 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     status: Status
     method: str
     seats: tuple[tuple[Natural, ...], ...]
-    """For each live worker, ascending: the number of its program, then the pipelines that the program helps."""
+    """Program number of each live worker, ascending by worker, followed by the pipelines that the program helps."""
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
-    """For each live worker: the layers it holds, null for those of its column. Empty where that is so for all."""
+    """Layers that each live worker holds; None: those of its column. Empty if this is so for all workers."""
     costs: EntryCosts | None = None
-    """Where it has times of its own."""
+    """Costs of this entry. None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """As of `Schedule`."""
+    """Scope of the lower bound (see `Schedule.bound_scope`)."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """How long a tick of this entry is."""
+        """Return the length of a tick of this entry, in seconds."""
         return (self.costs or basis.costs).tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An entry's line in the index; durations in seconds."""
+    """Line of the index for one entry. Durations are in seconds."""
 
     key: str
     failures: int
     failed: tuple[Worker, ...]
-    """The roles that are down in the stored schedule."""
+    """Roles that are down in the stored schedule."""
     status: str
-    """`optimal`, `feasible`, or `no plan`, in which case `reason` says why and the figures are absent."""
+    """Status: `optimal`, `feasible`, or `no plan`. If it is `no plan`, `reason` says why and the figures are absent."""
     period: float | None = None
     lower_bound: float | None = None
     gap: float | None = None
     throughput: float | None = None
-    """Fault-free period / period."""
+    """Throughput relative to the job without failures: fault-free period / period."""
     fault_scaled: float | None = None
-    """Live workers / all workers."""
+    """Share of workers that are live: live workers / all workers."""
     reason: str | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Each set of nodes (machines) whose loss the entry is for, in a table by node."""
+    """Sets of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
-    """Of a settled entry: copies of layers that workers load, for these roles."""
+    """Number of copies of layers that workers load for these roles, in a settled entry."""
     bytes_moved: float | None = None
-    """Their weights, where the job says what layers weigh."""
+    """Size of the copied layers, if the job has the weights of layers."""
     seconds_to_move: float | None = None
-    """At the bandwidth that the table was made for."""
+    """Time of these copies at the bandwidth that the table was made for."""
     sha256: str | None = None
     """Digest of the entry's file."""
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The index of a table."""
+    """Index of a table."""
 
     format: str = "slipstream.table"
     version: int = VERSION
     sha256: str = ""
-    """Digest of this index, computed with an empty text in its place."""
+    """Digest of this index, computed with an empty string in its place."""
     basis: Basis
     max_failures: int
     exact: bool
-    """Whether every failure pattern of up to `max_failures` has its own entry."""
+    """True if every failure pattern of up to `max_failures` has its own entry."""
     settled: bool = False
-    """Whether each has a second entry, for which layers may have moved."""
+    """True if each entry has a second one, for which layers may have moved."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]
@@ -168,7 +170,7 @@ class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An entry as a file holds it."""
+    """Entry as stored in a file."""
 
     format: str = "slipstream.entry"
     version: int = VERSION
@@ -183,44 +185,44 @@ ENTRY_KIND = DocumentKind(name="entry", format="slipstream.entry", version=VERSI
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def entry_file(key: str) -> str:
-    """The path of an entry in the table's folder. Long keys are cut, and their digest is added."""
+    """Return the path of an entry relative to the table's folder. Long keys are truncated, with a digest appended."""
     return f"{ENTRIES}/{key if len(key) <= 100 else key[:60] + '-' + digest(key.encode())[:32]}.json"
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
-    """Canonical JSON, one line, newline at the end; `format` and `version` come first.
+    """Encode a document as canonical JSON: one line, a newline at the end, `format` and `version` first.
 
-    Fields that are unset, as in entries of earlier versions, are left out.
+    Unset fields, as in entries of earlier versions, are left out.
     """
-    fields = {name: value for name in type(document).__struct_fields__
+    values = {name: value for name in type(document).__struct_fields__
               if (value := getattr(document, name)) is not msgspec.UNSET}
-    return msgspec.json.encode({"format": fields["format"], "version": fields["version"], **fields}) + b"\n"
+    return msgspec.json.encode({"format": values["format"], "version": values["version"], **values}) + b"\n"
 
 
 def with_digest(index: Index) -> Index:
-    """The index with its own digest."""
+    """Return the index with its own digest."""
     blank = msgspec.structs.replace(index, sha256="")
     return msgspec.structs.replace(index, sha256=digest(encode_document(blank)))
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a table. Raises TableError, also when its digest is not its own."""
+    """Read the index of a table. Raises TableError if it cannot be read or its digest does not match."""
     path = folder / INDEX
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
-    blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)  # as it was when it was computed
+    blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)  # the text whose digest was computed
     if digest(blank) != index.sha256:
         raise TableError(f"{path}: changed since it was written: its digest does not match")
     return index
 
 
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
-    """The bytes of a file of a table. Raises TableError when it cannot be read or its digest is not the given one."""
+    """Return the bytes of a file of a table. Raises TableError if it cannot be read or its digest is not `sha256`."""
     data = read_at_most(path, limit, TableError)
     if digest(data) != sha256:
         raise TableError(f"{path}: not as the index describes it: its digest does not match")
@@ -228,7 +230,7 @@ def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) 
 
 
 def decompress(data: bytes, source: str) -> bytes:
-    """Decompress gzip, `MAX_PROGRAMS_BYTES` at most. Raises TableError."""
+    """Decompress gzip data of at most `MAX_PROGRAMS_BYTES`. Raises TableError."""
     try:
         inflate = zlib.decompressobj(wbits=31)
         text = inflate.decompress(data, MAX_PROGRAMS_BYTES + 1)
@@ -242,7 +244,7 @@ def decompress(data: bytes, source: str) -> bytes:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress as gzip. Equal data gives equal bytes."""
+    """Compress data as gzip. Equal data gives equal bytes."""
     deflate = zlib.compressobj(9, wbits=31)
     return deflate.compress(data) + deflate.flush()
 
@@ -251,9 +253,9 @@ def compress(data: bytes) -> bytes:
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
-    """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it.
+    """Encode a schedule as an entry. `numbers` maps each known program's text to its number; new ones are added.
 
-    Raises TableError for a schedule that is too large to be read again.
+    Raises TableError if the schedule is too large to be read again.
     """
     try:
         require_few_ops(schedule)
@@ -274,13 +276,13 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """The text of a program, with positions for the pipelines it helps, and these pipelines in their order."""
+    """Return the text of a program, with the pipelines that it helps as positions, and these pipelines in order."""
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(renamed(program, {pipeline: index for index, pipeline in enumerate(helped)})), helped
 
 
 def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """The schedule of an entry; `programs` are all of the table. Raises TableError when it is not well-formed."""
+    """Decode the schedule of an entry. `programs` are those of the table. Raises TableError if it is malformed."""
     try:
         schedule = _schedule_of(entry, basis, programs)
         validate(schedule)
@@ -293,6 +295,7 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 
 
 def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
+    """Build the schedule of an entry. Raises ValueError or LookupError if the entry is malformed."""
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}

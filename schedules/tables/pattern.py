@@ -1,9 +1,9 @@
-"""Failure patterns: failure sets that are equal up to symmetry, and their keys.
+"""Group failure sets that are equal up to symmetry into failure patterns, and name these by keys.
 
-Pipelines that read equally many micro-batches, and whose workers run at the same speeds and have the same room, are
-interchangeable: they form a *class*. A pattern says how many pipelines of each class lost which columns. Its key is
-text, `2+2,3`: one pipeline lost the worker of column 2, another those of columns 2 and 3; with several classes,
-`1:2+0:2,3`, the class first.
+Pipelines are interchangeable if they read equally many micro-batches and their workers run at the same speeds with the
+same room. They then form a *class*. A pattern says how many pipelines of each class have lost which columns. Its key is
+text: `2+2,3` means that one pipeline has lost the worker of column 2, and another one those of columns 2 and 3. With
+several classes the class comes first: `1:2+0:2,3`.
 """
 
 from collections import Counter, defaultdict
@@ -13,27 +13,27 @@ from itertools import combinations
 from slipstream.schedules.schedule import Grid, Memory, Times, Worker
 
 Columns = tuple[int, ...]
-"""The columns that one pipeline lost, ascending."""
+"""Columns that one pipeline has lost, ascending."""
 BrokenPipeline = tuple[int, Columns]
-"""(class, columns) of one pipeline with failures."""
+"""Pipeline with failures: (class, columns)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""All pipelines with failures, sorted."""
+"""Pipelines with failures, sorted."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
-    """The class of each pipeline, numbered in the order of their first pipelines."""
-    unlike: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    """Return the class of each pipeline. Classes are numbered in the order of their first pipelines."""
+    deviations: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for worker, per_mille in times.per_mille_of.items():
-        unlike[worker.pipeline].append(("slow", worker.column, per_mille))
-    for one in (memory.capacity_of if memory else None) or ():
-        unlike[one.worker.pipeline].append(("room", one.worker.column, one.capacity))
+        deviations[worker.pipeline].append(("slow", worker.column, per_mille))
+    for limit in (memory.capacity_of if memory else None) or ():
+        deviations[limit.worker.pipeline].append(("room", limit.worker.column, limit.capacity))
     numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault((count, tuple(sorted(unlike[pipeline]))), len(numbers))
+    return tuple(numbers.setdefault((count, tuple(sorted(deviations[pipeline]))), len(numbers))
                  for pipeline, count in enumerate(grid.microbatches))
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """The columns that each pipeline with failures lost."""
+    """Return the columns that each pipeline with failures has lost."""
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)
@@ -41,30 +41,32 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """The pattern of a failure set; `classes` as `pipeline_classes` gives them."""
+    """Return the pattern of a failure set. `classes` are as `pipeline_classes` returns them."""
     return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """The key of the one normalised schedule for this many failures; or of that for a slow worker being one of them, in
-    which nobody plays a role at its pace."""
+    """Return the key of the normalised schedule for a number of failures.
+
+    With `slow`, it is the schedule for the case that this slow worker has failed: no role is planned at its speed.
+    """
     return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """The key of an exact pattern. Classes are named only where there are several."""
+    """Return the key of an exact pattern. Classes are named only if there are several."""
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
                                  for kind, columns in pattern)
 
 
 def settled_key(key: str) -> str:
-    """The key of the answer with layers moved, beside the one that runs at once."""
+    """Return the key of the entry with layers moved that belongs to an entry that needs no moves."""
     return f"settled-{key}"
 
 
 def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """One failure set of a pattern: it breaks the first pipelines of each class, in the pattern's order."""
+    """Return a failure set of a pattern: it breaks the first pipelines of each class, in the order of the pattern."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -75,14 +77,14 @@ def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ..
 
 
 def patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """All patterns of exactly this many failures, each once; some leave a column without live workers."""
+    """Iterate over all patterns of exactly `failures` failures, each once. Some leave a column without live workers."""
     lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
     yield from _patterns(failures, sorted(kinds), Counter(classes))
 
 
 def _patterns(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Patterns of pipelines of the given kinds, ascending, with at most `room` pipelines of each class."""
+    """Iterate over patterns made of pipelines of the given kinds, ascending, at most `room` pipelines of each class."""
     if failures == 0:
         yield ()
         return
@@ -94,6 +96,6 @@ def _patterns(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
 
 
 def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
-    """The first column without a live worker; None where there is none."""
+    """Return the first column without a live worker; None if every column has one."""
     down = Counter(worker.column for worker in failed)
     return next((column for column in range(grid.columns) if down[column] >= grid.pipelines), None)

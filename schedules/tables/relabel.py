@@ -1,14 +1,14 @@
-"""Fits a schedule planned for some failed workers to other failed workers, with the fewest layers to load.
+"""Fit a schedule that was planned for some failed workers to other failed workers, with the fewest layers to load.
 
-A role that no worker plays is *vacant*. Which roles are vacant can change in two ways that keep the period:
+A role that no worker plays is *vacant*. The set of vacant roles can change in two ways that keep the period:
 
 - interchangeable pipelines swap numbers: no worker changes its role;
-- a live worker takes over another role. Within its column it already holds the parameters; in another column it must
-  load the layers it lacks from a peer.
+- a live worker takes over another role. In its own column it already holds the parameters; in another column it must
+  load the layers that it lacks from a peer.
 
-The least number of layers to load follows from the vacant roles and the failures of each column alone, and any
-renumbering of pipelines attains it. So pipelines are first renumbered such that the most vacant roles are those of
-failed workers, which leaves the fewest roles to be taken over. Then the live workers whose own role is vacant take over
+The least number of layers to load depends only on the number of vacant roles and of failures in each column, and any
+renumbering of pipelines attains it. Pipelines are therefore renumbered first, such that the most vacant roles are those
+of failed workers, which leaves the fewest roles to be taken over. Then live workers whose own role is vacant take over
 the roles of the other failed workers.
 """
 
@@ -27,21 +27,22 @@ from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pi
 
 
 def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """How many model layers a worker must load before it can play a role.
+    """Return the number of model layers that a worker must load before it can play a role.
 
-    A stage counts as one layer where the job does not say how many it has.
+    A stage counts as one layer if the job does not say how many it has.
     """
     return 0 if worker.column == role.column else len(_layers(grid, role.column) - _layers(grid, worker.column))
 
 
 def layers_lacked(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """The layers that a worker must load for its seat: those beside the layers of its own column's stages."""
+    """Return the layers that a worker must load for its seat: those that are not in its own column's stages."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
     return layers_in(schedule.holds_of(seat)) - layers_in(schedule.holds_of_column(seat.worker.column))
 
 
 def _layers(grid: Grid, column: int) -> set[int]:
+    """Return the layers of a column's stages."""
     return {layer for stage in grid.stages_of(column) for layer in range(*grid.layers_of(stage))}
 
 
@@ -49,29 +50,28 @@ def _layers(grid: Grid, column: int) -> set[int]:
 
 
 Nodes = Sequence[Sequence[Worker]]
-"""The workers of each machine."""
+"""Workers of each machine."""
 
 
 def spread(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
-    """The seats of a schedule with roles swapped so that fewer pairs of workers that hold the same layers share a
-    machine, by worker.
+    """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker.
 
-    Each swap takes the most off that number, until none takes any. One of the two has always changed its column: where
-    nobody has, nothing changes.
+    Each swap is the one that reduces the number of such pairs most, until no swap reduces it. One of the two workers
+    must already play a role of another column; if no worker does, nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _Places(schedule, list(seats), node)
     while node:
-        swaps = [(places.gain(one, other), one, other) for one in places.movers() for other in range(len(seats))]
-        gain, one, other = max(swaps, default=(0, 0, 0), key=lambda swap: swap[0])
+        swaps = [(places.gain(mover, other), mover, other) for mover in places.movers() for other in range(len(seats))]
+        gain, mover, other = max(swaps, default=(0, 0, 0), key=lambda swap: swap[0])
         if gain <= 0:
             break
-        places.swap(one, other)
+        places.swap(mover, other)
     return sorted(places.seats, key=lambda seat: seat.worker)
 
 
 class _Places:
-    """Seats, and how many of those that hold the same layers are on each machine."""
+    """Seats with their machines, and the number of holders of the same layers on each machine."""
 
     def __init__(self, schedule: Schedule, seats: list[Seat], node: Mapping[Worker, int]) -> None:
         self._schedule, self.seats, self._node = schedule, seats, node
@@ -80,11 +80,11 @@ class _Places:
             (_layers_of_role(seat), self._at(seat.worker)) for seat in seats)
 
     def movers(self) -> list[int]:
-        """The places of those whose role is of another column."""
+        """Return the indices of the seats whose role is in another column."""
         return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
 
     def gain(self, one: int, other: int) -> int:
-        """By how many pairs fewer hold the same layers on one machine once these two have swapped their roles."""
+        """Return how many fewer pairs of holders of equal layers share a machine after two seats swap roles."""
         a, b = self.seats[one], self.seats[other]
         here, there = self._at(a.worker), self._at(b.worker)
         mine, theirs = _layers_of_role(a), _layers_of_role(b)
@@ -94,7 +94,7 @@ class _Places:
         return (count[mine, here] - 1 - count[mine, there]) + (count[theirs, there] - 1 - count[theirs, here])
 
     def swap(self, one: int, other: int) -> None:
-        """Let these two play each other's roles."""
+        """Swap the roles of two seats, given by index."""
         a, b = self.seats[one], self.seats[other]
         for seat, worker in ((a, b.worker), (b, a.worker)):
             self._count[_layers_of_role(seat), self._at(seat.worker)] -= 1
@@ -103,6 +103,7 @@ class _Places:
         self.seats[other] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _may_swap(self, a: Seat, b: Seat) -> bool:
+        """Return whether two workers can swap roles: at equal speed, with no less room and no more layers to load."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -114,12 +115,12 @@ class _Places:
         return after <= before
 
     def _at(self, worker: Worker) -> Hashable:
-        """The machine of a worker; one that is on none is by itself."""
+        """Return the machine of a worker. A worker without a machine counts as its own."""
         return self._node.get(worker, worker)
 
 
 def _layers_of_role(seat: Seat) -> Hashable:
-    """The same for all that hold the same layers."""
+    """Return a key that is equal for all seats that hold the same layers."""
     return seat.role.column if seat.holds is None else seat.holds
 
 
@@ -129,29 +130,30 @@ def _layers_of_role(seat: Seat) -> Hashable:
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
 Idle = tuple[int, int, Worker | None]
-"""(column, per mille of the usual time, the worker where its room is its own) of one whose role is vacant."""
+"""Kind of worker whose own role is vacant: (column, per mille of usual time, the worker if it has its own capacity)."""
 Wanted = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
-"""(column, per mille, layers held, room) that a role was planned for."""
+"""Kind of role to be taken over, as planned: (column, per mille of the usual time, layers held, room)."""
 NOBODY = -1
-"""A pipeline that stands for any."""
+"""Pipeline number that represents any pipeline."""
 
 
 def preload() -> None:
-    """Import what `relabel` needs: a tenth of a second, which a plan should not pay and a recovery must not."""
+    """Import what `relabel` needs. This takes a tenth of a second, which neither a plan nor a recovery should spend."""
     import networkx  # noqa: F401
 
 
 def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """The same schedule for other failed workers, as many as it has vacant roles; None where that is impossible.
+    """Return this schedule for other failed workers, as many as it has vacant roles; None if that is impossible.
 
-    It is impossible where a column has no live worker left to load its parameters from, unless they are
-    `held_elsewhere`: by workers of other columns, whose roles have moved before, or in a checkpoint. It is also
-    impossible where the role of a fast worker would go to a slower one, or to one that has less room in it. Whoever
-    takes over a role holds its layers; of all who could, at no more layers to load,
-    it is who leaves the holders of a stage on different machines, where `nodes` says who shares one. The result passes
-    `schedules.check` if `schedule` does, and has the same period. In `schedule` every worker must play its own role.
-    Raises ValueError where it does not, or the numbers differ.
+    It is impossible in two cases: a column has no live worker left to load its parameters from, unless they are
+    `held_elsewhere`, by workers of other columns that changed roles before, or in a checkpoint; or the role of a fast
+    worker would go to a slower one, or to one with less room.
+
+    A worker that takes over a role holds its layers. Among workers that could take over, with no more layers to load,
+    those are chosen that leave the holders of a stage on different machines, if `nodes` says which workers share a
+    machine. The result passes `schedules.check` if `schedule` does, and has the same period. Raises ValueError if a
+    worker of `schedule` does not play its own role, or if the number of failed workers differs.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
@@ -174,7 +176,7 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 
 
 def renumbering(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """New pipeline numbers, within classes, such that as many vacant roles as possible are those of failed workers."""
+    """Return new pipeline numbers, within classes, with as many vacant roles as possible at failed workers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
@@ -186,7 +188,7 @@ def renumbering(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
 
 
 def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
-    """The new number of each pipeline of one class: equal patterns first, which is never worse, then by overlap."""
+    """Return new numbers for the pipelines of a class: equal patterns first, which is never worse, then by overlap."""
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
@@ -215,43 +217,43 @@ def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mappin
 
 def _fill(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
         dict[Worker, Worker] | None:
-    """The new player of every role that is not vacant and whose own worker is down, with the fewest layers to load.
+    """Return new players for the roles that are not vacant but whose own worker is down, with fewest layers to load.
 
-    The players are live workers whose own role is vacant, each at least as fast as the role was planned for, and with
-    as much room.
+    Players are live workers whose own role is vacant. Each is at least as fast as the role was planned for, and has at
+    least as much room. Returns None if there is no such assignment.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
-    own_room = {one.worker for one in (memory.capacity_of if memory else None) or ()}
+    own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}
     seats = {Worker(numbers[seat.role.pipeline], seat.role.column): seat for seat in schedule.seats}
     unfilled: dict[Wanted, list[Worker]] = defaultdict(list)
-    idle: dict[Idle, list[Worker]] = defaultdict(list)
+    idle_workers: dict[Idle, list[Worker]] = defaultdict(list)
     for role in sorted(failed - vacant):
         planned = seats[role]
         unfilled[role.column, speed.get(role, 1000), planned.holds, room(schedule, planned)].append(role)
     for worker in sorted(vacant - failed):
-        idle[worker.column, speed.get(worker, 1000), worker if worker in own_room else None].append(worker)
+        idle_workers[worker.column, speed.get(worker, 1000), worker if worker in own_room else None].append(worker)
 
-    def cost(have: Idle, want: Wanted) -> int | None:
+    def loading_cost(have: Idle, want: Wanted) -> int | None:
         (column, pace, named), (wanted, needed, holds, least) = have, want
         seat = Seat(named or Worker(NOBODY, column), Worker(NOBODY, wanted), 0, holds)
         if pace > needed or (least is not None and (room(schedule, seat) or 0) < least):
             return None
         return len(layers_lacked(schedule, seat))
 
-    pairs = transport({kind: len(workers) for kind, workers in idle.items()},
-                      {kind: len(roles) for kind, roles in unfilled.items()}, cost)
+    pairs = transport({kind: len(workers) for kind, workers in idle_workers.items()},
+                      {kind: len(roles) for kind, roles in unfilled.items()}, loading_cost)
     if pairs is None:
         return None
-    return {unfilled[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
+    return {unfilled[want].pop(0): idle_workers[have].pop(0) for have, want, count in pairs for _ in range(count)}
 
 
 def transport(supply: Mapping[A, int], demand: Mapping[B, int],
               cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
-    """The transportation problem: assign every unit of supply to a unit of demand at the least total cost.
+    """Solve the transportation problem: assign every unit of supply to a unit of demand at the least total cost.
 
-    There are equally many units of both. `cost` None forbids a pair. Returns triples (from, to, how many) in the order
-    of the mappings; None where there is no solution. It is a min-cost flow between kinds of units, so its size does not
-    grow with their number.
+    There are equally many units of both. A pair is forbidden if its `cost` is None. Returns triples (from, to, count)
+    in the order of the mappings, or None if there is no solution. The problem is a min-cost flow between kinds of
+    units, so its size does not grow with their number.
     """
     have = [(kind, count) for kind, count in supply.items() if count]
     want = [(kind, count) for kind, count in demand.items() if count]
@@ -281,7 +283,7 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
              players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """The schedule with new pipeline numbers and players, in canonical form."""
+    """Return the schedule with new pipeline numbers and players, in canonical form."""
     seats = spread(schedule, sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
     order: dict[int, int] = {}
@@ -292,15 +294,17 @@ def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[in
 
 
 def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]) -> Iterable[Seat]:
+    """Iterate over the seats with new pipeline numbers and players."""
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
 
 
 def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """The proven bound with these players. Where some are faster than planned, it is divided by the largest factor.
+    """Return the lower bound that is proven with these players.
 
-    For a schedule of the faster job, with every time multiplied by that factor, is one of the planned job.
+    If some players are faster than planned, the bound is divided by the largest factor: a schedule of the faster job,
+    with all times multiplied by that factor, is a schedule of the planned job.
     """
     speed, stages = schedule.times.per_mille_of, len(schedule.grid.stages)
     pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}

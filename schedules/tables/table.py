@@ -1,10 +1,10 @@
-"""A table of schedules: loads one, and looks up the schedule for a set of failed workers.
+"""Load a table of schedules, and look up the schedule for a set of failed workers.
 
     table = Table.load(folder)
     table.verify()                       # optional: check every schedule now, rather than at its first use
     found = table.lookup({Worker(1, 2)})
 
-No solver is needed; failures outside the table are not planned here.
+Lookups need no solver. Failures that the table does not cover are not planned here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,28 +42,28 @@ from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_
 from slipstream.schedules.tables.relabel import Nodes, layers_lacked, preload, relabel
 
 LIBRARY = Path(__file__).parents[1] / "library"
-"""The tables that come with Slipstream, a folder for each."""
+"""Folder with the tables that come with Slipstream, one folder per table."""
 
 
 class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The schedule for a set of failed workers, and the entry that it was made from."""
+    """Schedule for a set of failed workers, and the key of the entry that it was made from."""
 
     key: str
     schedule: Schedule
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """The workers that play a role other than their own. For a role of another column they must load layers."""
+        """Workers that play a role other than their own. For a role of another column they must load layers."""
         return self.schedule.moves
 
     @property
     def layers_to_load(self) -> int:
-        """Model layers to load in all. A stage counts as one layer where the job does not say how many it has."""
+        """Total number of model layers to load. A stage counts as one layer if the job does not say how many it has."""
         return sum(len(layers_lacked(self.schedule, seat)) for seat in self.schedule.seats)
 
 
 class Table:
-    """A table in memory, its digests verified."""
+    """Table in memory, with its digests verified."""
 
     def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Table:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
-        """Read a table. Raises TableError, one line, when a file of it is missing, malformed or changed."""
+        """Read a table. Raises TableError with a message of one line if a file is missing, malformed or changed."""
         preload()
         folder = Path(folder)
         index = read_index(folder)
@@ -88,51 +88,54 @@ class Table:
 
     @property
     def basis(self) -> Basis:
-        """The job and the options of all entries."""
+        """Job and planning options that all entries share."""
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
-        """The index: one row an entry, counts first."""
+        """Return the index: one row per entry, with the entries for numbers of failures first."""
         return self.index.entries
 
     def job_text(self) -> bytes:
-        """The job file that the table was made from. Raises TableError."""
+        """Return the job file that the table was made from. Raises TableError."""
         return read_verified(self.folder / JOB, self.index.job_sha256)
 
     @property
     def program_texts(self) -> tuple[msgspec.Raw, ...]:
-        """Every program of the table, as JSON text."""
+        """Programs of the table, as JSON text."""
         return self._programs
 
     def stored(self, key: str) -> TableEntry:
-        """An entry as it is stored. Raises KeyError for an unknown key, or one without a plan."""
+        """Return an entry as it is stored. Raises KeyError if the key is unknown or has no plan."""
         return self._entries[key]
 
     def entry(self, key: str) -> Schedule:
-        """The stored schedule of an entry, checked. Raises TableError, and KeyError for an unknown key."""
+        """Return the stored schedule of an entry, checked. Raises TableError, or KeyError for an unknown key."""
         if key not in self._checked:
             self._checked[key] = self._check(key)
         return self._checked[key]
 
     def verify(self) -> None:
-        """Check every schedule now, so that no later lookup has to. Raises TableError."""
+        """Check all schedules now, so that no later lookup has to. Raises TableError."""
         for key in self._entries:
             self.entry(key)
 
     def lookup(self, failed: Iterable[Worker], *, settled: bool = False, roles_move: bool = False,
                held_elsewhere: bool = False, nodes: Nodes = (), checked: bool = True) -> LookupResult | None:
-        """The schedule with the shortest period for exactly these failed workers; None where the table has none.
+        """Return the schedule with the shortest period for exactly these failed workers; None if the table has none.
 
-        By default the one that runs at once: no worker loads a layer. `roles_move`: live workers may take over roles
-        of other stages, whose layers they load first. `settled`: the one to come to in the end, for which any layers
-        may move. `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a
-        checkpoint.
-        `nodes`: the workers of each machine, over which the holders of a stage are spread where roles move. Of an exact
-        pattern and a normalised count of equal period it takes the pattern, which moves no worker. Where several slow
-        workers are down, it takes the best of the entries for each of them. The schedule is valid because the stored
-        one is and `relabel` keeps every rule; at the first use of an entry the checker is asked about the stored one,
-        unless `checked` is false: for callers that ask it about the answer.
-        Raises ValueError for a worker outside the grid, TableError for an entry that cannot be used.
+        By default, only schedules in which no worker loads a layer are considered. The options allow more:
+
+        - `roles_move`: live workers may take over roles of other stages, whose layers they load first.
+        - `settled`: the schedule to reach eventually, for which any layers may move.
+        - `held_elsewhere`: if a column has no live worker left, others can get its layers, such as from a checkpoint.
+        - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread over machines.
+        - `checked`: False skips the checker, for callers that check the result themselves.
+
+        If an exact pattern and a normalised count have equal periods, the pattern is used, because it moves no worker.
+        If several slow workers are down, the best of the entries for each of them is used. The result is valid because
+        the stored schedule is checked at first use and `relabel` keeps every rule.
+
+        Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be used.
         """
         down = set(failed)
         for worker in sorted(down - set(self.basis.grid.workers())):
@@ -149,21 +152,22 @@ class Table:
             schedule = relabel(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is None:
                 continue
-            found = LookupResult(key=key, schedule=schedule)
-            if settled or roles_move or held_elsewhere or not found.layers_to_load:
-                return found
+            result = LookupResult(key=key, schedule=schedule)
+            if settled or roles_move or held_elsewhere or not result.layers_to_load:
+                return result
         return None
 
     def _period(self, key: str) -> float:
-        """The period of an entry, in seconds."""
+        """Return the period of an entry, in seconds."""
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def decoded(self, key: str) -> Schedule:
-        """The schedule of an entry as it is stored, not checked. Raises TableError, and KeyError for an unknown key."""
+        """Return the stored schedule of an entry, unchecked. Raises TableError, or KeyError for an unknown key."""
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _check(self, key: str) -> Schedule:
+        """Return the stored schedule of an entry. Raises TableError if it breaks a rule."""
         schedule = self.decoded(key)
         violations = check(schedule)
         if violations:
@@ -172,16 +176,17 @@ class Table:
 
 
 def library_names() -> tuple[str, ...]:
-    """The names of the tables that come with Slipstream."""
+    """Return the names of the tables that come with Slipstream."""
     return tuple(sorted(path.parent.name for path in LIBRARY.glob(f"*/{INDEX}")))
 
 
 def library(name: str) -> Path | None:
-    """The folder of a table that comes with Slipstream; None for an unknown name."""
+    """Return the folder of a table that comes with Slipstream; None for an unknown name."""
     return LIBRARY / name if name in library_names() else None
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:
+    """Raise TableError unless the values that all entries share are valid."""
     empty = Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
                      memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=(), seats=(),
                      programs=(), period_ticks=0, lower_bound_ticks=0, status="optimal", method=basis.method)
@@ -192,6 +197,7 @@ def _validate_basis(basis: Basis, path: Path) -> None:
 
 
 def _read_entry(folder: Path, row: Row) -> EntryDocument:
+    """Read the entry of a row of the index. Raises TableError."""
     path = folder / entry_file(row.key)
     if path.parent != folder / ENTRIES:
         raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")

@@ -1,13 +1,13 @@
-"""Plans and runs pipeline-parallel training that keeps its speed when workers die.
+"""Plan and run pipeline-parallel training that keeps its speed when workers die.
 
     job = slipstream.load("job.toml")
     plan = slipstream.plan(job, failed=["2.1"])
-    slipstream.check(plan.schedule)                     # the rules that it breaks: none
+    slipstream.check(plan.schedule)                     # violated rules: none
     slipstream.train(job, out="runs/job", schedule=plan.schedule)
 
-The names in `__all__` are public: they change only with a line in CHANGELOG.md. Everything else is internal, but for what
-`slipstream.runtime.api` offers to programs that bring their own model, data or optimizer. A name is imported when it is
-first asked for: planning does not import torch, and training does not wait for the solver.
+The names in `__all__` are public: they change only with a line in CHANGELOG.md. All other names are internal, except
+those that `slipstream.runtime.api` offers to programs with their own model, data or optimizer. A name is imported when
+it is first used: planning does not import torch, and training does not wait for the solver.
 """
 
 import importlib
@@ -43,10 +43,10 @@ _HOMES = {
     "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
     "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
 }
-"""Public names that live elsewhere, and the module of each."""
+"""Public names that are defined elsewhere, and the module of each."""
 
 Workers: TypeAlias = "str | Worker | Iterable[str | Worker | tuple[int, int]]"
-"""Workers as "PIPELINE.STAGE", both counted from 0, as `Worker` or as a pair of numbers; one may stand alone."""
+"""One worker or several, each as "PIPELINE.STAGE", both counted from 0, as a `Worker`, or as a pair of numbers."""
 
 
 def load(path: str | PathLike[str]) -> "Job":
@@ -57,10 +57,11 @@ def load(path: str | PathLike[str]) -> "Job":
 
 
 def plan(job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanOptions | None" = None) -> "Plan":
-    """Plan one iteration of a job, or of a job file, while workers are down; `Plan.schedule` is what the runtime replays.
+    """Plan one iteration of a job, or of a job file, for a set of failed workers. The runtime replays `Plan.schedule`.
 
-    Without `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a worker
-    that the job does not have, ValueError for a text that is no worker, and NoPlanError where no schedule can exist.
+    Default `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a
+    worker that the job does not have, ValueError for a text that is not a worker, and NoPlanError if no schedule can
+    exist.
     """
     from slipstream.notebook import NotebookPlan
     from slipstream.planner.options import PlanOptions
@@ -70,14 +71,17 @@ def plan(job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanO
 
 
 def read(path: str | PathLike[str]) -> "Schedule":
-    """Read a schedule file, and check its form; `check` has the rules. Raises ScheduleError, a ValueError, in one line."""
+    """Read a schedule file, and check its form; `check` checks the rules.
+
+    Raises ScheduleError, a ValueError, in one line.
+    """
     from slipstream.schedules.codec import read as read_schedule
 
     return read_schedule(Path(path))
 
 
 def write(schedule: "Schedule", path: str | PathLike[str]) -> None:
-    """Write a schedule file, as a whole or not at all. Raises OSError."""
+    """Write a schedule file atomically. Raises OSError."""
     from slipstream.schedules.codec import write as write_schedule
 
     write_schedule(schedule, Path(path))
@@ -86,14 +90,23 @@ def write(schedule: "Schedule", path: str | PathLike[str]) -> None:
 def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedule: "Schedule | None" = None, table: "Table | None" = None,
           iterations: int | None = None, resilience: "Resilience | None" = None,
           options: "RunOptions | None" = None) -> "RunResult":
-    """Train the [model] of a job, or of a job file, on this machine, a process for each worker, and go on when workers die.
+    """Train the `[model]` of a job or job file on this machine, and continue when workers die.
 
-    `schedule`: the first one; None: it is planned with all workers alive. `table`: schedules for failures; those that it
-    lacks are planned when they are needed. `iterations`: in place of the job's. `resilience` and `options` say the rest;
-    where `resilience` is given, nothing of it is filled in. A program that calls this is started by
-    `if __name__ == "__main__":`, as the processes import it.
+    Each worker is a process.
 
-    Raises what `slipstream.runtime.launch.run` raises; KeyboardInterrupt ends the run with a checkpoint.
+    Args:
+        job: The job, or the path of its file.
+        out: Folder of the run.
+        schedule: First schedule; None: it is planned with all workers alive.
+        table: Schedules for failures. Schedules that are not in the table are planned when they are needed.
+        iterations: Number of iterations, instead of the job's.
+        resilience: How the run deals with failures; if given, none of its fields is filled in.
+        options: Further options of the run.
+
+    A program that calls this must be started under `if __name__ == "__main__":`, because the worker processes import
+    it.
+
+    Raises the errors of `slipstream.runtime.launch.run`; KeyboardInterrupt ends the run with a checkpoint.
     """
     from slipstream.planner.failures import FailurePlanner
     from slipstream.runtime.config import parse_run_config
@@ -112,12 +125,17 @@ def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedul
 
 def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | AvailabilityTrace", policies: Iterable[str] | None = None, *,
              parameters: float = 6.7e9, samples_per_microbatch: float = 1.0, seed: int = 0) -> "Comparison":
-    """What policies (None: all) make of a trace of failures: samples a second, and lost seconds by cause.
+    """Compare policies on a trace of failures: samples per second, and lost seconds by cause.
 
-    `trace`: a file in one of the formats of docs/simulation.md, or what `slipstream.cli.fleet.draw_trace` has drawn.
-    `parameters` of the model: published costs of restarts depend on it. `seed`: which machines of the trace are the
-    job's. Raises NoPlanError where no schedule can run the job, KeyError for a policy that is not known, and
-    TraceFileError, in one line.
+    Args:
+        job: The job, or the path of its file.
+        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.cli.fleet.draw_trace`.
+        policies: Names of policies; None: all.
+        parameters: Number of parameters of the model, on which published costs of restarts depend.
+        samples_per_microbatch: Number of samples in a micro-batch.
+        seed: Seed that selects which machines of the trace are the job's.
+
+    Raises NoPlanError if no schedule can run the job, KeyError for an unknown policy, and TraceFileError, in one line.
     """
     from slipstream.cli.fleet import (
         POLICIES,
@@ -138,7 +156,7 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
 
 def _job(job: "Job | str | PathLike[str]") -> "Job":
-    """Return the job, read from its file where that is given. Raises JobError, and TypeError for anything else."""
+    """Return the job, read from its file if a path is given. Raises JobError, and TypeError for anything else."""
     from slipstream.planner.job.file import Job
 
     if isinstance(job, Job):
@@ -149,7 +167,7 @@ def _job(job: "Job | str | PathLike[str]") -> "Job":
 
 
 def _workers(names: Workers) -> "tuple[Worker, ...]":
-    """Sorted, each once. Raises ValueError for what is no worker."""
+    """Return the workers sorted, each once. Raises ValueError for a name that is not a worker."""
     from slipstream.schedules.schedule import Worker
 
     if isinstance(names, str | Worker):

@@ -1,4 +1,4 @@
-"""A plan as a notebook shows it."""
+"""Display of plans in notebooks."""
 
 from html import escape
 
@@ -7,15 +7,15 @@ from slipstream.planner.plan import Plan
 
 
 class NotebookPlan(Plan, frozen=True, kw_only=True):
-    """A plan that a notebook shows as a line and the picture of its schedule."""
+    """A plan that a notebook shows as a line of text and a picture of its schedule."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "NotebookPlan":
-        """Return the same plan, shown so."""
+        """Return a plan with the same fields that a notebook can show."""
         return cls(**{name: getattr(plan, name) for name in plan.__struct_fields__})
 
     def _repr_html_(self) -> str:
-        """The line, and the picture where it is not too large to be drawn."""
+        """Return the line of text, and the picture if it is not too large to draw."""
         line = f"<p>{escape(repr(self))}</p>"
         try:
             return f"{line}{drawing(self.schedule).decode()}"

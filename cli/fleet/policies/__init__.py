@@ -1,4 +1,4 @@
-"""Every policy by name, in the order in which they are shown."""
+"""All policies by name, in the order in which they are shown."""
 
 from collections.abc import Mapping
 

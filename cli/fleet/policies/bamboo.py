@@ -1,8 +1,8 @@
 """Bamboo (NSDI 2023): each worker also holds the next stage, and computes its forward redundantly.
 
-At steady state its published throughput follows the share of workers alive: within 2 % up to 7 of 24 down, 9 and 13 %
-below it at 8 and 9 (points digitised from ReCycle's talk). So a pipeline with dead workers goes on, its predecessors
-*covering* their stages, and has as much less of the batch as it has fewer workers.
+In steady state its published throughput follows the share of workers alive: within 2 % up to 7 of 24 down, 9 and 13 %
+below it at 8 and 9 (points digitised from ReCycle's talk). So a pipeline with dead workers continues, with predecessors
+*covering* their stages, and its share of the batch falls in proportion to its live workers.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):
-    """After a failure the predecessor covers the dead worker's stage; where it is dead, too, pipelines form anew."""
+    """Policy in which the predecessor covers a dead worker's stage; if it is dead, too, new pipelines are formed."""
 
     name = "bamboo"
     title = "Bamboo: redundant computation on the predecessor"
@@ -26,16 +26,16 @@ class Bamboo(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
-        """The machine of each pipeline and stage. None: its predecessor covers the stage."""
+        """Machine of each pipeline and stage. None: its predecessor covers the stage."""
         self._of: dict[int, list[int | None]] = {}
-        """The pipeline of each machine that is in one."""
+        """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
         self._covered = self._formed_covered = 0
-        """Stages that a predecessor covers, now and when pipelines were last formed."""
+        """Number of stages that a predecessor covers, now and when pipelines were last formed."""
 
     @property
     def fault_free_rate(self) -> float:
-        """1F1B with redundant forwards."""
+        """Samples per second of 1F1B with redundant forwards."""
         return self._rate_of(self.scenario.workers)
 
     def _rate_of(self, machines: int) -> float:
@@ -43,21 +43,21 @@ class Bamboo(Policy):
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:
-        """In proportion to the live workers."""
+        """Return the samples per second in proportion to the live workers."""
         return self._rate_of(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """All machines in pipelines."""
+        """Form pipelines of all machines."""
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Cover dead workers, or form new pipelines; where a stage is lost, that needs a rendezvous too."""
-        gone = set(change.removed)
-        self._spares = [machine for machine in (*self._spares, *change.added) if machine not in gone]
-        died, stage_lost = self._remove_dead(gone)
-        lost = self.lost_samples(remaining, worker_died=died)
+        """Cover dead workers, or form new pipelines. If a stage is lost, this needs a rendezvous, too."""
+        dead = set(change.removed)
+        self._spares = [machine for machine in (*self._spares, *change.added) if machine not in dead]
+        died, stage_lost = self._remove_dead(dead)
+        lost_samples = self.lost_samples(remaining, worker_died=died)
         if self.needs_checkpoint(remaining):
             if not died and remaining[0].cause is Cause.RESTART:
                 return remaining
@@ -72,24 +72,24 @@ class Bamboo(Policy):
         else:
             return remaining
         return self.resume_training(self._current_rate(), Phase(Cause.SWITCH, seconds),
-                                    lost_samples=lost)
+                                    lost_samples=lost_samples)
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
-        """Take dead machines out of the pipelines: (whether any was in one, whether a stage cannot be covered)."""
+        """Remove dead machines. Return whether any was in a pipeline, and whether a stage cannot be covered."""
         died = gone & self._of.keys()
         touched = [(self._of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
             machines[machines.index(machine)] = None
         self._covered += len(died)
-        # Of two dead neighbours, the first cannot cover the second, or covered it when it died.
+        # Of two dead neighbours, the first cannot cover the second, or died while it covered it.
         stage_lost = any(machines[index] is None and machines[index - 1] is None
                          for machines, _ in touched for index in range(len(machines)))
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Whether spares make one more pipeline, or take covered stages, or too many more are covered.
+        """Return whether to form new pipelines: spares make one more or pay off, or too many are covered.
 
-        They take covered stages where the time for that is made up for before the next failure, on average.
+        Spares replace covered stages if the time for that is made up for before the next failure, on average.
         """
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
@@ -99,7 +99,7 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Pipelines of all live machines, with as few stages covered as can be, and never two neighbours."""
+        """Form pipelines of all live machines, with as few covered stages as possible, and never two neighbours."""
         stages = self.scenario.stages
         live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
         most_covered = stages // 2
@@ -113,12 +113,12 @@ class Bamboo(Policy):
         self._pipelines = []
         for index in range(count):
             covered = missing * (index + 1) // count - missing * index // count
-            # The predecessor of the first stage is the last one: covered stages are 1, 3, 5 and so on.
+            # The predecessor of the first stage is the last stage, so covered stages are 1, 3, 5, ...
             gaps = range(1, 2 * covered, 2)
             self._pipelines.append([None if stage in gaps else next(machines) for stage in range(stages)])
         self._of = {machine: machines for machines in self._pipelines for machine in machines if machine is not None}
         self._covered = self._formed_covered = missing
 
     def _current_rate(self) -> float:
-        """Samples per second of the machines in pipelines."""
+        """Return the samples per second of the machines in pipelines."""
         return self._rate_of(len(self._pipelines) * self.scenario.stages - self._covered)

@@ -1,14 +1,14 @@
-"""ElasWave (arXiv 2510.00606): one cut of the layers for all pipelines, by the replicas that each stage has left.
+"""ElasWave (arXiv 2510.00606): one division of the layers for all pipelines, by the replicas that each stage has left.
 
-Where a stage has lost replicas, the others take larger micro-batches, so that the global batch stays; layers then
-migrate between stages, by a minimax partition, so that a stage with fewer replicas has fewer layers. Optimizer states
-are sharded over the replicas of a stage (ZeRO) in interleaved parts, which are sent from rank to rank. Measured there:
-1.35 times ReCycle's throughput on 96 NPUs, and a second to edit the communication groups in place.
+If a stage has lost replicas, the others take larger micro-batches, so that the global batch stays. Layers then migrate
+between stages, by a minimax partition, so that a stage with fewer replicas has fewer layers. Optimizer states are
+sharded over the replicas of a stage (ZeRO) in interleaved parts, which are sent from rank to rank. Measured there: 1.35
+times ReCycle's throughput on 96 NPUs, and a second to edit the communication groups in place.
 
-At formula level: a stage of which live of D replicas are left takes D / live times as long, for each of the M
-micro-batches of a pipeline, under 1F1B; the cut of the layers makes the longest stage as short as it can. Assumed, in
-its favour: larger micro-batches are exactly as much slower; memory is no limit; migration takes as long as loading a
-stage, while training goes on with the old cut; its change of clock frequencies, which hides what imbalance is left, is
+In formulas: a stage with `live` of D replicas takes D / live times as long, for each of the M micro-batches of a
+pipeline, under 1F1B; the division of the layers makes the longest stage as short as possible. Assumed, in its favour:
+larger micro-batches are slower in exact proportion; memory is no limit; migration takes as long as loading a stage,
+while training continues with the old division; its change of clock frequencies, which hides the remaining imbalance, is
 not simulated.
 """
 
@@ -19,7 +19,7 @@ from slipstream.cli.fleet.policy import Phase, Scenario
 
 
 class ElasWave(Rerouting):
-    """The replicas of a stage share its work; layers move to stages that have more of them."""
+    """Policy in which the replicas of a stage share its work, and layers move to stages with more replicas."""
 
     name = "elaswave"
     title = "ElasWave: one cut of the layers for all pipelines, by the replicas left of each stage"
@@ -36,7 +36,7 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """With layers cut for the replicas that are left."""
+        """Return the samples per second with layers divided for the remaining replicas."""
         return self._rate_with(down, migrated=True)
 
     def _rate_with(self, down: DownByStage, *, migrated: bool) -> float:
@@ -54,9 +54,9 @@ class ElasWave(Rerouting):
         return self.throughputs.relative(whole, seconds)
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """With the old cut of the layers until the new one has migrated."""
-        at_once = self._rate_with(self._held.down, migrated=False)
-        then = self._rate_of(self._stages)
+        """Return phases with the old division of the layers until the new one has migrated."""
+        first_rate = self._rate_with(self._held.down, migrated=False)
+        final_rate = self._rate_of(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds
-        phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
-        return self.change_rate(phases, self._loaded_at - now, self.switch, then)
+        phases = self.resume_training(first_rate, *stalls, lost_samples=lost_samples)
+        return self.change_rate(phases, self._loaded_at - now, self.switch, final_rate)

@@ -2,14 +2,14 @@
 
 Malleus estimates how slow each GPU is, and plans anew which GPUs form a stage, how many layers each stage of each
 pipeline has, and how many micro-batches each pipeline; parameters migrate while the job runs. ResiHP adapts in three
-steps: a tensor-parallel group goes on with the ranks it has left, layers are divided anew within its pipeline, then
-micro-batches over pipelines. Its first step is nonuniform tensor parallelism (Arfeen et al., arXiv 2504.06095): a
-group that lost ranks computes at the share of those it has.
+steps: a tensor-parallel group continues with its remaining ranks, layers are divided anew within its pipeline, then
+micro-batches over pipelines. Its first step is nonuniform tensor parallelism (Arfeen et al., arXiv 2504.06095): a group
+that lost ranks computes at the share of those it has.
 
-At formula level both are the same: every pipeline has a cut of its own, by the speeds of its nodes, and 1F1B; an
+In these formulas both are the same: every pipeline has a division of its own, by the speeds of its nodes, and 1F1B; an
 iteration ends when the slowest pipeline does (`fastest_split`). They differ in what a group that lost GPUs can do.
-Assumed, in their favour: memory is no limit; detection and planning take no time; a change costs half an iteration
-where a worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
+Assumed, in their favour: memory is no limit; detection and planning take no time; a change costs half an iteration if a
+worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
 """
 
 from collections import Counter
@@ -26,11 +26,11 @@ _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes
                 "a checkpoint")
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""How many pipelines there are whose machines have these factors."""
+"""Number of pipelines whose machines have these slowdown factors."""
 
 
 class Malleus(Policy):
-    """Every pipeline is cut anew over its live workers."""
+    """Policy in which every pipeline is divided anew over its live workers."""
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
@@ -46,11 +46,11 @@ class Malleus(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """The largest power of two; all where none is missing."""
+        """Return the largest power of two that is available, or all GPUs if none is missing."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
 
     def steady_rate(self, failures: int) -> float:
-        """With failures spread over pipelines."""
+        """Return the samples per second with failures spread over pipelines."""
         live, count = self.scenario.workers - failures, self.scenario.pipelines
         sizes = [live // count + (index < live % count) for index in range(count)]
         return self._rate_of(Counter((1.0,) * size for size in sizes if size))
@@ -61,16 +61,16 @@ class Malleus(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Cut pipelines and divide the batch anew."""
-        gone = set(change.removed)
-        lost = not all_layers_held(self._pipelines.all, gone)
-        self._pipelines.remove(gone)
+        """Divide the layers of pipelines and the batch anew."""
+        dead = set(change.removed)
+        state_lost = not all_layers_held(self._pipelines.all, dead)
+        self._pipelines.remove(dead)
         self._fill(change.added)
-        return self.go_on(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(gone),
-                          state_lost=lost)
+        return self.go_on(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(dead),
+                          state_lost=state_lost)
 
     def _fill(self, machines: Sequence[int]) -> None:
-        """Put machines into the shortest pipelines, and move some where lengths differ by more than one."""
+        """Put machines into the shortest pipelines, and move some if lengths differ by more than one."""
         groups, pipelines = self._pipelines, self._pipelines.all
         for machine in machines:
             groups.put(machine, min(pipelines, key=len))
@@ -88,13 +88,13 @@ class Malleus(Policy):
         return self.throughputs.kept(key, lambda: self._rate_of(pipelines))
 
     def _rate_of(self, pipelines: Pipelines) -> float:
-        """Samples per second of so many pipelines whose machines have these factors, ascending."""
+        """Return the samples per second of pipelines whose machines have these factors, ascending."""
         if not pipelines:
             return 0.0
         return self.throughputs.relative(self._seconds, self._iteration(pipelines))
 
     def _iteration(self, pipelines: Pipelines) -> float:
-        """Seconds of an iteration on pipelines that are each cut by speed (`fastest_split`)."""
+        """Return the seconds of an iteration on pipelines that are each divided by speed (`fastest_split`)."""
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
             cuts[cut_by_speed(self._layers, factors)] += count
@@ -102,7 +102,7 @@ class Malleus(Policy):
 
 
 class ResiHP(Malleus):
-    """As Malleus, but a tensor-parallel group goes on with all GPUs that it has left."""
+    """Malleus with tensor-parallel groups that continue with all of their remaining GPUs."""
 
     name = "resihp"
     title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
@@ -111,5 +111,5 @@ class ResiHP(Malleus):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """All that it has left."""
+        """Return the number of remaining GPUs."""
         return alive

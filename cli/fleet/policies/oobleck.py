@@ -1,4 +1,4 @@
-"""Oobleck (SOSP 2023): pipelines of several lengths, from templates planned ahead."""
+"""Oobleck (SOSP 2023): pipelines of several lengths, from templates that are planned in advance."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):
-    """At a failure pipelines shrink, take nodes from others or merge; the batch is divided anew."""
+    """Policy in which, at a failure, pipelines shrink, take nodes from others or merge; the batch is divided anew."""
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
@@ -26,10 +26,10 @@ class Oobleck(Policy):
         self._pipelines = PipelineGroups()
         self._idle: list[int] = []
         self._min_nodes = -(-scenario.stages // 2)
-        """Fewest nodes of a pipeline."""
+        """Minimum number of nodes of a pipeline."""
 
     def steady_rate(self, failures: int) -> float:
-        """The better of failures spread over pipelines and failures that take whole pipelines away."""
+        """Return the better of two rates: failures spread over pipelines, or failures that remove whole pipelines."""
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
@@ -38,27 +38,27 @@ class Oobleck(Policy):
                    if all(size == 0 or size >= self._min_nodes for size in sizes))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """As many pipelines of the job's length as there are machines for; what is left over joins them."""
+        """Form as many pipelines of the job's length as there are machines for; the remaining machines join them."""
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
         self._instantiate()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
-        gone, pipelines = set(change.removed), self._pipelines
-        died = not gone.isdisjoint(pipelines.of)
-        self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
+        """Keep newcomers waiting for the next failure in a pipeline, which instantiates templates of new lengths."""
+        dead, pipelines = set(change.removed), self._pipelines
+        died = not dead.isdisjoint(pipelines.of)
+        self._idle = [machine for machine in (*self._idle, *change.added) if machine not in dead]
         if not died and remaining[0].cause is not Cause.WAIT:
             return remaining
-        layers_lost = not all_layers_held(pipelines.all, gone)
-        pipelines.remove(gone)
+        layers_lost = not all_layers_held(pipelines.all, dead)
+        pipelines.remove(dead)
         self._instantiate()
         return self.go_on(self._current_rate(), remaining, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
                           worker_died=died, state_lost=layers_lost)
 
     def _instantiate(self) -> None:
-        """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""
+        """Give pipelines new lengths: idle nodes fill or form pipelines; too short ones grow or merge."""
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.all
         for nodes in [nodes for nodes in pipelines if not nodes]:
@@ -77,7 +77,7 @@ class Oobleck(Policy):
             groups.put(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Pipelines with too few nodes take some from the largest; where it has none to spare, they end."""
+        """Give short pipelines nodes of the largest ones, or dissolve them if there are none to spare."""
         groups, pipelines = self._pipelines, self._pipelines.all
         for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
             while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:
@@ -93,7 +93,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.all)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Samples per second of pipelines with so many nodes."""
+        """Return the samples per second of pipelines with these numbers of nodes."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.kept((self.name, lengths), lambda: self._found_rate(lengths))
 
@@ -108,15 +108,18 @@ class Oobleck(Policy):
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Nodes of each pipeline when failures are spread over pipelines."""
+    """Return the number of nodes of each pipeline when failures are spread over pipelines."""
     return [stages - failures // pipelines - (index < failures % pipelines) for index in range(pipelines)]
 
 
 def stacked_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Nodes of each pipeline when failures take whole pipelines; what is left of the last one joins the others."""
-    gone, rest = divmod(failures, stages)
-    sizes = [stages] * (pipelines - gone - (rest > 0))
-    for index in range(stages - rest if rest else 0):
+    """Return the number of nodes of each pipeline when failures remove whole pipelines.
+
+    The remaining nodes of the last of these join the other pipelines.
+    """
+    removed, remainder = divmod(failures, stages)
+    sizes = [stages] * (pipelines - removed - (remainder > 0))
+    for index in range(stages - remainder if remainder else 0):
         if sizes:
             sizes[index % len(sizes)] += 1
     return sizes

@@ -1,4 +1,4 @@
-"""Oobleck's pipeline templates (SOSP 2023): how layers are split over a pipeline's nodes, and its times."""
+"""Oobleck's pipeline templates (SOSP 2023): the division of layers over a pipeline's nodes, and the resulting times."""
 
 import math
 from bisect import bisect_right
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """A pipeline of some number of nodes: n micro-batches take `fill` + n x `step` seconds."""
+    """Times of a pipeline with a certain number of nodes: n micro-batches take `fill` + n x `step` seconds."""
 
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
@@ -18,13 +18,13 @@ class Template(NamedTuple):
     """Seconds to fill and drain the pipeline."""
 
     def seconds(self, microbatches: int) -> float:
-        """Time of an iteration, without all-reduce and optimizer."""
+        """Return the time of an iteration, without all-reduce and optimizer."""
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
 @lru_cache(maxsize=1024)
 def template(layers: tuple[float, ...], nodes: int) -> Template:
-    """The best contiguous split of layers (seconds each) over nodes, by Oobleck's formula.
+    """Return the best contiguous division of layers (seconds each) over nodes, by Oobleck's formula.
 
     With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
 
@@ -35,7 +35,7 @@ def template(layers: tuple[float, ...], nodes: int) -> Template:
     stages = min(nodes, len(layers))
     prefix = [0.0, *accumulate(layers)]
     least = _least_stages(prefix)
-    best, found = math.inf, None
+    best, best_template = math.inf, None
     parts = combinations(range(len(layers) + 1), 2)
     for first, last in sorted(parts, key=lambda part: prefix[part[1]] - prefix[part[0]]):
         slowest = prefix[last] - prefix[first]
@@ -48,30 +48,30 @@ def template(layers: tuple[float, ...], nodes: int) -> Template:
         tail = prefix[-1] - prefix[first]
         total = prefix[-1] + (3 * stages + before - 1) * slowest + tail
         if total < best:
-            best, found = total, Template(slowest, prefix[-1] + (before - stages - 1) * slowest + tail)
-    assert found is not None
-    return found
+            best, best_template = total, Template(slowest, prefix[-1] + (before - stages - 1) * slowest + tail)
+    assert best_template is not None
+    return best_template
 
 
 def _least_stages(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """A function of (first, last, seconds): the fewest stages of at most so many seconds for layers first..last - 1."""
-    def least(first: int, last: int, seconds: float) -> int:
+    """Return a function of (first, last, seconds): the fewest stages within this time for layers first..last - 1."""
+    def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
         while position < last:
             end = bisect_right(prefix, prefix[position] + seconds * (1 + 1e-9), position, last + 1) - 1
             if end == position:
-                return len(prefix)  # a layer longer than that
+                return len(prefix)  # a single layer is longer
             count, position = count + 1, end
         return count
 
-    return least
+    return count_stages
 
 
 @lru_cache(maxsize=65536)
 def iteration_seconds(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...], microbatches: int) -> float:
-    """Seconds of an iteration, with as many pipelines of each length (`fastest_split`).
+    """Return the seconds of an iteration on pipelines of these lengths (`fastest_split`).
 
-    `lengths` are pairs (nodes, pipelines with so many nodes).
+    `lengths` are pairs (nodes, number of pipelines with so many nodes).
     """
     pipelines: Counter[Template] = Counter()
     for nodes, count in lengths:
@@ -80,17 +80,17 @@ def iteration_seconds(layers: tuple[float, ...], lengths: tuple[tuple[int, int],
 
 
 def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Seconds of an iteration with the micro-batches divided so that the pipeline that ends last ends first.
+    """Return the seconds of an iteration with the best division of micro-batches over the pipelines.
 
-    `pipelines`: how many there are of each template.
+    `pipelines`: number of pipelines of each template.
     """
-    def fitting(seconds: float) -> int:
+    def count_fitting(seconds: float) -> int:
         return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
 
     low, high = 0.0, min(one.seconds(-(-microbatches // count)) for one, count in pipelines.items())
     for _ in range(60):
         middle = (low + high) / 2
-        if fitting(middle) >= microbatches:
+        if count_fitting(middle) >= microbatches:
             high = middle
         else:
             low = middle

@@ -1,4 +1,4 @@
-"""Reference lines to compare with: not systems that exist."""
+"""Reference lines to compare with. They are not systems that exist."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Depends on how many workers are alive and how fast they are, and changes cost nothing."""
+    """A line that depends on the number of live workers and their speed. Changes cost nothing."""
 
     is_reference = True
     balances_speeds = True
@@ -19,20 +19,20 @@ class _Reference(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Every GPU that is alive counts."""
+        """Return the number of live GPUs: each one counts."""
         return alive
 
     @abstractmethod
     def _rate_of(self, live: float) -> float:
-        """Samples per second on so many workers; one at half speed counts half."""
+        """Return the samples per second on this many workers; one at half speed counts half."""
 
     @property
     def fault_free_rate(self) -> float:
-        """On all workers."""
+        """Samples per second on all workers."""
         return self._rate_of(self.scenario.workers)
 
     def steady_rate(self, failures: int) -> float:
-        """On the live workers."""
+        """Return the samples per second on the live workers."""
         return self._rate_of(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -41,7 +41,7 @@ class _Reference(Policy):
         return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Train on without a pause."""
+        """Continue training without a pause."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_of(speed))]

@@ -9,81 +9,83 @@ from slipstream.cli.fleet.policy import Cause, Phase, RatedByStage, Scenario
 
 
 class Stages:
-    """Which machine has which stage, and how many machines each stage lacks."""
+    """Assignment of stages to machines, and the number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Without machines, so many are down in each stage."""
+        """Begin without machines; `lacking` has the number of workers that are down in each stage."""
         self.of: dict[int, int] = {}
-        """The stage of each machine."""
+        """Stage of each machine."""
         self._lacking = list(lacking)
         self._down: DownByStage | None = None
-        """The same as a tuple, where it is known."""
+        """Cached value of `down`, or None."""
         self._most_down: int | None = None
 
     @property
     def down(self) -> DownByStage:
-        """How many workers of each stage are down."""
+        """Number of dead workers of each stage."""
         if self._down is None:
             self._down = tuple(self._lacking)
         return self._down
 
     @property
     def most_down(self) -> int:
-        """How many are down in the stage that lacks most."""
+        """Number of dead workers of the stage that lacks most."""
         if self._most_down is None:
             self._most_down = max(self._lacking)
         return self._most_down
 
     def put(self, machine: int, stage: int) -> None:
-        """The machine, which may have had another stage, has this one."""
+        """Assign this stage to a machine, which may have had another one."""
         self.remove(machine)
         self.of[machine] = stage
         self._lacking[stage] -= 1
         self._down = self._most_down = None
 
     def remove(self, machine: int) -> None:
-        """The machine has no stage, if it had one."""
+        """Take the stage of a machine away, if it had one."""
         stage = self.of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
             self._down = self._most_down = None
 
     def copy(self) -> "Stages":
-        """The same, to be changed apart."""
+        """Return an independent copy."""
         other = Stages(self._lacking)
         other.of, other._down = dict(self.of), self._down
         return other
 
 
 class Rerouting(RatedByStage):
-    """What this planner and ReCycle have in common: which machine holds which stage, and what moving one costs.
+    """Common part of this planner's and ReCycle's policies: the stage of each machine, and the cost of moving one.
 
-    A failure discards the iteration in progress (half of one on average), and the survivors go on after a switch. A new
-    machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. Where
-    a stage has lost all its workers, or there are fewer workers than stages, the job goes back to a checkpoint (written
-    in the background), with stages assigned anew to the machines that are alive. Machines that come while it does so
-    wait until that is done.
+    A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
+    new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If
+    a stage has lost all its workers, or there are fewer workers than stages, the job returns to a checkpoint (written
+    in the background), with stages newly assigned to the machines that are alive. Machines that arrive meanwhile wait
+    until that is done.
 
-    Which machine holds which stage depends on the trace alone, and on no policy's throughput. So all policies of this
+    The stage of each machine depends on the trace alone, and not on any policy's throughput. So all policies of this
     kind that move workers lose a stage at the same times, and one whose schedules are never slower is never behind.
     """
 
     moves_workers: bool = True
-    """Whether a live worker may load another stage's parameters."""
+    """True if a live worker may load another stage's parameters."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines = scenario.pipelines
         self._stages = Stages([scenario.pipelines] * scenario.stages)
-        """The stage of each live machine."""
+        """Stage assigned to each live machine."""
         self._held = self._stages
-        """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none. The same object
-        where none loads one."""
+        """Stage that each machine holds now, until `_loaded_at`. A machine that is about to join holds none.
+
+        This is the same object as `_stages` if no machine loads a stage.
+        """
         self._loaded_at = 0.0
-        """When every machine holds its stage."""
+        """Time at which every machine holds its assigned stage."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Every machine in its place of the grid; where some stage would have no worker, stages are assigned anew."""
+        """Put every machine in its place of the grid, or assign stages anew if some stage would have no worker."""
         for machine in live:
             self._stages.put(machine, machine % self.scenario.stages)
         if self._stage_lost(self._stages):
@@ -92,7 +94,7 @@ class Rerouting(RatedByStage):
         return self.resume_training(self._rate_of(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Re-route, let newcomers join, move workers."""
+        """Re-route micro-batches, let newcomers join, and move workers."""
         if change.seconds >= self._loaded_at:
             self._held = self._stages
         for machine in change.removed:
@@ -104,7 +106,7 @@ class Rerouting(RatedByStage):
             self._reassign_all([*self._stages.of, *change.added])
             self._held = self._stages
             return self.restart(self._rate_of(self._stages), remaining)
-        lost = self.lost_samples(remaining, worker_died=bool(change.removed))
+        lost_samples = self.lost_samples(remaining, worker_died=bool(change.removed))
         self._assign_newcomers(change.added)
         if self.moves_workers:
             self._move_workers()
@@ -113,34 +115,34 @@ class Rerouting(RatedByStage):
             stalls = [self.switch]
         elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
             stalls = [remaining[0]]
-        return self._reconfigure(change.seconds, stalls, lost)
+        return self._reconfigure(change.seconds, stalls, lost_samples)
 
     @abstractmethod
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """The phases from `now` on: these stalls first, and sooner or later each machine in its stage."""
+        """Return the phases from `now` on: these stalls first, and at some point each machine in its stage."""
 
     def _rate_of(self, stages: Stages) -> float:
-        """Samples per second of machines that hold these stages."""
+        """Return the samples per second of machines that hold these stages."""
         return self.rate(stages.down)
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
     @property
     def _loading(self) -> bool:
-        """Whether some machine has a stage that it does not hold."""
+        """True if some machine does not hold its assigned stage yet."""
         return self._held is not self._stages and self._held.of != self._stages.of
 
     def _stage_lost(self, stages: Stages) -> bool:
         return stages.most_down >= self._pipelines
 
     def _give(self, machine: int, stage: int) -> None:
-        """The machine has this stage, which it has to load."""
+        """Assign a stage to a machine, which must load it."""
         if self._held is self._stages:
             self._stages = self._held.copy()
         self._stages.put(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""
+        """Assign stages to all live machines anew. If they are too few, newcomers get the first stage."""
         spread = self.throughputs.loads.even_spread(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
@@ -151,7 +153,7 @@ class Rerouting(RatedByStage):
             self._stages.put(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Give newcomers the stages furthest from the even spread of the failures left."""
+        """Give newcomers the stages furthest from the even spread of the remaining failures."""
         if not machines:
             return
         spread = self.throughputs.loads.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
@@ -161,7 +163,7 @@ class Rerouting(RatedByStage):
             self._give(machine, lacking.index(max(lacking)))
 
     def _move_workers(self) -> None:
-        """Move workers to other stages where that leaves the most loaded worker less work."""
+        """Move workers to other stages if that leaves the most loaded worker less work."""
         loads, down = self.throughputs.loads, self._stages.down
         spread = loads.even_spread(self.scenario.workers - len(self._stages.of))
         if spread is None or loads.longest_load(spread) >= loads.longest_load(down):
@@ -175,7 +177,7 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """1F1B while all workers are alive; else re-routed round-robin, with split backward and staggered optimizer."""
+    """1F1B while all workers are alive; then round-robin re-routing, split backward, staggered optimizer."""
 
     name = "recycle"
     title = "ReCycle as published"
@@ -186,11 +188,11 @@ class ReCycle(Rerouting):
                    "switches and lost work as for slipstream")
 
     def rate(self, down: DownByStage) -> float:
-        """By ReCycle's schedule."""
+        """Return the samples per second of ReCycle's schedule."""
         return self.throughputs.recycle(down)
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Those who load a stage do so while the others wait."""
+        """Return phases in which all workers wait while some load a stage."""
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._loading:
             stalls.append(self.load)

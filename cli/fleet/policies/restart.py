@@ -7,7 +7,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):
-    """Restarts from the last checkpoint on as many whole pipelines as there are machines for."""
+    """Policy that restarts from the last checkpoint on as many whole pipelines as there are machines for."""
 
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
@@ -20,25 +20,25 @@ class Restart(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._used: dict[int, None] = {}
-        """Machines that train, in the order in which they came to do so."""
+        """Machines that train, in the order in which they began."""
         self._idle: dict[int, None] = {}
         self._grow_at: float | None = None
-        """When the job restarts on more pipelines, if it is going to."""
+        """Time at which the job restarts on more pipelines; None: it is not going to."""
         self._rate = 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """On whole pipelines."""
+        """Return the samples per second on whole pipelines."""
         return self.throughputs.one_f_one_b((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """As many whole pipelines as there are machines for."""
+        """Form as many whole pipelines as there are machines for."""
         self._idle = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Restart where a machine in use died; otherwise plan when newcomers join."""
+        """Restart if a machine in use died; otherwise plan when newcomers join."""
         self._grow_if_due(change.seconds)
         used = len(self._used)
         self._idle |= dict.fromkeys(change.added)
@@ -54,9 +54,9 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Train as before; where idle machines make one more pipeline, restart with them after the next checkpoint."""
+        """Train as before. If idle machines make one more pipeline, restart with them after the next checkpoint."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
-        if self._grow_at is not None:  # its restart is the last of them, and is planned anew below
+        if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]
         usable = self._usable_machines()
         if usable == len(self._used):
@@ -70,7 +70,7 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Use idle machines from the planned restart on, where that was before now."""
+        """Use idle machines from the planned restart on, if that was before now."""
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -78,7 +78,7 @@ class Restart(Policy):
         self._grow_at = None
 
     def _usable_machines(self) -> int:
-        """How many of the live machines make whole pipelines."""
+        """Return the number of live machines that make whole pipelines."""
         stages = self.scenario.stages
         return min(self.scenario.workers, (len(self._used) + len(self._idle)) // stages * stages)
 

@@ -21,22 +21,23 @@ SETTLED = ("; layers move while it trains on, for as long as the busiest worker 
 
 
 STEP = 0.25
-"""To whose multiples speeds of slow workers are rounded, up: plans are made for few."""
+"""Granularity of slow workers' speeds, which are rounded up to its multiples so that few plans are needed."""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Which of the live machines to do without, because they are too slow, and the throughput then."""
+    """Slow live machines that are left idle, and the resulting samples per second."""
 
     rate: float
     left_out: frozenset[int]
 
 
 class Slipstream(Rerouting):
-    """At once with the layers where they are; then settled, with layers moved, when that pays.
+    """Policy that answers a failure at once with layers in place, then with layers moved (rebalanced) if that pays.
 
-    Layers move, and those who join or change their stage load it, while the others train on. Every machine has a stage,
-    which it holds besides or instead of what the settled plan gives it: that decides what the next failure is answered
-    with at once, and which failures lose a stage. So nothing is ever slower than with the layers in place.
+    Layers move, and machines that join or change their stage load it, while the others train on. Every machine has an
+    assigned stage, which it holds in addition to or instead of its layers in the rebalanced plan. The assigned stages
+    decide the first answer to the next failure, and which failures lose a stage. So no state is ever slower than with
+    layers in place.
     """
 
     name = "slipstream"
@@ -49,39 +50,39 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule does without; those that still load count, too."""
+        """Slow machines that the present schedule leaves idle, including those that still load a stage."""
         self._settled_at, self._settled = 0.0, 0.0
-        """When the settled plan runs, or will, and its samples per second at the speeds it was made for; 0: none."""
+        """Start of the rebalanced plan, and its samples per second at the speeds it was made for; 0: no such plan."""
         self._settled_for: dict[int, float] = {}
-        """Those of the machines that were slow then."""
+        """Slowdown factors of the machines that were slow when the rebalanced plan was made."""
 
     def rate(self, down: DownByStage) -> float:
-        """By the planner's schedule, or on the pipelines that are whole, where that is faster."""
+        """Return the rate of the planner's schedule, or of 1F1B on the whole pipelines if that is faster."""
         return self.throughputs.in_place(down)
 
     @property
     def fault_free_rate(self) -> float:
-        """The best with all workers alive; that of fewer is open to them, too."""
+        """Best rate with all workers alive. The rates with fewer workers are also possible with all."""
         return self.steady_rate(0)
 
     def settled_rate(self, down: DownByStage) -> float:
-        """Once layers have moved: by the planner's schedule for so many failures."""
+        """Return the samples per second of the planner's schedule after layers have moved."""
         failures = sum(down)
         return self.throughputs.settled(failures)[0] if failures < self.throughputs.workers else 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """Settled, where that is faster."""
+        """Return the steady rate with layers in place or moved, whichever is faster."""
         at_once = super().steady_rate(failures)
         return max(at_once, self.throughputs.settled(failures)[0]) if self.moves_layers else at_once
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Settled from the beginning, where some machines are missing."""
+        """Use the rebalanced plan from the beginning, if some machines are missing."""
         super().start(live)
         self._settled_at, self._settled, self._settled_for = 0.0, self._settled_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Settled, as all load their layers from the checkpoint anyway."""
+        """Use the rebalanced plan, because all machines load their layers from the checkpoint anyway."""
         self._settled, self._settled_for = self._settled_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
 
@@ -93,12 +94,11 @@ class Slipstream(Rerouting):
         return max(at_once, self._settled_best()) if self.moves_layers else at_once
 
     def _settled_best(self) -> float:
-        """Samples per second of the best plan with layers moved: for slow workers as they are, or without the slowest.
-        """
+        """Return the best rate with layers moved, for the slow workers or without the slowest ones."""
         return max(self._best(self._stages, self.settled_rate), self._settled_for_slow())
 
     def _settled_for_slow(self) -> float:
-        """By a plan for slow workers as they are; 0 where there are none."""
+        """Return the rate of a plan for the present slow workers; 0 if there are none."""
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.of]
         if not slow or self._stage_lost(self._stages):
             return 0.0
@@ -106,14 +106,17 @@ class Slipstream(Rerouting):
         return self.throughputs.settled(sum(self._stages.down), SlowWorker(len(slow), longest))[0]
 
     def _settled_now(self) -> float:
-        """By the settled plan at present speeds. An op that takes f times as long makes it f times as long at most."""
+        """Return the rate of the rebalanced plan at present speeds.
+
+        If an op takes f times as long, the plan takes at most f times as long.
+        """
         return self._settled / max([1.0, *(factor / self._settled_for.get(machine, 1.0)
                                            for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Where only speeds change, a switch follows if other workers are left out then."""
+        """Return the phases after a change; a switch is needed if other workers are then left idle."""
         if change.removed or change.seconds < self._settled_at:
-            self._settled = 0.0  # some of its layers are gone, or not there yet
+            self._settled = 0.0  # some of its layers are lost, or not loaded yet
         phases = super().on_change(change, remaining)
         if not self.slow and not self._left_out:
             return phases
@@ -122,17 +125,17 @@ class Slipstream(Rerouting):
         return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self.switch, *phases]
 
     def _rate_of(self, stages: Stages) -> float:
-        """Samples per second of machines that hold these stages, the slowest left out where that pays."""
+        """Return the samples per second of machines that hold these stages, with the slowest left idle if that pays."""
         return self._best(stages, self.rate)
 
     def _best(self, stages: Stages, rate: Callable[[DownByStage], float]) -> float:
-        """Samples per second of the best choice."""
+        """Return the samples per second of the best choice."""
         if self.slow:
             return self._choice(stages, rate).rate
         return rate(stages.down) if not self._stage_lost(stages) else 0.0
 
     def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
-        """Leave out the slowest machines, as many as pays. All others wait for the slowest of those that are left.
+        """Choose how many of the slowest machines to leave idle. All others wait for the slowest of the rest.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
         """
@@ -151,24 +154,24 @@ class Slipstream(Rerouting):
         return best
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
+        """Return phases with machines that hold a stage, or with the last rebalanced plan; then with all."""
         settled = self._settled_now()
-        at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
+        first_rate, final_rate = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
         loads, load, switch = self._loading, self.costs.load_seconds, self.switch
         self._loaded_at = now + sum([stall.seconds for stall in stalls]) + loads * load
-        if stalls and loads and load * at_once < switch.seconds * then:
-            # Another switch would cost more than what is trained until then.
-            phases = self.resume_training(then, *stalls, self.load, lost_samples=lost_samples)
+        if stalls and loads and load * first_rate < switch.seconds * final_rate:
+            # A second switch would cost more samples than are trained before it.
+            phases = self.resume_training(final_rate, *stalls, self.load, lost_samples=lost_samples)
         else:
-            phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
-            loads = loads and then > at_once
-            phases = self.change_rate(phases, self._loaded_at - now, switch, then) if loads else phases
-        return self._settle(phases, then, now, self._loaded_at - now + loads * switch.seconds)
+            phases = self.resume_training(first_rate, *stalls, lost_samples=lost_samples)
+            loads = loads and final_rate > first_rate
+            phases = self.change_rate(phases, self._loaded_at - now, switch, final_rate) if loads else phases
+        return self._settle(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
 
     def _settle(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
-        """These phases, which train at `rate` after so many seconds, and the settled plan when it is there, if it pays.
+        """Return these phases, which reach `rate` after `seconds`, followed by the rebalanced plan if it pays.
 
-        It pays where the pause of the switch is made up for before the next failure, on average.
+        It pays if it makes up for the pause of the switch before the next failure, on average.
         """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
@@ -187,7 +190,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """No live worker loads other parameters; a newcomer may be given any stage."""
+    """Slipstream without moves: no live worker loads other parameters; a newcomer may be given any stage."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"

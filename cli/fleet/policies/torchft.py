@@ -10,7 +10,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class TorchFT(Policy):
-    """A replica group that lost a worker is dropped; the workers left of dropped groups restart as whole groups."""
+    """Policy that drops a replica group which lost a worker, and restarts workers of dropped groups as whole groups."""
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
@@ -23,46 +23,46 @@ class TorchFT(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._groups, self._starting = PipelineGroups(), PipelineGroups()
-        """Those that train, and those that are being restarted."""
+        """Groups that train, and groups that are being restarted."""
         self._ungrouped: list[int] = []
         self._ready = 0.0
-        """When they join."""
+        """Time at which the restarted groups join."""
         self._joining = self.switch
 
     def _rate_of(self, groups: int) -> float:
         return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
-        """After the workers of dropped groups have formed whole groups."""
+        """Return the rate after the workers of dropped groups have formed whole groups."""
         return self._rate_of((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """As many whole groups as there are machines for."""
+        """Form as many whole groups as there are machines for."""
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._whole_groups())
         return self.resume_training(self._rate_of(len(self._groups.all)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups that lost a worker; restart whole groups in the background."""
-        now, gone = change.seconds, set(change.removed)
+        """Drop groups that lost a worker, and restart whole groups in the background."""
+        now, dead = change.seconds, set(change.removed)
         if now >= self._ready:
             self._join()
         running = len(self._groups.all)
         self._ungrouped += change.added
-        if gone:
-            self._remove_dead(gone)
+        if dead:
+            self._remove_dead(dead)
         broken = len(self._groups.all) < running
         for group in self._whole_groups():
             self._starting.add(group)
             self._ready = now + self.costs.restart_seconds
         if not self._groups.all:
-            # No group holds the state any more: all restart from the checkpoint.
+            # No group holds the state: all restart from the checkpoint.
             self._join()
             return self.restart(self._rate_of(len(self._groups.all)), remaining)
         return self._phases(now, broken, remaining)
 
     def _join(self) -> None:
-        """Those that were being restarted train."""
+        """Let the restarted groups train."""
         for group in self._starting.all:
             self._groups.add(group)
         self._starting = PipelineGroups()
@@ -75,14 +75,14 @@ class TorchFT(Policy):
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Train with the groups that run now, and from `_ready` on also with those that are being restarted."""
+        """Return phases of training with the groups that run now, and from `_ready` on also with the restarted ones."""
         running, starting = len(self._groups.all), len(self._starting.all)
         rate = self._rate_of(running)
-        lost = self.lost_samples(remaining, worker_died=broken)
+        lost_samples = self.lost_samples(remaining, worker_died=broken)
         stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
         if broken and not self.needs_checkpoint(remaining):
             stalls = [self.switch]
-        phases = self.resume_training(rate, *stalls, lost_samples=lost)
+        phases = self.resume_training(rate, *stalls, lost_samples=lost_samples)
         if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
@@ -90,7 +90,7 @@ class TorchFT(Policy):
         return phases
 
     def _whole_groups(self) -> list[list[int]]:
-        """Whole groups of machines that are in none, as many as the job lacks at most."""
+        """Form whole groups of machines that are in none, at most as many as the job lacks."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.all) - len(self._starting.all)
@@ -101,7 +101,7 @@ class TorchFT(Policy):
 
 
 class FTHSDP(TorchFT):
-    """The same at 100,000 GPUs, with the stall that its paper reports."""
+    """Policy of torchft at 100,000 GPUs, with the stall that the FT-HSDP paper reports."""
 
     name = "ft-hsdp"
     title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"
@@ -118,5 +118,5 @@ class FTHSDP(TorchFT):
 
 
 def _training(phases: Sequence[Phase]) -> int:
-    """The index of the first phase in which it trains."""
+    """Return the index of the first phase with training."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

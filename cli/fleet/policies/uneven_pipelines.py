@@ -1,4 +1,4 @@
-"""Machines in pipelines: which one has which, layers cut by their speed, and who holds them when some are gone."""
+"""Machines in pipelines of unequal length, layers divided by speed, and layers left after failures."""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
@@ -8,51 +8,51 @@ from slipstream.cli.fleet.policies.oobleck_templates import Template
 
 
 class PipelineGroups:
-    """Lists of machines (pipelines, replicas), and the list of each machine.
+    """Lists of machines (pipelines, replicas), with the list of each machine.
 
-    So a change costs by the machines that it concerns, and not by those of the job.
+    The cost of a change depends on the number of machines that it concerns, and not on the size of the job.
     """
 
     def __init__(self, lists: Iterable[list[int]] = ()) -> None:
         self.all = list(lists)
-        self.of = {machine: one for one in self.all for machine in one}
+        self.of = {machine: group for group in self.all for machine in group}
 
     def put(self, machine: int, group: list[int]) -> None:
-        """The machine, which is in no list, is in this one."""
+        """Add a machine that is in no list to this one."""
         group.append(machine)
         self.of[machine] = group
 
     def add(self, group: list[int]) -> None:
-        """One list more."""
+        """Add a list."""
         self.all.append(group)
         self.of |= dict.fromkeys(group, group)
 
     def drop(self, group: list[int]) -> list[int]:
-        """The list is none any more: its machines."""
-        del self.all[next(index for index, one in enumerate(self.all) if one is group)]
+        """Remove a list, and return its machines."""
+        del self.all[next(index for index, other in enumerate(self.all) if other is group)]
         for machine in group:
             del self.of[machine]
         return group
 
     def holding(self, machines: Iterable[int]) -> list[list[int]]:
-        """The lists that hold any of these, each once."""
-        found = {id(group): group for machine in machines if (group := self.of.get(machine)) is not None}
-        return list(found.values())
+        """Return the lists that hold any of these machines, each once."""
+        groups_by_id = {id(group): group for machine in machines if (group := self.of.get(machine)) is not None}
+        return list(groups_by_id.values())
 
     def remove(self, machines: Iterable[int]) -> bool:
-        """Take these out of their lists: whether any was in one."""
-        found = [machine for machine in machines if machine in self.of]
-        for machine in found:
+        """Remove these machines from their lists, and return whether any was in one."""
+        grouped = [machine for machine in machines if machine in self.of]
+        for machine in grouped:
             self.of.pop(machine).remove(machine)
-        return bool(found)
+        return bool(grouped)
 
 
 @lru_cache(maxsize=65536)
 def cut_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """The contiguous cut of layers (seconds each) over nodes in this order whose slowest stage takes least.
+    """Return the contiguous division of layers (seconds each) over nodes in this order whose slowest stage takes least.
 
-    A node with factor f takes f times as long. With c_i the time of stage i, n micro-batches take the sum of all c_i
-    and n - 1 times the longest. A node may be left without layers. Raises ValueError for no nodes.
+    A node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take the sum of all c_i
+    plus n - 1 times the longest. A node may be left without layers. Raises ValueError if there are no nodes.
     """
     if not factors:
         raise ValueError("a pipeline of no nodes")
@@ -69,7 +69,7 @@ def cut_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Templ
 
 
 def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
-    """Seconds of each stage where every node in turn takes as many layers as fit; None where some are left over."""
+    """Return the seconds of each stage if nodes in turn take all layers that fit; None if some are left."""
     position, stages = 0, []
     for factor in factors:
         end = position
@@ -81,7 +81,7 @@ def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: f
 
 
 def all_layers_held(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Whether the machines that are left hold every layer, where node k of n holds about the k-th n-th of them."""
+    """Return whether the remaining machines hold every layer, if node k of n holds about the k-th n-th of them."""
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):
         return True

@@ -1,4 +1,4 @@
-"""Job files to start from: published measurements as files, and estimates for models whose shapes are public."""
+"""List job files to start from: published measurements as files, and estimates for models with public shapes."""
 
 from pathlib import Path
 
@@ -20,16 +20,16 @@ ESTIMATED = {
                    vocabulary=128_256),
         ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
 }
-"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3); the layouts are examples."""
+"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3). The layouts are examples."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names of all presets, sorted."""
+    """Return the names of all presets, sorted."""
     return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
 
 
 def preset(name: str, *, shard_optimizer: bool = False) -> str:
-    """The text of a preset's job file, of an estimated one with sharded optimizer state if wanted.
+    """Return the text of a preset's job file. With `shard_optimizer`, an estimated one has sharded optimizer state.
 
     Raises KeyError for unknown names.
     """

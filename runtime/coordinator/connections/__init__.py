@@ -1,9 +1,9 @@
-"""Connections to workers and node agents, as the coordinator sees them.
+"""Connections to workers and node agents, on the coordinator's side.
 
-    server               connections, and who may say what over them
-    worker_connections   which workers are connected, silent, given up, or at their end
-    rank_reports         what the processes of a worker say, put together into what it says
-    node_agents          which other nodes are there, what they are told, and the reports that they gather
-    message_validation   what a message may say
-    stall_watch          who keeps the run from going on, when nothing has been committed for long
+    server               accepts connections, and checks which peer may send which message
+    worker_connections   tracks which workers are connected, silent, given up, or ended
+    rank_reports         combines the messages of a worker's processes into messages of the worker
+    node_agents          tracks which other nodes are connected; exchanges batches of reports with them
+    message_validation   checks the values in messages
+    stall_watch          finds the workers that hold up a run in which nothing has been committed for long
 """

@@ -1,6 +1,6 @@
-"""What a message may say. Its types are right, since it was decoded; whether its numbers can be, is checked here.
+"""Validation of the values in messages: decoding has checked their types, and this module checks their ranges.
 
-A worker that says what cannot be is cut off, before anything of it is used.
+A worker that sends an impossible value is disconnected before any part of the message is used.
 """
 
 import math
@@ -29,33 +29,32 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 AHEAD = 8
-"""Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
-decides later."""
+"""Limit on iterations ahead of the last committed one: members are one ahead, or two if clipping is decided later."""
 MOST_RANKS = 64
-"""Of a worker, by `[training] tensor_parallel`."""
+"""Largest number of ranks of a worker, by `[training] tensor_parallel`."""
 TEXT_CHARACTERS = 1000
-"""Of a message for people."""
+"""Largest number of characters that are kept of a text for users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the numbers in messages refer to."""
+    """Bounds of the values in messages of a run."""
 
     setup: Setup
     injections: int
-    """How many failures on purpose there are."""
+    """Number of injected failures."""
     workers: frozenset[Worker] = frozenset()
-    """All of the grid."""
+    """All workers of the grid."""
 
     def wrong(self, message: ToCoordinator, next_iteration: int) -> str | None:
-        """What is wrong with a message of the present order; None: nothing."""
+        """Return what is impossible in a message, or None; `next_iteration` is the first uncommitted one."""
         iterations = range(self.setup.first_iteration - 1, min(self.setup.iterations, next_iteration + AHEAD))
         match message:
             case Ran() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
             case Ran(squares=float()) if message.squares is not None and not 0 <= message.squares < math.inf:
                 return "it says that its gradients have a norm that there is not"
-            case Ran() if not all(one.layer in range(self.setup.cuts[-1]) for one in message.checksums):
+            case Ran() if not all(checksum.layer in range(self.setup.cuts[-1]) for checksum in message.checksums):
                 return "it says that it holds layers that there are not"
             case Ran():
                 return _wrong_times(message.times)
@@ -84,16 +83,16 @@ class Bounds:
 
 
 def _wrong_times(times: Sequence[OpTime]) -> str | None:
-    for one in times:
-        if one.number <= 0 or not 0 <= one.seconds < math.inf:
+    for op_time in times:
+        if op_time.number <= 0 or not 0 <= op_time.seconds < math.inf:
             return "it says that ops take no time that there is"
-        if one.misfit is not None and not 0 <= one.misfit < math.inf:
+        if op_time.misfit is not None and not 0 <= op_time.misfit < math.inf:
             return "it says that ops differ from their costs by what there is not"
     return None
 
 
 def printable(message: ToCoordinator) -> ToCoordinator:
-    """A message whose text for people is one line that a terminal only shows."""
+    """Return the message with its text for users made one line of printable characters."""
     match message:
         case Note():
             return replace(message, text=_line(message.text))
@@ -106,10 +105,10 @@ def printable(message: ToCoordinator) -> ToCoordinator:
 
 
 def _line(text: str) -> str:
-    return "".join(one if one.isprintable() else " " for one in text[:TEXT_CHARACTERS])
+    return "".join(character if character.isprintable() else " " for character in text[:TEXT_CHARACTERS])
 
 
 def _ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
-    """Whether these are ranges of layers, one after the other, of a model of so many."""
+    """Return whether ranges are ascending, do not touch, and lie within the given number of layers."""
     edges = [edge for one in ranges for edge in one]
     return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)

@@ -1,4 +1,4 @@
-"""The node agents: which nodes are there, what they are told, and the reports of iterations that they gather."""
+"""Node agents: tracks which nodes are connected, and exchanges messages and batches of reports with their agents."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -16,14 +16,15 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
-"""How long they may take to end once they are sent the end of the run."""
+"""Time that agents have to disconnect after they have been sent the end of the run."""
 LOOK_SECONDS = 0.005
+"""Interval of the checks whether all agents have disconnected."""
 
 
 class NodeAgents:
-    """The connections to the agents of the other nodes.
+    """Connections to the agents of the other nodes.
 
-    A report is answered the way it came: by its worker's own connection, or by the agent of its node.
+    A report is acknowledged the way it came: over the worker's own connection, or by the agent of its node.
     """
 
     def __init__(self, run: Run, processes: ProcessManager, workers: WorkerConnections, bounds: Bounds) -> None:
@@ -33,31 +34,31 @@ class NodeAgents:
         self._bounds = bounds
         self._connections: dict[int, Connection] = {}
         self._node_of: dict[Worker, int] = {}
-        """The node whose agent brought the last report of a worker."""
+        """Node whose agent forwarded the last report of each worker; workers that reported directly are not in it."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """What agents are to be told because of the present event."""
+        """Acknowledgements to send to each agent because of the current event."""
 
     @property
     def connected(self) -> Collection[int]:
-        """The nodes that are there."""
+        """Numbers of the nodes that are connected."""
         return self._connections.keys()
 
     def speaks_for(self, connection: Connection) -> Collection[Worker]:
-        """The workers of the node whose agent is at the other end."""
+        """Return the workers of the node whose agent uses this connection, if it is the current one."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
         return self._processes.workers_of(node)
 
     def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
-        """Have a node start its workers: those of one that is started again come in as any that return. Whether it
-        does.
+        """Answer a node agent that has connected; return whether it starts its workers anew.
 
-        One that has followed another coordinator keeps those that live. A node that is there already, or has not been
-        missed yet, is told to ask again.
+        Workers of a node that is started again join like any that return. An agent that followed another coordinator
+        keeps its live workers. The agent of a node that is still connected, or whose loss has not been noticed yet, is
+        told to ask again.
         """
         node = join.node
-        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
         if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
             why = "its connection had ended" if join.epoch == setup.epoch else "it has followed another one"
             connection.send(frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
@@ -68,7 +69,7 @@ class NodeAgents:
             connection.send(frame(NodeTaken()))
             connection.close()
             return False
-        if known:
+        if is_known:
             self._connections[node] = connection
             if before is not None:
                 before.close()
@@ -77,13 +78,13 @@ class NodeAgents:
             else:
                 self._processes.node_started(node)
         connection.send(frame(NodeSetup(
-            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
+            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if is_known else (),
             self._run.config, setup.first_iteration, restarted=restarted,
             epoch=setup.epoch)))
-        return known and not join.epoch
+        return is_known and not join.epoch
 
     def disconnected(self, connection: Connection) -> bool:
-        """A connection has ended; whether it was that of a node which is gone with it."""
+        """Remove a connection that has ended; return whether it was the current one of its node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return False
@@ -91,36 +92,36 @@ class NodeAgents:
         return True
 
     def send(self, node: int, message: ToNodeAgent) -> None:
-        """Send; nothing happens where the node is not there."""
+        """Send a message to the agent of a node, if it is connected."""
         if node in self._connections:
             self._connections[node].send(frame(message))
 
     def take(self, node: int, here: Collection[Worker], gathered: Gathered, following: int) -> tuple[Ran, ...]:
-        """What workers of a node have reported, of those that are there; `answer` answers its agent in any case.
+        """Return the reports of workers that a batch of a node completes; `answer` answers its agent in any case.
 
-        `following` is the iteration that is to be committed next.
+        The workers of the node are `here`, and `following` is the iteration to be committed next.
         """
-        self._answers[node], found = [], list[Ran]()
+        self._answers[node], completed = [], list[Ran]()
         for one in gathered.reports:
             report = one.report
             connection = self._workers.of(report.worker, one.rank) if report.worker in here else None
             if connection is None:
                 continue
-            wrong = self._bounds.wrong(report, following)
-            if wrong is not None:
-                connection.cut_off(wrong)
+            violation = self._bounds.wrong(report, following)
+            if violation is not None:
+                connection.cut_off(violation)
                 continue
-            whole = self._workers.take(connection, report)
-            found += [whole] if isinstance(whole, Ran) else []
-        self._node_of.update(dict.fromkeys((one.worker for one in found), node))
-        return tuple(found)
+            combined = self._workers.take(connection, report)
+            completed += [combined] if isinstance(combined, Ran) else []
+        self._node_of.update(dict.fromkeys((one.worker for one in completed), node))
+        return tuple(completed)
 
     def passed_by(self, worker: Worker) -> None:
-        """A worker's last report came over its own connection."""
+        """Record that the last report of a worker came over its own connection."""
         self._node_of.pop(worker, None)
 
     def acknowledge(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Tell workers at once, and what goes to agents with `answer`."""
+        """Acknowledge reports: at once over workers' own connections, and otherwise with the next `answer`."""
         by_node: dict[int, list[Worker]] = {}
         for worker in workers:
             node = self._node_of.get(worker)
@@ -128,22 +129,22 @@ class NodeAgents:
                 self._workers.send(worker, message)
             else:
                 by_node.setdefault(node, []).append(worker)
-        for node, there in by_node.items():
-            self._answers.setdefault(node, []).append((tuple(there), message))
+        for node, node_workers in by_node.items():
+            self._answers.setdefault(node, []).append((tuple(node_workers), message))
 
     def answer(self) -> None:
-        """Send agents what they are to be told."""
+        """Send the collected acknowledgements to the agents."""
         answers, self._answers = self._answers, {}
         for node, acknowledged in answers.items():
             self.send(node, GoOn(tuple(acknowledged)))
 
     def reassure(self) -> None:
-        """Tell all that the run goes on."""
+        """Tell all agents that the run continues."""
         for node in self._connections:
             self.send(node, StillRunning())
 
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
-        """Tell all how the run has ended, and wait until they have disconnected."""
+        """Tell all agents how the run has ended, and wait until they have disconnected."""
         for node in self._connections:
             self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):

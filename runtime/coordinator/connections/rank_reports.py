@@ -1,7 +1,8 @@
-"""Rank reports: what the processes of a worker say, put together into what the worker says.
+"""Rank reports: combines the messages of a worker's processes into messages of the worker.
 
 A worker that is a group of processes counts as one: it is ready when all of its ranks are, and has run an iteration or
-paused when all have. What one of them says of itself alone passes at once; where a worker is one process, everything.
+paused when all have. A message that one rank sends for itself passes at once. If a worker is one process, every message
+does.
 """
 
 import math
@@ -30,20 +31,20 @@ from slipstream.schedules.schedule import Worker
 
 Key = tuple[type, int, int]
 Break = Callable[[Worker, int], None]
-"""Has the other ranks of a worker stop, which wait for one that has stopped in an order of this number."""
+"""Function that makes the remaining ranks of a worker stop when one has stopped in the order of the given number."""
 
 
 class RankReports:
-    """Of all workers of a run, `processes` of each."""
+    """Messages of the ranks of all workers of a run, each of which has `processes` ranks."""
 
     def __init__(self, processes: int, break_off: Break) -> None:
         self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
-        """What some ranks of a worker have said, and not all."""
+        """Messages of each worker that some of its ranks have sent, and not all."""
 
     def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
-        """What the worker says now that a rank has said this; None: nothing yet."""
+        """Add a message of a rank; return the worker's message if it is complete, otherwise None."""
         processes = self._processes
         if processes == 1:
             return message
@@ -52,17 +53,17 @@ class RankReports:
         key = _key(message)
         if key is None:
             return message
-        mine = self._open.setdefault(worker, {})
-        said = mine.setdefault(key, {})
-        said[rank] = message
-        if len(said) < processes:
+        pending = self._open.setdefault(worker, {})
+        messages = pending.setdefault(key, {})
+        messages[rank] = message
+        if len(messages) < processes:
             if isinstance(message, Paused) and message.reason is not None:
                 self._break_off(worker, message.order)
             return None
-        del mine[key]
-        if isinstance(message, Paused):  # nothing more comes of this order
+        del pending[key]
+        if isinstance(message, Paused):  # no further message of this order follows
             self.forget(worker)
-        return _whole(list(said.values()), [said[one] for one in sorted(said)])
+        return _whole(list(messages.values()), [messages[number] for number in sorted(messages)])
 
     @property
     def incomplete(self) -> list[Worker]:
@@ -70,12 +71,12 @@ class RankReports:
         return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
 
     def forget(self, worker: Worker) -> None:
-        """A worker is gone, or what its ranks have said is out of date."""
+        """Drop the messages of a worker that is lost, or whose messages are out of date."""
         self._open.pop(worker, None)
 
 
 def _key(message: ToCoordinator) -> Key | None:
-    """What must be the same in messages that belong together; None where a rank speaks for itself."""
+    """Return a key that is equal for the messages that belong together; None if a rank sends the message for itself."""
     match message:
         case Ran():
             return Ran, message.order, message.iteration
@@ -89,7 +90,7 @@ def _key(message: ToCoordinator) -> Key | None:
 
 
 def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
-    """What a worker says whose ranks have said this: as they came, and by rank."""
+    """Combine the messages of a worker's ranks, given in the order of arrival and in that of ranks."""
     first = by_rank[0]
     match first:
         case Ready():
@@ -104,8 +105,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
             digests = [report.digests for report in by_rank if isinstance(report, Finished)]
             return replace(first, digests=_combined_digests(digests))
         case Checkpoints():
-            found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
-            return replace(first, iterations=tuple(sorted(set.intersection(*found))))
+            readable = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
+            return replace(first, iterations=tuple(sorted(set.intersection(*readable))))
         case Status():
             busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, Status) and not one.waits]
             return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None) if busy else first
@@ -113,7 +114,7 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
 
 
 def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
-    """The loss is the same at all ranks; sums of squares are of each one's shards."""
+    """Combine reports of an iteration: the loss is the same on all ranks, and sums of squares are per shard."""
     squares = [one.squares for one in reports]
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for one in (one for report in reports for one in report.checksums):
@@ -124,16 +125,17 @@ def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
 
 
 def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
-    """The reason is that of the first to stop: the others have lost it."""
-    known = [one.validated for one in reports if one.validated is not None]
+    """Combine reports of a pause. The reason is that of the first rank to stop; the others only lost it."""
+    factors = [one.validated for one in reports if one.validated is not None]
     return replace(first, kept=kept_by_all([one.kept for one in reports]),
-                   validated=max(known, key=lambda one: one.iteration, default=None),
+                   validated=max(factors, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
 
 
 def _known(by_rank: Sequence[Known | None]) -> Known | None:
-    """What a worker knows. Where only some of its ranks have got the last order, it holds nothing that they all can go
-    on with; all have paused, so that none has run anything of that."""
+    """Combine what the ranks of a worker know; None if a rank has just been started. If only some have received the
+    last order, the worker holds no state from which all can continue. All have paused, so none has run anything of that
+    order."""
     found = [known for known in by_rank if known is not None]
     if len(found) < len(by_rank):
         return None

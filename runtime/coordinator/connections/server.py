@@ -1,4 +1,4 @@
-"""The coordinator's ends of its connections: one server, to which workers and node agents connect."""
+"""Server side of the coordinator's connections. Workers and node agents connect to one server."""
 
 import asyncio
 import math
@@ -22,23 +22,23 @@ from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker
 from slipstream.schedules.schedule import Worker
 
 MOST_UNSENT_BYTES = 2 * MAX_BYTES
-"""A peer that lets more wait to be sent to it does not read."""
+"""Largest number of bytes that may wait to be sent to a peer; with more, the peer is taken not to read."""
 
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
 Heard = Callable[["Connection", ToCoordinator | None], None]
-"""Called with each message, in order, and with None when the connection has ended."""
+"""Function that is called with each message in order, and with None when the connection has ended."""
 
 
 class Server:
-    """What the connections share.
+    """State that the connections share.
 
     Parameters
     ----------
     most_unknown
-        Connections that may be open without having said who they are; the oldest is closed where there are more.
+        Number of connections that may be open without an identified peer; if there are more, the oldest is closed.
     say
-        Called with a line about each connection that is ended because of what its peer says.
+        Function that is called with a line about each connection that is ended because of what its peer sends.
     """
 
     def __init__(self, secret: Secret, heard: Heard, say: Callable[[str], None], most_unknown: int) -> None:
@@ -50,55 +50,54 @@ class Server:
         self._open: set[Connection] = set()
 
     def opened(self, connection: "Connection") -> None:
-        """A connection is open, of a peer that is not known yet."""
+        """Add a connection whose peer is not identified yet."""
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections say nothing")
 
     def known(self, connection: "Connection") -> None:
-        """The peer is known, or has gone."""
+        """Record that the peer of a connection is identified, or that the connection has ended."""
         self._unknown.pop(connection, None)
 
     def gone(self, connection: "Connection") -> None:
-        """It has ended."""
+        """Remove a connection that has ended."""
         self._open.discard(connection)
 
     def end(self) -> None:
-        """The run is over: whoever has come too late to be told finds so."""
+        """Abort all connections that are not closing, so that peers that came too late notice that the run is over."""
         for connection in list(self._open):
             if not connection.closing:
                 connection.abort()
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a worker or a node agent."""
+    """Connection to a worker or a node agent."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._challenge = Challenge(server.secret, "control")
         self._received = bytearray()
-        """Of the handshake."""
+        """Received bytes of the handshake."""
         self._frames: Frames | None = None
-        """None until the peer has proved that it knows the secret."""
+        """Decoder of messages; None until the peer has proved that it knows the secret."""
         self._tags: Tags | None = None
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
-        """What is sent in this turn of the event loop."""
+        """Messages that are sent at the end of this turn of the event loop."""
         self._hello: asyncio.TimerHandle | None = None
         self._address = ""
         self.peer: Worker | int | None = None
-        """The worker, or the number of the node; None before the first message."""
+        """Worker, or number of the node, at the other end; None before the first message."""
         self.rank = 0
-        """Of the worker's process."""
-        """For how many of its ranks that does."""
+        """Rank of the worker's process."""
         self.heard = math.inf
-        """When a worker's process that sends heartbeats was heard last, by time.monotonic; infinity: it sends none."""
+        """Time of `time.monotonic` at which a worker's process last sent anything; infinity: it sends no heartbeats."""
         self.over = False
-        """Whether it has ended, and all messages that came over it have been handled."""
+        """True if the connection has ended and all messages that came over it have been handled."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet, and wait for the first message, which names the peer."""
+        """Send the greeting, and wait for the first message, which identifies the peer."""
         self._transport = cast(asyncio.Transport, transport)
         host, port, *_ = transport.get_extra_info("peername") or ("an unknown address", 0)
         self._address = f"{host}:{port}"
@@ -109,7 +108,7 @@ class Connection(asyncio.Protocol):
         self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass messages on; on anything else, close the connection."""
+        """Pass complete messages on, or cut off the connection if the data is invalid."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -122,7 +121,7 @@ class Connection(asyncio.Protocol):
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The connection has ended, at either end."""
+        """Pass on that the connection has ended, at either end."""
         self._settle()
         self._server.gone(self)
         self._transport = None
@@ -131,18 +130,18 @@ class Connection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the peer is gone."""
+        """True if the connection has ended."""
         return self._transport is None
 
     @property
     def closing(self) -> bool:
-        """Whether it ends once what was sent has gone out."""
+        """True if the connection has ended, or ends when all sent data has been written."""
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send, with what else is sent in this turn of the event loop: each system call takes longer than all else.
+        """Send a message, together with all others of this turn of the event loop: system calls are expensive.
 
-        Nothing happens where the peer is gone. One that does not read is cut off.
+        Nothing happens if the connection is closing. A peer that does not read is cut off.
         """
         if not self.closing:
             assert self._tags is not None
@@ -151,7 +150,7 @@ class Connection(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._send)
 
     def close(self) -> None:
-        """Close the connection, once what was sent has gone out."""
+        """Close the connection when all sent data has been written."""
         self._send()
         if self._transport is not None:
             self._transport.close()
@@ -163,7 +162,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def cut_off(self, why: str) -> None:
-        """End the connection at once, and say so."""
+        """End the connection at once and report the reason."""
         self._settle()
         if self._transport is not None and not self._transport.is_closing():
             who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
@@ -178,13 +177,13 @@ class Connection(asyncio.Protocol):
                 self.cut_off("it does not read what it is sent")
 
     def _settle(self) -> None:
-        """Wait for the first message no more."""
+        """Stop waiting for the first message."""
         self._server.known(self)
         if self._hello is not None:
             self._hello.cancel()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """Take the handshake from the data; what comes behind it. Raises AuthenticationError."""
+        """Process the bytes of the handshake, and return the bytes that follow it. Raises AuthenticationError."""
         self._received += data
         if len(self._received) < HELLO_BYTES:
             return b""
@@ -197,6 +196,7 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _take(self, message: ToCoordinator) -> None:
+        """Check the sender of a message, and pass it on. The first message must identify the peer."""
         if self.peer is None:
             if isinstance(message, JoinWorker):
                 self.peer, self.rank = message.worker, message.rank
@@ -211,7 +211,7 @@ class Connection(asyncio.Protocol):
 
 
 def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Whether a message is one that this peer may send: a worker's about itself, or a node agent's."""
+    """Return whether this peer may send a message: a worker about itself, or an agent one of agents."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer

@@ -1,7 +1,7 @@
-"""Stall watch: says who keeps a run from going on, when nothing has been committed for long.
+"""Stall watch: finds the workers that hold up a run when nothing has been committed for long.
 
-All members are asked what they do (`runtime.protocol.to_worker.ReportStatus`); their main threads answer, whatever
-their computing threads wait for. Heartbeats do not show this: the main thread sends them, too.
+All members are asked what they do (`runtime.protocol.to_worker.ReportStatus`). Their main threads answer, whatever
+their computing threads wait for. Heartbeats do not show a stall, because the main thread sends them, too.
 """
 
 import time
@@ -12,40 +12,40 @@ from slipstream.runtime.protocol.to_coordinator import Status
 from slipstream.schedules.schedule import Worker
 
 ANSWER_SECONDS = 1.0
-"""A worker that answers at all does so in milliseconds."""
+"""Time that members have to answer; a worker that answers at all does so in milliseconds."""
 MOST = 0.8
-"""Of the timeout: what hangs has begun after the last commit."""
+"""Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
 TOLD = 8
-"""Workers that a line names."""
+"""Largest number of workers that a line names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What all members do while nothing is committed."""
+    """Activities of all members while nothing is committed."""
 
     seconds: float
-    """Since anything was."""
+    """Seconds since the last commit or order."""
     timeout_seconds: float
     statuses: Mapping[Worker, Status]
     silent: tuple[Worker, ...]
     """Members that have not answered."""
     planning: bool
-    """Whether a schedule is being planned, for which all wait."""
+    """True if all members wait for a schedule that is being planned."""
 
     def __str__(self) -> str:
         ordered = sorted(self.statuses.values(), key=lambda one: (one.waits, -one.seconds, one.worker))
-        told = [f"worker {one.worker}: {one.doing}" + (f" ({one.seconds:.0f} s)" if one.seconds >= 1 else "")
-                for one in ordered[:TOLD]]
-        told += [f"{len(ordered) - TOLD} others wait, too"] if ordered[TOLD:] else []
-        told += [f"worker {worker} does not answer" for worker in self.silent[:TOLD]]
-        told += ["node 0: plans a schedule for the workers that are left"] if self.planning else []
-        return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(told)
+        lines = [f"worker {one.worker}: {one.doing}" + (f" ({one.seconds:.0f} s)" if one.seconds >= 1 else "")
+                 for one in ordered[:TOLD]]
+        lines += [f"{len(ordered) - TOLD} others wait, too"] if ordered[TOLD:] else []
+        lines += [f"worker {worker} does not answer" for worker in self.silent[:TOLD]]
+        lines += ["node 0: plans a schedule for the workers that are left"] if self.planning else []
+        return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
     def culprits(self, held: Mapping[Worker, Collection[int]]) -> list[Status]:
-        """Members that have been at one thing of their own for most of the timeout, and can be done without.
+        """Return the members that have hung in one op of their own for most of the timeout and that can be spared.
 
-        `held` are the layers of all members. Where all that hold a layer compute for so long, it is the work that is
-        long.
+        Pass the layers of all members as `held`. If all holders of a layer compute for so long, the work itself is
+        long, and none of them can be spared.
         """
         enough = MOST * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
@@ -54,7 +54,7 @@ class Stall:
 
 
 class StallWatch:
-    """Asks who keeps a run from going on, once for each timeout that passes without a commit."""
+    """Asks all members what they do, once for each timeout that passes without a commit."""
 
     def __init__(self, timeout_seconds: float, ask: Callable[[Worker], None]) -> None:
         self._timeout = timeout_seconds
@@ -65,19 +65,19 @@ class StallWatch:
         self._statuses: dict[Worker, Status] = {}
 
     def progressed(self) -> None:
-        """Something was committed, or an order was given."""
+        """Restart the timeout, because an iteration was committed or an order was given."""
         self._since = self._from = time.monotonic()
         self._asked = None
 
     def answered(self, status: Status) -> None:
-        """A member says what it does."""
+        """Record the answer of a member."""
         if self._asked is not None:
             self._statuses[status.worker] = status
 
     def look(self, members: Collection[Worker], interval_seconds: float, *, planning: bool) -> Stall | None:
-        """To be called at an interval: asks these members where it is time to; the stall, once they have answered."""
+        """Ask members after a timeout; return the stall once they have answered. To be called at an interval."""
         now = time.monotonic()
-        if now - self._looked > 3 * interval_seconds:  # this process did not run, as when it was stopped
+        if now - self._looked > 3 * interval_seconds:  # this process was not scheduled
             self._from = max(self._from, now - interval_seconds)
         self._looked = now
         if self._asked is None:

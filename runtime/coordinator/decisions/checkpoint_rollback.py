@@ -1,7 +1,7 @@
-"""Going back: where a run goes on from when nobody holds some layer any more, or copies of it differ.
+"""Rollback: chooses the checkpoint that a run goes back to if no worker holds some layer, or if copies differ.
 
-All workers are asked which checkpoints they can read: nodes may have folders of their own. The newest of all is taken.
-Before the first checkpoint the run can begin anew, since every worker can build what it begins with.
+All workers are asked which checkpoints they can read, because nodes may have separate folders. The newest one is taken.
+Before the first checkpoint the run can start from its beginning, since each worker can build the initial state.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from slipstream.runtime.protocol.to_worker import ReportCheckpoints
 from slipstream.schedules.schedule import NoScheduleError, Worker
 
 ANSWER_SECONDS = 30.0
-"""To look which checkpoints there are. Whoever takes longer has a file system that hangs, and reads none."""
+"""Time that a worker has to report its checkpoints. If it takes longer, its file system hangs, and it reads none."""
 
 
 def why_lost(step: Step, missing: int) -> str:
-    """Why nobody holds a layer any more."""
+    """Return a message that explains why no worker holds a layer completely."""
     state, placement = step.state, step.rules.placement
     reasons = reasons_of(state.lost, missing, state.grid, placement, state.members, state.ready)
     held = any(missing in layers for layers in state.holds.values())
@@ -33,15 +33,15 @@ def why_lost(step: Step, missing: int) -> str:
 
 
 def give_order(step: Step, why: str) -> None:
-    """Nobody holds a layer, or what is held is in doubt: go back to the newest checkpoint that a live worker can read,
-    or to the beginning.
+    """Go back to the newest checkpoint that a live worker can read, or to the beginning.
 
-    Copies are compared whenever a checkpoint is written, and then the iteration is committed: in doubt, those that were
-    written before one that is committed are right.
+    This happens if no worker holds some layer, or if copies differ. Copies are compared whenever a checkpoint is
+    written, before the iteration is committed. If copies differ, the checkpoints that precede a committed iteration are
+    therefore correct.
 
-    Nothing happens where an answer of a worker, or a schedule, has to come first. A run that is told to end, and has
-    lost layers, ends here: that checkpoint is what it goes on from. Raises RunError where nobody is left, or there is
-    no schedule.
+    Nothing happens while the answer of a worker, or a schedule, is missing; the caller repeats the call. A run that was
+    told to end and has lost layers ends here, and a later run resumes from its last checkpoint. Raises RunError if no
+    worker is left, no checkpoint can be read, or there is no schedule.
     """
     state, placement, partition = step.state, step.rules.placement, step.rules.partition
     everyone, first, start = state.everyone, state.log.next_iteration, step.rules.iterations.start
@@ -68,10 +68,10 @@ def give_order(step: Step, why: str) -> None:
         raise RunError(", and ".join(filter(None, (why, str(error))))) from None
     if schedule is None:
         return
-    back = newest(readable, schedule.seat_of, possible)  # who has nothing to do has nothing to give, either
-    if back is None:
+    target = newest(readable, schedule.seat_of, possible)  # idle workers read nothing for others
+    if target is None:
         raise RunError(nothing)
-    iteration, readers = back
+    iteration, readers = target
     recovery = state.recovery.begin(step.at).went_back(iteration, first - iteration, in_doubt=state.doubt is not None)
     step.change(recovery=recovery, doubt=None, log=state.log.go_back(iteration), asked=PersistentMap(),
                 readable=PersistentMap())
@@ -84,19 +84,19 @@ def give_order(step: Step, why: str) -> None:
 
 def newest(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range
            ) -> tuple[int, list[Worker]] | None:
-    """The last of these iterations that any of these workers can go back to, and all that can; None: there is none."""
-    found = {worker: set(readable.get(worker, ())).intersection(iterations) for worker in workers}
-    last = max((max(mine) for mine in found.values() if mine), default=None)
-    return None if last is None else (last, sorted(one for one, mine in found.items() if last in mine))
+    """Return the last iteration that any worker can go back to, and all workers that can; None if none can."""
+    candidates = {worker: set(readable.get(worker, ())).intersection(iterations) for worker in workers}
+    last = max((max(choices) for choices in candidates.values() if choices), default=None)
+    return None if last is None else (last, sorted(one for one, choices in candidates.items() if last in choices))
 
 
 def who_reads_what(needs: Holders, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:
-    """The layers that each reader reads: its own, and those that others need who cannot read them."""
+    """Return the layers that each reader reads: its own, and those of workers that cannot read the checkpoint."""
     reads = {reader: sorted(needs[reader]) for reader in sorted(readers) if reader in needs}
-    count = Counter({reader: len(mine) for reader, mine in reads.items()})
-    read = {layer for mine in reads.values() for layer in mine}
-    for layer in sorted({layer for mine in needs.values() for layer in mine} - read):
+    count = Counter({reader: len(layers) for reader, layers in reads.items()})
+    read = {layer for layers in reads.values() for layer in layers}
+    for layer in sorted({layer for layers in needs.values() for layer in layers} - read):
         reader = min(reads, key=lambda worker: (count[worker], worker))
         reads[reader].append(layer)
         count[reader] += 1
-    return {reader: tuple(mine) for reader, mine in reads.items()}
+    return {reader: tuple(layers) for reader, layers in reads.items()}

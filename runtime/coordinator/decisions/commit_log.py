@@ -1,9 +1,9 @@
-"""Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
+"""Commit log: combines the reports of workers into committed iterations, losses, times and digests.
 
-An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
-stages, its factor is known (`runtime.model.state.clipping`); not where copies of what it was run on differ, as far as
-they have been compared. It is never undone, unless all holders of a layer are
-lost. A member that has stepped the next one, too, can go back by one step.
+An iteration is committed when every member of the order has stepped it and, if steps depend on the gradients of all
+stages, its factor is known (`runtime.model.state.clipping`). It is not committed if compared copies of the state on
+which it ran differ. A committed iteration is never undone, unless the run goes back to a checkpoint. A member that has
+also stepped the next iteration can go back by one step.
 """
 
 import math
@@ -21,110 +21,110 @@ from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, M
 from slipstream.schedules.schedule import Worker
 
 MOST_WINDOWS = 4096
-"""Iterations at least whose windows are kept: medians do not need those of a month."""
+"""Number of last iterations whose windows are always kept. Medians do not need all windows of a long run."""
 
 
 class CommitLogError(RuntimeError):
-    """Reports that end the run: workers that disagree, or a loss that is not finite. The message is one line."""
+    """Reports that end the run because workers disagree or a loss is not finite. The message is one line."""
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """An iteration that is committed: as an effect, write its line and tell who must know."""
+    """Iteration that has been committed. As an effect, it means that its loss is written and workers are informed."""
 
     iteration: int
     loss: float
     window_seconds: float
-    """The longest busy window of any member."""
+    """Longest busy window of any member."""
     gradient_norm: float | None
-    """Before clipping; None: it was not finite."""
+    """Norm of all gradients before clipping; None if it was not finite."""
     evaluation: float | None
-    """The loss of validation data after it; None: they were not looked at."""
+    """Loss of the validation data after the iteration; None if it was not evaluated then."""
     cost_error: float | None
-    """How far costs of samples were from what ops took; None: none are known."""
+    """Relative error between the expected costs of samples and measured times; None if no costs are known."""
     reports: Sequence[Ran] = ()
-    """In the order of the workers."""
+    """Reports of all members, in the order of the workers."""
 
 
 class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
-    """What has been reported and committed."""
+    """Record of what the members of the current order have reported, and of all committed iterations."""
 
     job: str = "job"
-    """Its name, for the trace."""
+    """Name of the job, for the trace."""
     first_iteration: int = 0
-    """Where the run begins: the iterations before it are committed."""
+    """First iteration of the run; the iterations before it are committed."""
     skips: bool = False
-    """Whether the loss of an iteration may be other than finite. It then made no step, and its loss is nan."""
+    """True if a loss may be infinite or nan. Its iteration made no step, and is recorded with loss nan."""
     validates: bool = False
-    """Whether steps depend on the gradients of all stages. An iteration is then committed once its factor is known."""
+    """True if steps depend on the gradients of all stages, so that a commit also needs the iteration's factor."""
     order: int = 0
     members: int = 0
-    """Of the order."""
+    """Number of members of the current order."""
     reports: Mapping[int, PersistentMap[Worker, Ran]] = {}
-    """Of the order's iterations that are not committed."""
+    """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
     difference: Difference | None = None
-    """Of the order, where copies differ: no iteration is committed that was run on these."""
+    """Difference between copies in the current order; no iteration that ran on them is committed."""
     losses_of: PersistentMap[int, float] = PersistentMap()
-    """Of the committed iterations of this run."""
+    """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
-    """Of the last of them: the longest busy window of any member."""
+    """Longest busy window of any member, in seconds, of each of the last committed iterations."""
     traced: tuple[MeasuredIteration, ...] = ()
     digests: PersistentMap[str, str] = PersistentMap()
-    """Of the parameters of workers that have finished, by name."""
+    """Digests of the parameters of members that have finished, by the name of the parameter."""
 
     @property
     def losses(self) -> list[float]:
-        """Of the committed iterations of this run."""
+        """Losses of the committed iterations of this run, in order."""
         return list(self.losses_of.values())
 
     @property
     def next_iteration(self) -> int:
-        """One after the last committed iteration."""
+        """Iteration after the last committed one."""
         return self.first_iteration + len(self.losses_of)
 
     @property
     def last(self) -> tuple[int, float | None] | None:
-        """The last committed iteration of this run, and its loss, where that is finite."""
+        """Last committed iteration and its loss (None if not finite); None if this run has none."""
         loss = self.losses_of.get(self.next_iteration - 1)
         return None if loss is None else (self.next_iteration - 1, loss if math.isfinite(loss) else None)
 
     @property
     def furthest(self) -> int:
-        """The last iteration that any member has reported."""
+        """Last iteration that any member has reported."""
         return max(self.reports, default=self.next_iteration - 1)
 
     @property
     def factor(self) -> Factor | None:
-        """Of the last committed iteration."""
+        """Gradient factor of the last committed iteration; None if it is not known."""
         last = self.next_iteration - 1
         return Factor(last, self.factors[last]) if last in self.factors else None
 
     def have_reported(self, workers: Iterable[Worker], iteration: int) -> bool:
-        """Whether all of these members have, or it is committed."""
+        """Return whether all of these members have reported an iteration, or it is committed."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
     def take_over(self, losses: Sequence[float], factor: Factor | None) -> "CommitLog":
-        """Go on where another coordinator has ended: the losses that it has committed, and the factor of the last."""
+        """Return the log with the losses that another coordinator committed, and the factor of the last iteration."""
         return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
     def go_back(self, iteration: int) -> "CommitLog":
-        """Forget the committed iterations from this one on: layers of later ones are lost, and they are repeated."""
+        """Return the log without the committed iterations from the given one on, which will be repeated."""
         return replace(
             self, losses_of=_before(iteration, self.losses_of), windows=_before(iteration, self.windows),
-            traced=tuple(one for one in self.traced if one.iteration < iteration),
-            factors={one: factor for one, factor in self.factors.items() if one < iteration})
+            traced=tuple(earlier for earlier in self.traced if earlier.iteration < iteration),
+            factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})
 
     def begin(self, order: int, members: Collection[Worker]) -> "CommitLog":
-        """An order begins, with these members. Iterations that are not committed are dropped."""
+        """Return the log at the start of an order, without reports on iterations that are not committed."""
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def ran(self, *reports: Ran) -> tuple["CommitLog", list[Committed]]:
-        """With reports of workers; the iterations that are now committed.
+        """Return the log with reports of workers added, and the iterations that they commit.
 
-        Raises CommitLogError when a loss is not finite.
+        Raises CommitLogError if a loss is not finite and such iterations may not be skipped.
         """
         known, following, difference = dict(self.reports), self.next_iteration, self.difference
         for report in reports:
@@ -133,21 +133,21 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
             if report.loss is None and not self.skips:
                 raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
                                      "training.learning_rate")
-            mine = known[report.iteration] if report.iteration in known else PersistentMap[Worker, Ran]()
-            known[report.iteration] = mine.adding(report.worker, report)
+            iteration_reports = known[report.iteration] if report.iteration in known else PersistentMap[Worker, Ran]()
+            known[report.iteration] = iteration_reports.adding(report.worker, report)
             if len(known[report.iteration]) == self.members and difference is None:
-                difference = find_difference(report.iteration, (one for _, one in known[report.iteration].items()))
+                difference = find_difference(report.iteration, (entry for _, entry in known[report.iteration].items()))
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def validated(self, order: int, factor: Factor) -> tuple["CommitLog", list[Committed]]:
-        """With the factor of an iteration; the iterations that are now committed."""
+        """Return the log with the gradient factor of an iteration, and the iterations that it commits."""
         if order != self.order:
             return self, []
-        factors = {one: known for one, known in self.factors.items() if one != factor.iteration - 2}
+        factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
         return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
     def finished(self, report: Finished) -> "CommitLog":
-        """With the end of a worker. Raises CommitLogError when its parameters differ from those of its peers."""
+        """Return the log with a member's digests. Raises CommitLogError if a parameter differs from its peers'."""
         digests = self.digests
         for name, digest in report.digests.items():
             if name not in digests:
@@ -157,24 +157,25 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
-        """Median over iterations of the longest busy window of any worker, without the first one, which warms up.
+        """Return the median over iterations of the longest busy window of any member; None without iterations.
 
-        Over those of this run, or from `first` to before `end`.
+        The iterations are those of this run, or those from `first` to before `end`. The first one is left out, because
+        it warms up.
         """
         windows = self._windows_between(first, end)
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def period_after(self, iteration: int) -> float | None:
-        """Median of the longest busy window of any worker, in seconds, over the iterations committed after one.
+        """Return the median window in seconds over the iterations committed after one; None if there are none.
 
-        With that one an order begins, in empty pipelines. None: no other has been committed.
+        The given iteration is left out because it is the first of an order, which begins with empty pipelines.
         """
         windows = self._windows_between(iteration + 1, None)
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:
-        """The ops of the iterations that were traced."""
+        """Return the ops of the traced iterations."""
         return MeasuredTrace(job=self.job, iterations=self.traced)
 
     def _windows_between(self, first: int | None, end: int | None) -> list[float]:
@@ -182,6 +183,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                 if (first is None or iteration >= first) and (end is None or iteration < end)]
 
     def _with_committed(self) -> tuple["CommitLog", list[Committed]]:
+        """Return the log after committing all iterations whose reports are complete, and these iterations."""
         log, committed = self, list[Committed]()
         while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
                 not log.validates or log.next_iteration in log.factors) and (
@@ -214,11 +216,11 @@ def _put_together(iteration: int, reports: Sequence[Ran]) -> Committed:
 
 
 def _before(iteration: int, known: Mapping[int, float]) -> PersistentMap[int, float]:
-    return PersistentMap((one, value) for one, value in known.items() if one < iteration)
+    return PersistentMap((earlier, value) for earlier, value in known.items() if earlier < iteration)
 
 
 def _from_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
-    """The ops in seconds from the start of the first of them."""
+    """Return the ops with times in seconds since the start of the first of them."""
     start = min(op.start_seconds for op in ops)
     return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, op.start_seconds - start,
                             op.end_seconds - start) for op in ops)

@@ -1,7 +1,7 @@
-"""Comparing copies: whether all who hold some state hold the same, by the checksums that they report.
+"""Comparison of copies: finds holders of equal state whose copies differ, from the checksums that they report.
 
-Where most holders have the same, the others are wrong. With two holders, or where state is sharded, its owner and its
-buddy, that cannot be told.
+If most holders have the same copy, the others are wrong. With two holders, or with the owner and the buddy of sharded
+state, it cannot be determined which one is wrong.
 """
 
 from collections import Counter
@@ -13,22 +13,22 @@ from slipstream.runtime.protocol.to_coordinator import Ran
 from slipstream.schedules.schedule import Worker
 
 TOLD = 8
-"""Layers, or workers, that a line names."""
+"""Largest number of layers, or of workers, that a message names."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies of some layers that should be equal, and are not."""
+    """Copies of some layers that should be equal but differ."""
 
     iteration: int
-    """The one that has been run on them."""
+    """Iteration that ran on these copies."""
     layers: tuple[int, ...]
     holders: tuple[Worker, ...]
-    """All who hold what differs."""
+    """All workers that hold what differs."""
     wrong: tuple[Worker, ...]
-    """Those of them whose copy is another one than most have."""
+    """Holders whose copy differs from the copy of most holders."""
     spread: bool
-    """Whether committed iterations may rest on what is wrong. Not where it is known whose optimizer state is, and all
-    parameters are equal: it was not stepped by yet."""
+    """True if committed iterations may depend on a wrong copy. If only optimizer state differs and its wrong copies are
+    known, no step has used them yet."""
 
     def __str__(self) -> str:
         several = "s" if len(self.layers) > 1 else ""
@@ -39,23 +39,23 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_difference(iteration: int, reports: Iterable[Ran]) -> Difference | None:
-    """What differs of the state before an iteration that all members have reported; None: nothing."""
+    """Return the difference between copies that all members reported before an iteration; None if there is none."""
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:
-        for one in report.checksums:
-            sums.setdefault(one.what, {})[report.worker] = one.sums
-    differing = {what: mine for what, mine in sums.items() if len(set(mine.values())) > 1}
+        for checksum in report.checksums:
+            sums.setdefault(checksum.what, {})[report.worker] = checksum.sums
+    differing = {what: by_worker for what, by_worker in sums.items() if len(set(by_worker.values())) > 1}
     if not differing:
         return None
     wrong, spread = set[Worker](), any(not state for *_, state in differing)
-    for mine in differing.values():
-        (most, count), *_ = Counter(mine.values()).most_common(1)
-        if 2 * count > len(mine):
-            wrong |= {worker for worker, its in mine.items() if its != most}
+    for by_worker in differing.values():
+        (most, count), *_ = Counter(by_worker.values()).most_common(1)
+        if 2 * count > len(by_worker):
+            wrong |= {worker for worker, copy in by_worker.items() if copy != most}
         else:
             spread = True
     return Difference(iteration=iteration, layers=tuple(sorted({layer for layer, *_ in differing})), spread=spread,
-                      holders=tuple(sorted({worker for mine in differing.values() for worker in mine})),
+                      holders=tuple(sorted({worker for by_worker in differing.values() for worker in by_worker})),
                       wrong=tuple(sorted(wrong)))
 
 

@@ -1,9 +1,12 @@
-"""Effects: what is to be done outside because of an event, once it has been handled.
+"""Effects: actions that the event loop carries out after an event has been handled.
 
-Besides what is here, an event of the run (`runtime.events`) is one: write it, with what it is about: the schedule of an
-order, the losses that are given up. What is `Noted`, people are told, too. A question (`questions`): find its
-answer, which comes as an event. A `SpeedEvent`, a `Recovery` or a text: tell people. What is committed
-(`commit_log`), and what another coordinator's run is gone on with from (`failover`): write the losses.
+Besides the classes below, the following objects are effects:
+
+- an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the losses of a rollback
+  that belong to it; a `Noted` event is also reported to users;
+- a request (`questions`, `speed_planning`): find the answer, which arrives as an event;
+- a `SpeedEvent`, a `Recovery` or a string: report it to users;
+- a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses.
 """
 
 from collections.abc import Iterable
@@ -16,30 +19,30 @@ from slipstream.schedules.schedule import Worker
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to workers; nothing happens where one is gone."""
+    """Effect: send a message to workers. A worker that is not connected is skipped."""
 
     workers: tuple[Worker, ...]
     message: ToWorker
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """End a worker's processes, and count it as lost."""
+    """Effect: kill the processes of a worker and count it as lost."""
 
     worker: Worker
     reason: str
 
 
 class Effects:
-    """Collects those of one event, which happened `at` a time by time.monotonic."""
+    """Collector of the effects of one event, which happened at `at`, a time of `time.monotonic`."""
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.effects: list[Any] = []
 
     def do(self, effect: object) -> None:
-        """Have something done."""
+        """Add an effect."""
         self.effects.append(effect)
 
     def send(self, workers: Iterable[Worker], message: ToWorker) -> None:
-        """Send a message to workers."""
+        """Add the effect of sending a message to workers."""
         self.effects.append(Send(tuple(workers), message))

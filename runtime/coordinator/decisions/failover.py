@@ -1,14 +1,14 @@
-"""Taking over: a coordinator that is started anew finds the workers of one that has died, and what they know.
+"""Failover: a restarted coordinator finds the workers of the one that died, and learns what they know.
 
-Whoever lives holds still, and looks for a coordinator at the same address. Each worker says how far it has come, and
-what it holds (`runtime.protocol.to_coordinator.Known`). The losses that the dead coordinator has written say what it
-had committed. Then all that were found are as if they had paused, and the next order goes on from there; whoever was
-not found counts as lost.
+Workers that are alive pause and look for a coordinator at the same address. Each reports its progress and what it holds
+(`runtime.protocol.to_coordinator.Known`). The losses that the dead coordinator wrote tell which iterations it had
+committed. All workers that were found are then treated as paused, and the next order continues from there. Workers that
+were not found count as lost.
 
-No worker steps an iteration before the one before it is committed, so that what all can go back to is one of the last
-two: the last iteration that any has stepped, where it was committed, else the one before. A worker may have begun the
-step of an iteration of which it reports nothing any more: then the one before it was committed, whatever was written,
-and it cannot be undone there (`Known.begun`).
+No worker steps an iteration before the preceding one is committed. So the state that all workers can go back to is that
+after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
+before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
+committed, whatever was written, and the worker cannot undo it (`Known.begun`).
 """
 
 import math
@@ -25,58 +25,58 @@ from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.schedules.schedule import Worker
 
 FIND_SECONDS = 10.0
-"""Whoever lives looks for a coordinator several times a second: when none has come for so long, none lives."""
+"""Time limit for the first worker: a live worker looks for a coordinator several times a second."""
 REJOIN_SECONDS = 10.0
-"""From one that comes to the next: a stuck worker takes a second to hold still, and thousands do not come at once."""
+"""Time limit from one worker to the next: a stuck one takes a second to pause, and thousands do not come at once."""
 START_SECONDS = 60.0
-"""The same where no order has been given yet: workers may be about to start."""
+"""Time limit from one worker to the next if no order has been given yet: workers may be about to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a new coordinator goes on from."""
+    """State from which a new coordinator continues."""
 
     order: int
-    """The last."""
+    """Number of the last order."""
     committed: int
-    """The last iteration that is committed."""
+    """Last committed iteration."""
     losses: tuple[float, ...]
-    """Of all committed ones of the run; nan where nobody knows one."""
+    """Losses of all committed iterations of the run; nan for an iteration whose loss no process knows."""
     unwritten: range
-    """Those that the dead coordinator has not written."""
+    """Committed iterations whose losses the dead coordinator has not written."""
     factor: Factor | None
-    """Of the last one, where anybody knows one."""
+    """Gradient factor of the last committed iteration, if any worker knows it."""
     kept: Mapping[Worker, Kept]
-    """What each member holds that was found; nothing of one that cannot go back to `committed`. Who was about to take
-    part is none."""
+    """Layers and parts that each found member holds; empty for one that cannot go back to `committed`. A worker that
+    was about to join is no member."""
     missing: tuple[Worker, ...]
-    """Members that were not found."""
+    """Members of the last order that were not found."""
     doubted: bool
-    """Whether the last order has ended as copies of what its members hold differ: the run is to go back."""
+    """True if the last order ended because copies of state differed, so that the run must go back."""
 
 
 class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
-    """The phase in which workers are looked for; what they know. All times are by time.monotonic."""
+    """Phase in which a dead coordinator's workers are looked for. All times are times of `time.monotonic`."""
 
     losses: Sequence[float] | None
-    """Those that were written; None: they are not known."""
+    """Losses that were written; None if they are not known."""
     first: int
-    """Where the run began."""
+    """First iteration of the run."""
     gone: frozenset[Worker] = frozenset()
-    """Workers that have died with the last coordinator."""
+    """Workers that died together with the dead coordinator."""
     expected: frozenset[Worker]
-    """Those that are waited for where no order has been given."""
+    """Workers that are waited for if no order has been given."""
     grid: frozenset[Worker]
     """All workers of the job."""
     began: float
     known: PersistentMap[Worker, Known] = PersistentMap()
     came: frozenset[Worker] = frozenset()
-    """All that have, also those lost again: who comes and goes holds up nobody."""
+    """All workers that have come, even if lost again, so that such a worker does not prolong the wait."""
     came_last: float | None = None
-    """When the last of them came."""
+    """Time at which the last worker came for the first time."""
 
     def ready(self, worker: Worker, known: Known | None, at: float) -> "Rejoining":
-        """A worker has come. Before the first commit, one that has just started is as good as any."""
+        """Return the phase with a worker added. A worker that has just started counts only before the first commit."""
         if known is None:
             if self.losses:
                 return self
@@ -85,7 +85,7 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
     def lost(self, workers: Collection[Worker]) -> "Rejoining":
-        """They are gone again."""
+        """Return the phase after workers that had come are lost."""
         return replace(self, known=self.known.without(*workers))
 
     @property
@@ -99,10 +99,11 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _order(self) -> int:
+        """Number of the last order that any worker has followed; 0 if there was none."""
         return max((known.order for known in self.known.values()), default=0)
 
     def over(self, at: float) -> bool:
-        """Whether all have come that can, or will. Raises NobodyLeftError where nobody has, and nobody will."""
+        """Return whether no further workers are waited for. Raises NobodyLeftError if none came in time."""
         if not self.known and at - self.began > FIND_SECONDS:
             raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
         if not self.known or self.came_last is None:
@@ -111,23 +112,23 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         return self.missing <= self.gone or at - self.came_last > patience
 
     def found(self) -> Found:
-        """What to go on from."""
+        """Return the state from which to continue."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
         everyone, last_order = self.known.values(), self._order
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
-        # A file may end with lines that were given up, where node 0 died before it had removed them.
+        # A file may end with lines that a rollback should have removed, if node 0 died before it removed them.
         stepped = min((known.iteration - known.behind for known in holders), default=before if last is None else last)
         committed = before if last is None else min(max(last, before), stepped)
-        factors = {one.validated.iteration: one.validated for one in everyone if one.validated is not None}
+        factors = {report.validated.iteration: report.validated for report in everyone if report.validated is not None}
         pending = any(known.pending and known.iteration == committed for known in everyone)
         if pending and committed not in factors:
-            committed -= 1  # nobody knows how it was stepped: all undo it
-        told = {iteration: loss for known in everyone for iteration, loss in known.losses.items()}
+            committed -= 1  # no worker knows the factor of its step, so all undo it
+        losses_of_workers = {iteration: loss for known in everyone for iteration, loss in known.losses.items()}
         written = tuple(self.losses or ())[:committed + 1 - self.first]
         unwritten = range(self.first + len(written), committed + 1)
         return Found(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
-                     losses=(*written, *(told.get(iteration, math.nan) for iteration in unwritten)),
+                     losses=(*written, *(losses_of_workers.get(iteration, math.nan) for iteration in unwritten)),
                      missing=tuple(sorted(self.missing)) if last_order else (),
                      doubted=any(known.doubted and known.order == last_order for known in everyone),
                      kept={worker: known.kept if _fits(known, committed) else NOTHING_KEPT

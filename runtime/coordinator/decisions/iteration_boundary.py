@@ -1,7 +1,8 @@
-"""Boundary: what is prepared while all train, and the iteration boundary at which it takes place.
+"""Iteration boundary: changes that are prepared while all members train, and the boundary at which they take place.
 
-Workers that join and layers that move are fetched meanwhile. Once they are there, or the run or a member is to end, or
-another schedule is better for the workers' speeds, all members stop before the same iteration.
+Layers for workers that join, and layers that move to a better schedule, are fetched while training continues. When they
+have arrived, all members stop before the same iteration. They also stop if the run or a member is to end, or if another
+schedule is better for the workers' speeds.
 """
 
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
 def look(step: Step, phase: Training) -> None:
-    """Prepare what has become possible, while all train."""
+    """Prepare the changes that have become possible while all members train."""
     if phase.ended:
         return
     _look_for_slow(step)
@@ -27,13 +28,13 @@ def look(step: Step, phase: Training) -> None:
 
 
 def _look_for_slow(step: Step) -> None:
-    """Where speeds have changed, have a schedule planned for them; those who were left out long enough, join."""
+    """Request a schedule for changed speeds of workers, and let workers that were left out long enough join again."""
     state = step.state
     step.change(slow=state.slow.look(state.current, state.log.next_iteration, step))
 
 
 def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:
-    """Start a fetch for a schedule, while training goes on; whether there is one now."""
+    """Start a fetch for a schedule while training continues; return whether a fetch or a join is pending now."""
     state = step.state
     join = Join(schedule=schedule, order=state.order, began=state.log.next_iteration, settles=settles,
                 moves=step.fetched_for(schedule), speeds=state.slow.speeds)
@@ -42,10 +43,10 @@ def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:
 
 
 def _plan_join(step: Step) -> bool:
-    """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
+    """Start a fetch of the layers that waiting workers need; return whether a schedule for them is still being planned.
 
-    Where there is no schedule with them, or they would have nothing to do, they wait, and the members train on. Whether
-    one is being found.
+    If there is no schedule with them, or if they would have nothing to do, they continue to wait while the members
+    train.
     """
     state = step.state
     if not (state.joins.open(step.at) or state.joins.gives_way) or not (waiting := state.ready):
@@ -64,15 +65,15 @@ def _plan_join(step: Step) -> bool:
 
 
 def _plan_cuts(step: Step) -> None:
-    """Where parts of optimizer states have stayed as they were, as some have gone who keep them, start a fetch of parts
-    that are cut anew: of some parts, there is only one copy left."""
+    """Start a fetch for a new partition of the ranges that still have the partition of lost members. Until then, some
+    parts of the optimizer state exist in one copy only."""
     state = step.state
     if state.cut_for and state.joins.open(step.at) and not _begin(step, state.current, settles=True):
-        _begin(step, state.current)  # fetches have failed too often: parts move while all wait
+        _begin(step, state.current)  # without `settles`, failed fetches become an order whose parts move while all wait
 
 
 def _plan_settling(step: Step) -> None:
-    """Where there is a schedule for the same members that is worth moving layers, start a fetch of these."""
+    """Start a fetch of layers for a better schedule for the same members, if there is one that is worth the moves."""
     state = step.state
     speeds, join = state.slow.speeds, state.joins.join
     if join is not None and state.joins.gives_way and join.speeds != speeds:
@@ -88,7 +89,7 @@ def _plan_settling(step: Step) -> None:
         return
     assert isinstance(state.phase, Training)
     old = state.log.period_after(max(state.phase.began, state.slow.since))
-    if schedule is None or old is None:  # what is planned says how much longer one takes than the other, no more
+    if schedule is None or old is None:  # only the ratio of planned periods is used, so a measured one is needed
         return
     held = state.held_now(step.rules.placement)
     moves = {(move.target, move.layer): move for move in step.fetched_for(schedule)
@@ -100,9 +101,9 @@ def _plan_settling(step: Step) -> None:
 
 
 def _choose_stop(step: Step) -> None:
-    """Choose the iteration before which all members stop, where that is wanted.
+    """Choose the iteration before which all members stop, if a change is ready to take place.
 
-    A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
+    A worker that has reported the furthest iteration may already be acknowledged and run the next one. When members
     report that one, the acknowledgement tells them to stop.
     """
     state = step.state
@@ -111,7 +112,7 @@ def _choose_stop(step: Step) -> None:
 
 
 def _choose_save(step: Step) -> None:
-    """Where a checkpoint is due, choose the iteration before whose step all members save; told like a stop."""
+    """Choose the iteration before whose step all members save, if a checkpoint is due. Acknowledgements announce it."""
     state, before = step.state, _earliest_stop(step)
     if state.checkpoints.due(step.at) and _may_stop(step):
         step.change(phase=replace(state.phase, save_before=before),

@@ -1,7 +1,7 @@
-"""Join planning: which layers are fetched while training goes on, and whether all have come.
+"""Join planning: fetches of layers while training continues, and whether all layers have arrived.
 
-They are for workers that join, or for members alone, which settle into a better schedule (`settling`). What is fetched
-are parts of layers (`part_moves`).
+Layers are fetched for workers that join, or only for members, to change to a better schedule (`settling`). What is
+fetched are parts of layers (`part_moves`).
 """
 
 from collections import Counter
@@ -16,70 +16,70 @@ from slipstream.runtime.protocol.to_worker import Addresses, Fetch, Move
 from slipstream.schedules.schedule import Schedule, Speeds, Worker
 
 PAUSE_SECONDS = 0.5
-"""From a fetch that failed to the next one."""
+"""Time from a failed fetch to the next one."""
 NUMBERS = 1000
-"""Fetches during an order are numbered from its number times this on. A coordinator that takes over goes on with the
-orders' numbers, and so gives no fetch the number of another one that workers may still answer."""
+"""Fetches of an order are numbered from its number times this constant. A coordinator that takes over continues the
+numbers of orders, so it never reuses the number of a fetch that workers may still answer."""
 FAILURES = 3
-"""Fetches that fail, one after the other, before layers are moved while all wait."""
+"""Number of consecutive failed fetches after which layers are moved while all members wait."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of members that is planned: it takes place once all have stopped before the same iteration."""
+    """Planned change of members or layers, made when all members have stopped before the same iteration."""
 
     schedule: Schedule
     order: int
-    """The present one."""
+    """Number of the order during which the change is prepared."""
     fetch: int = 0
-    """Its number; 0: the layers are moved while all wait."""
+    """Number of the fetch; 0: the layers are moved while all members wait."""
     began: int
-    """The first iteration that was not committed when it began."""
+    """First iteration that was not committed when the fetch began."""
     moves: tuple[Move, ...] = ()
-    """What is fetched."""
+    """Parts of layers that are fetched."""
     lacking: Mapping[Worker, int] = {}
-    """How many layers each worker fetches that does not have them yet."""
+    """Number of layers that each worker has not fetched yet, for workers that have not fetched all of theirs."""
     layers: int = 0
-    """Of how many, over all workers."""
+    """Number of layers to fetch, over all workers."""
     speeds: Speeds | None = None
-    """For which the schedule was planned."""
+    """Speeds of workers for which the schedule was planned."""
     settles: bool = False
-    """Whether the members stay the same, and only their layers change."""
+    """True if the members stay the same and only their layers change."""
 
 
 class Joins(msgspec.Struct, frozen=True, kw_only=True):
-    """One join at a time; a worker that is ready after it was planned waits for the next."""
+    """State of the fetch in progress, if any; a worker that is ready after its start waits for the next."""
 
     number: int = 0
-    """Of the last fetch."""
+    """Number of the last fetch."""
     join: Join | None = None
     failures: int = 0
     not_before: float = 0.0
-    """By time.monotonic: when the next may begin."""
+    """Time of `time.monotonic` before which no fetch may begin."""
 
     def open(self, at: float) -> bool:
-        """Whether a join may be planned."""
+        """Return whether a change may be planned."""
         return self.join is None and at >= self.not_before
 
     @property
     def gives_way(self) -> bool:
-        """Whether there is one that ends where workers want to join: layers only move to settle, and have not yet."""
+        """True if workers that want to join may cancel the change: it only settles and is not complete."""
         return self.join is not None and self.join.settles and not self.complete
 
     @property
     def complete(self) -> bool:
-        """Whether all have the layers that the join gives them."""
+        """True if all workers have the layers that the pending change gives them."""
         return self.join is not None and not self.join.lacking
 
     @property
     def current(self) -> Join | None:
-        """The join, if it is complete."""
+        """Pending change, if it is complete; otherwise None."""
         return self.join if self.complete else None
 
     def begin(self, join: Join, addresses: Addresses, told: Collection[Worker], to: Effects) -> "Joins":
-        """Have the targets of the join's moves get their layers from the sources; `told` are all that live.
+        """Tell the targets of the moves to fetch their layers from the sources; `told` are all connected workers.
 
-        Where that has failed too often, the join is complete as it is, and nothing is fetched; where nobody joins,
-        there is none.
+        If fetches have failed too often, a change for joining workers is complete at once and nothing is fetched; a
+        change for members only is not begun.
         """
         if self.failures >= FAILURES:
             return self if join.settles else replace(self, join=replace(join, moves=()))
@@ -91,34 +91,34 @@ class Joins(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
 
     def fetch_up_to_date(self, worker: Worker, fetch: int, to: Effects) -> "Joins":
-        """A target has its layers."""
+        """Record that a target has fetched its layers."""
         join = self.join
         if join is None or join.fetch != fetch or worker not in join.lacking:
             return self
-        lacking = {one: number for one, number in join.lacking.items() if one != worker}
+        lacking = {target: number for target, number in join.lacking.items() if target != worker}
         to.do(FetchProgressed(fetch=fetch, share=1 - sum(lacking.values()) / join.layers))
         return replace(self, join=replace(join, lacking=lacking))
 
     def fetch_failed(self, fetch: int, told: Collection[Worker], to: Effects) -> "Joins":
-        """A target cannot get its layers: try again later."""
+        """Cancel a fetch of which a target cannot get its layers; another one may begin after a pause."""
         if self.join is None or self.join.fetch != fetch:
             return self
         return replace(self.cancel("a worker could not get its layers", told, to),
                        not_before=to.at + PAUSE_SECONDS, failures=self.failures + 1)
 
     def lost(self, workers: Set[Worker], told: Collection[Worker], to: Effects) -> "Joins":
-        """Workers are gone."""
+        """Cancel the pending change if workers of its schedule are lost."""
         gone = sorted(workers & self.join.schedule.seat_of.keys()) if self.join is not None else []
         return self.cancel(f"worker {gone[0]} is gone", told, to) if gone else self
 
     def close(self, to: Effects) -> "Joins":
-        """An order begins, which carries out the join that was planned, or ends it."""
+        """Return the state at the start of an order, which either carries out the pending change or abandons it."""
         if not self.complete and self.join is not None:
             to.do(FetchAbandoned(fetch=self.join.fetch, reason="the workers that take part have changed"))
         return Joins(number=self.number, failures=0 if self.complete else self.failures)
 
     def cancel(self, reason: str, told: Collection[Worker], to: Effects) -> "Joins":
-        """Whoever has begun the fetch, ends it."""
+        """Abandon the pending change, and tell all connected workers to end its fetch."""
         if self.join is None:
             return self
         if self.join.fetch:

@@ -1,6 +1,6 @@
-"""Journal: what a coordinator that starts anew knows from the events of the one before it (`events.jsonl`).
+"""Journal: what a restarted coordinator knows from the events that earlier coordinators wrote to `events.jsonl`.
 
-How far all have come, and who holds what, it asks the workers (`failover`).
+The progress of the workers and the layers that they hold are not in it; the workers report them (`failover`).
 """
 
 import time
@@ -27,29 +27,29 @@ from slipstream.schedules.schedule import Worker
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, whoever has led it."""
+    """Summary of the events of one run, over all coordinators that have led it."""
 
     began: float | None = None
-    """By time.monotonic of now, like the checkpoint's: when its first order was given."""
+    """Time of the run's first order, on this process's `time.monotonic` clock, as is the time in `checkpoint`."""
     failures: int = 0
-    """Workers of one machine that went together are one."""
+    """Number of failures; workers of one machine that were lost together count as one."""
     speeds: Mapping[Worker, float] = {}
-    """What was found of workers: by which factor of the usual time they take longer."""
+    """Measured factor by which the ops of each worker take longer than usual."""
     checkpoint: CheckpointWritten | None = None
-    """The last one."""
+    """Last complete checkpoint."""
 
     def after(self, event: Event) -> "Journal":
-        """With what has happened next."""
+        """Return the journal with the next event added."""
         match event:
             case OrderGiven(order=1):
-                return Journal(began=event.time)  # what was before is of another run in the same folder
+                return Journal(began=event.time)  # earlier events belong to another run in the same folder
             case Slowed():
                 return replace(self, speeds={**self.speeds, event.worker: event.factor})
             case Recovered():
                 return replace(self, speeds={**self.speeds, event.worker: 1.0})
             case Failed():
                 return replace(self._without(event.worker), failures=self.failures + 1)
-            case Joined():  # on another machine, perhaps, or left out before, and quick again
+            case Joined():  # it may be on another machine now, or its usual speed is assumed again
                 return self._without(event.worker)
             case NodeLost():
                 return replace(self, failures=self.failures + 1 - len(event.workers))
@@ -58,20 +58,20 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _without(self, worker: Worker) -> "Journal":
-        return replace(self, speeds={one: factor for one, factor in self.speeds.items() if one != worker})
+        return replace(self, speeds={other: factor for other, factor in self.speeds.items() if other != worker})
 
 
 NO_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
-    """That of a run's folder, as far as it can be read."""
-    found = NO_JOURNAL
+    """Return the journal of a run's folder; lines that cannot be decoded and a missing file are ignored."""
+    journal = NO_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():
             with suppress(msgspec.MsgspecError):
-                found = found.after(decode(line))
-    now, wall, last = time.monotonic(), time.time(), found.checkpoint
+                journal = journal.after(decode(line))
+    now, wall, last = time.monotonic(), time.time(), journal.checkpoint
     return replace(
-        found, began=None if found.began is None else now - max(0.0, wall - found.began),
+        journal, began=None if journal.began is None else now - max(0.0, wall - journal.began),
         checkpoint=None if last is None else replace(last, time=now - max(0.0, wall - last.time)))

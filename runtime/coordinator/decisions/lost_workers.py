@@ -1,4 +1,4 @@
-"""Lost workers: why each is gone, and with them what is missing now."""
+"""Lost workers: why each worker is lost, and which layers are missing with it."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -8,28 +8,29 @@ from slipstream.schedules.schedule import Grid, Worker
 
 
 class Loss(NamedTuple):
-    """That of a worker."""
+    """Loss of one worker."""
 
     reason: str
     layers: frozenset[int] = frozenset()
-    """Those that it held, besides those of its column's stages."""
+    """Layers that the worker held in addition to those of its column's stages."""
 
 
 def reasons(losses: Mapping[Worker, Loss]) -> str:
-    """Of all losses."""
+    """Return the reasons of all losses as one text."""
     return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
 
 
 def reasons_of(losses: Mapping[Worker, Loss], layer: int, grid: Grid, placement: Placement,
                members: Collection[Worker], ready: Collection[Worker]) -> str:
-    """Why nobody holds a layer: the losses of all that may have held it, and who of its workers takes no part.
+    """Return why no worker holds a layer, as one text.
 
-    `ready` are those that are there, and wait for an order.
+    It lists the losses of all workers that may have held the layer, and the workers of its stage that take no part. The
+    workers in `ready` are connected and wait for an order.
     """
     own = [layer in placement.held_in_column(grid, column) for column in range(grid.columns)]
-    told = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]
+    causes = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]
     for worker in grid.workers():
         if own[worker.column] and worker not in losses and worker not in members:
-            told.append(f"worker {worker} is back, but has no layers yet" if worker in ready
-                        else f"worker {worker} was not there from the start")
-    return ", ".join(told)
+            causes.append(f"worker {worker} is back, but has no layers yet" if worker in ready
+                          else f"worker {worker} was not there from the start")
+    return ", ".join(causes)

@@ -1,4 +1,4 @@
-"""Next order: what follows once all members that are left have paused."""
+"""Next order: chooses what follows when all remaining members have paused."""
 
 from collections.abc import Collection, Iterable
 
@@ -18,7 +18,7 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 
 def give(step: Step) -> None:
-    """Give it, if there is a schedule for it; else this is to be called again when there is one. Raises RunError."""
+    """Give the next order, or request its schedule, whose answer leads to another call. Raises RunError."""
     if _give_up_faulty(step):
         return
     state, stop = step.state, step.rules.iterations.stop
@@ -47,8 +47,8 @@ def give(step: Step) -> None:
 
 
 def _give_up_faulty(step: Step) -> bool:
-    """Give up members whose copies were wrong; whether there are any: they count as not paused, as no order is given
-    before they are lost."""
+    """Give up members whose copies are wrong; return whether there are any. They count as not paused, so that no order
+    is given before they are lost."""
     faulty = [worker for worker in step.state.faulty if worker in step.state.members]
     step.change(faulty=(), paused=step.state.paused.without(*faulty))
     for worker in faulty:
@@ -57,8 +57,8 @@ def _give_up_faulty(step: Step) -> bool:
 
 
 def enter_losses(step: Step, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
-    """Enter that members are gone, since a time by time.monotonic. Those of one machine that go together are one
-    failure."""
+    """Record the losses of members, which happened at `since` (`time.monotonic`). Members that share a machine and are
+    lost together count as one failure."""
     for worker, reason in reasons:
         state, together = step.state, step.rules.domains.together(worker)
         if state.settler is not None and not any(other in together for other in state.recovery.dead):
@@ -68,7 +68,7 @@ def enter_losses(step: Step, reasons: Iterable[tuple[Worker, str]], since: float
 
 
 def enter_nodes(step: Step, lost: Iterable[Worker]) -> None:
-    """Enter that whole nodes are gone, where these, which are lost, were the last of their machines."""
+    """Record the loss of each node whose last connected workers are among the `lost` ones."""
     domains = step.rules.domains
     for node, workers in {domains.number(worker): domains.together(worker) for worker in lost}.items():
         if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
@@ -77,9 +77,9 @@ def enter_nodes(step: Step, lost: Iterable[Worker]) -> None:
 
 
 def saved_for_leaving(step: Step) -> bool:
-    """The last order was to save layers that would be lost with members that are to end: let these go.
+    """Release leaving members if the last order saved the layers that only they held; return whether it did.
 
-    The others go back to what was saved. Whether it was that; else the run is over.
+    The remaining members go back to the checkpoint that was saved. If the result is False, the run is complete.
     """
     state = step.state
     if not state.leaving or state.stopping or state.log.next_iteration >= step.rules.iterations.stop:
@@ -105,10 +105,11 @@ def _train(step: Step, untouched: bool) -> None:
 
 
 def _release(step: Step, untouched: bool) -> bool:
-    """Let members go that are to end. Where nobody would be left, end the run instead.
+    """Release members that received a signal to end, and return whether the next order can be given.
 
-    Whether that is done: a schedule without them may have to be planned first, or layers to be saved that only they
-    hold.
+    The result is False while a schedule without these members is being planned, or while layers that only they hold are
+    being saved. If no member would remain, or no schedule exists for the remaining ones, the whole run is stopped
+    instead.
     """
     state = step.state
     staying = state.members - state.leaving
@@ -140,7 +141,7 @@ def _let_go(step: Step) -> None:
 
 
 def _for_speeds(step: Step) -> Schedule | None:
-    """The schedule that was decided on for the members' speeds, if they are still the same."""
+    """Return the schedule chosen for the measured speeds; None if there is none or members have changed since."""
     decision = step.state.slow.decision
     if decision is None or decision.schedule is None or \
             step.state.members != {*decision.schedule.seat_of, *decision.left_out}:
@@ -149,10 +150,11 @@ def _for_speeds(step: Step) -> Schedule | None:
 
 
 def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
-    """The schedule of the next order, where no layers have been fetched for it.
+    """Return the schedule of the next order if no layers have been fetched for it; None if it is still being planned.
 
-    A worker that is ready and lacks its layers is left out, and fetches them while the others train. Before the first
-    step there is nothing to fetch. Where the others cannot train without it, all wait until it has them.
+    A waiting worker that lacks its layers is left out; it fetches them while the others train. Before the first step of
+    the run there is nothing to fetch. If the current members cannot train without the waiting worker, all wait until it
+    has its layers.
     """
     state = step.state
     if not untouched and state.members and state.ready:
@@ -163,7 +165,7 @@ def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
     try:
         return _schedule_of(step, state.everyone, untouched)
     except PlannerFailedError:
-        raise  # the next coordinator tries once more
+        raise  # not a RunError: a restarted coordinator asks the planner again
     except NoScheduleError as error:
         raise RunError(", and ".join(filter(None, (lost_workers.reasons(state.lost), str(error))))) from None
 

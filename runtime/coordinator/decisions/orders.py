@@ -1,4 +1,4 @@
-"""Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
+"""Orders: messages that make workers train, stop, finish or leave, and the matching changes of the state."""
 
 import hashlib
 from collections import defaultdict
@@ -31,22 +31,23 @@ DIGEST_LENGTH = 16
 
 def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | None = None, *,
           restore: Mapping[Worker, tuple[int, ...]] | None = None, cut_for: CutFor = AS_THEY_ARE) -> None:
-    """Train by a schedule from the first iteration that is not committed.
+    """Order training by a schedule from the first iteration that is not committed.
 
-    The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are layers
-    that workers read from the checkpoint of that iteration; `cut_for` says which parts of states stay.
+    Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
+    order while all trained. `restore` maps workers to the layers that they read from the checkpoint of the first
+    iteration. `cut_for` names ranges of layers that keep the partition among their former members.
     """
     before, rules = step.state, step.rules
     live, first, order = frozenset(schedule.seat_of), before.log.next_iteration, before.order + 1
-    vain = isinstance(before.phase, Training) and before.phase.ended and not before.phase.started
-    told, slow = before.everyone, before.slow.order_begins(order, schedule, first, step)
+    nobody_started = isinstance(before.phase, Training) and before.phase.ended and not before.phase.started
+    recipients, slow = before.everyone, before.slow.order_begins(order, schedule, first, step)
     settler = step.state.settler
-    settles = join is not None and schedule is not before.current  # else parts of optimizer states alone are cut anew
+    settles = join is not None and schedule is not before.current  # otherwise only parts of optimizer state move
     if settler is not None and join is not None and settles:
         settler = replace(settler, closed=(order, join.speeds))
     step.change(
         current=schedule, members=live, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
-        vain=before.vain + 1 if vain else 0,
+        vain=before.vain + 1 if nobody_started else 0,
         phase=Training(began=first, without_microbatches=_without_microbatches(schedule)),
         recovery=before.recovery.ordered(
             live - before.members, at=step.at, settled=join is not None and join.settles,
@@ -55,7 +56,7 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
         checkpoints=before.checkpoints.order_begins(step.at), slow=slow)
     text, parts = rules.prepared(schedule)
     _assign(step, parts)
-    step.send(sorted(told), Train(
+    step.send(sorted(recipients), Train(
         order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.addresses(moves), failed=parts.failed,
@@ -75,18 +76,18 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
 
 
 def digest_of(schedule: bytes) -> str:
-    """Return the digest by which events name a schedule, given as it is in a file."""
+    """Return the digest by which events name a schedule, given as the contents of its file."""
     return hashlib.sha256(schedule).hexdigest()[:DIGEST_LENGTH]
 
 
 def _assign(step: Step, parts: Parts) -> None:
-    """Tell each member what it does, and before that, what it needs to know for it and does not yet."""
+    """Send each member its share of the schedule, and before it any schedule contents that the member lacks."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():
-        known = live[worker].contents
-        unknown = [digest for digest in dict.fromkeys(share.contents) if digest not in known]
-        live[worker] = replace(live[worker], contents=(*known, *unknown)[-KEPT_CONTENTS:])
+        known_contents = live[worker].contents
+        unknown = [digest for digest in dict.fromkeys(share.contents) if digest not in known_contents]
+        live[worker] = replace(live[worker], contents=(*known_contents, *unknown)[-KEPT_CONTENTS:])
         for digest in unknown:
             lacking[digest].append(worker)
     step.change(live=PersistentMap(live.items()))
@@ -97,8 +98,8 @@ def _assign(step: Step, parts: Parts) -> None:
 
 
 def end(step: Step, *, doubted: bool = False) -> None:
-    """Have all members stop where they are. That copies of what they hold differ, they must know, for the next
-    coordinator, also where they have been told to stop before."""
+    """End the current order: tell all members to stop at once. If copies of state differ (`doubted`), tell them even if
+    the order has already ended, because another coordinator may have to learn it from them."""
     state = step.state
     if isinstance(state.phase, Training) and (doubted or not state.phase.ended):
         step.change(phase=replace(state.phase, ended=True))
@@ -106,7 +107,7 @@ def end(step: Step, *, doubted: bool = False) -> None:
 
 
 def finish(step: Step) -> None:
-    """All iterations are committed, or all or some are to end here; the holders of layers take turns to write them."""
+    """Order the members to write the final parameters, or a checkpoint if the run or some members end early."""
     state, rules, holders = step.state, step.rules, defaultdict[int, list[Worker]](list)
     for worker, layers in sorted(state.holds.items()):
         for layer in layers:
@@ -122,7 +123,7 @@ def finish(step: Step) -> None:
 
 
 def leave(step: Step, why: str | None = None) -> None:
-    """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
+    """Tell all workers to leave, and end the run; `why` is the reason if it must end without a checkpoint."""
     if why is not None:
         step.do(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())

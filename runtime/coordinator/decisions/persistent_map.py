@@ -1,4 +1,4 @@
-"""A persistent map: each version of it stays as it is, and the next one shares its entries."""
+"""Persistent map: an immutable map whose next version shares the entries of the former one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -9,9 +9,10 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[K, V]):
-    """In the order of insertion. An entry is added to the newest version in constant time; all else copies.
+    """Immutable mapping in the order of insertion.
 
-    The versions share one dict, which only grows. A version is the first `_size` entries of it.
+    Adding an entry to the newest version takes constant time; every other change copies the map. All versions share one
+    dict, which only grows. A version consists of the first `_size` entries of it.
     """
 
     __slots__ = ("_entries", "_size")
@@ -21,7 +22,7 @@ class PersistentMap(Mapping[K, V]):
         self._size = len(self._entries)
 
     def adding(self, key: K, value: V) -> Self:
-        """The version with this entry, which replaces one of the same key."""
+        """Return the version with an entry added or replaced."""
         if len(self._entries) != self._size or key in self._entries:
             return type(self)([*self.items(), (key, value)])
         new = type(self).__new__(type(self))
@@ -30,7 +31,7 @@ class PersistentMap(Mapping[K, V]):
         return new
 
     def without(self, *keys: K) -> Self:
-        """The version without these, where there are any."""
+        """Return the version without some keys; keys that are absent are ignored."""
         if not any(key in self for key in keys):
             return self
         return type(self)((key, value) for key, value in self.items() if key not in keys)

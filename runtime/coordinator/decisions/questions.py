@@ -1,4 +1,4 @@
-"""Questions that the state asks while the run goes on, as their answers take seconds to plan; answers are events."""
+"""Requests for schedules. Planning takes seconds, so training continues and the answer arrives as an event."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,42 +8,44 @@ from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Speeds, Worker
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""The schedule to use when these workers are down, and others have these speeds. As `planning.Scheduler` else."""
+"""Function that returns the schedule for some workers being down and others having these speeds; it is called like a
+`planning.schedule_finder.Scheduler`."""
 
 
 class Question(NamedTuple):
-    """Which schedule is asked for."""
+    """Request for a schedule, described by the workers that are down and by what may move."""
 
     down: tuple[Worker, ...]
     speeds: Speeds | None = None
-    """None: those of the first schedule."""
+    """Speeds of workers to plan for; None: those of the first schedule."""
     held: HeldLayers | None = None
-    """None: the layers of the grid's stages."""
+    """Layers that each worker holds; None: the layers of the stages of its column."""
     settled: bool = False
+    """True if layers may move for the best schedule."""
     from_checkpoint: bool = False
-    """Whether all layers are read anew, whatever is held."""
+    """True if all layers are read from a checkpoint, whatever workers hold."""
 
     @property
     def phase(self) -> Phase:
-        """Of the order that the schedule is for."""
+        """Phase of the order for which the schedule is requested, as events name it."""
         return "settled" if self.settled or self.from_checkpoint else "at once"
 
 
 class Prepared(NamedTuple):
-    """A schedule as it is given in an order."""
+    """Schedule in the form in which an order sends it."""
 
     text: bytes
-    """As a file."""
+    """Schedule as the contents of its file."""
     parts: Parts
-    """What each worker is told of it."""
+    """Schedule divided into the share of each worker."""
 
 
 class PlannerFailedError(NoScheduleError):
-    """What was to plan has failed in another way than that there is no schedule: that may go well the next time."""
+    """Error of the planner other than that no schedule exists; another attempt may succeed."""
 
 
 class ScheduleFound(NamedTuple):
-    """The answer to a question: the schedule, or why there is none (NoScheduleError, RunError)."""
+    """Event: the schedule that was requested, or the error if there is none (NoScheduleError, RunError)."""
 
     question: Question
     answer: Schedule | Exception

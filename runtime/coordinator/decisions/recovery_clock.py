@@ -1,4 +1,4 @@
-"""Recoveries: changes of members, and how long each took."""
+"""Recovery clock: measures how long each change of the members takes."""
 
 from collections.abc import Collection
 
@@ -9,37 +9,37 @@ from slipstream.schedules.schedule import Worker
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the workers that take part."""
+    """Completed change of the workers that take part, or of the layers that they hold."""
 
     iteration: int
-    """The first one that ran with the new workers."""
+    """First iteration that ran after the change."""
     dead: tuple[Worker, ...]
     nodes: tuple[int, ...] = ()
-    """Those (machines) all of whose workers are gone with the dead ones."""
+    """Nodes (machines) of which the dead workers were the last live ones."""
     returned: tuple[Worker, ...]
     reasons: tuple[str, ...]
-    """Of each death."""
+    """Reason of each death."""
     live: int
-    """Workers that take part from then on."""
+    """Number of workers that take part after the change."""
     seconds: float
-    """The pause: from the first death, or from when all had stopped, until the last worker began its first op."""
+    """Pause from the first death, or from when all had stopped, until the last member began its first op."""
     broken: str | None = None
-    """Where it began with a connection that broke: who lost it, to whom, and why."""
+    """Cause other than a death, such as a broken connection: which worker lost it, to which one, and why."""
     meanwhile: int = 0
-    """Iterations that were committed while layers were fetched for it."""
+    """Number of iterations that were committed while layers were fetched for the change."""
     commit_gap_seconds: float | None = None
-    """From the last commit before to the first one after: the pause, what was lost, and an iteration. None: there were
-    not both in this run."""
+    """Time from the last commit before the change to the first one after it: the pause, lost work, and an iteration.
+    None if this run does not have both."""
 
     went_back_to: int | None = None
-    """Where nobody held some layer any more, or copies of it differed: the iteration of the checkpoint that the run
-    went back to, or its first."""
+    """Iteration of the checkpoint, or first iteration of the run, to which it went back because no worker held some
+    layer or copies of it differed; None if it did not."""
     in_doubt: bool = False
-    """Whether it went back because copies differed."""
+    """True if the run went back because copies differed."""
     repeated: int = 0
-    """Committed iterations that are run again for that; their numbers are the same."""
+    """Number of committed iterations that are run again because the run went back; they keep their numbers."""
     settled: bool = False
-    """Whether layers have moved between members, and nothing else has changed."""
+    """True if only layers have moved between members, to a better schedule."""
 
     def __str__(self) -> str:
         lost = [f"so that node {node} is lost" for node in self.nodes]
@@ -54,12 +54,12 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
-    """Measures recoveries, each of which may take several orders. All times are by time.monotonic."""
+    """Measures recoveries, each of which may take several orders. All times are times of `time.monotonic`."""
 
     began: float | None = None
     ordered_at: float = 0.0
     deaths: tuple[tuple[Worker, str], ...] = ()
-    """Since the last recovery has ended."""
+    """Members lost since the last recovery ended, each with the reason."""
     nodes: tuple[int, ...] = ()
     broken: str | None = None
     returned: frozenset[Worker] = frozenset()
@@ -70,45 +70,46 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     repeated: int = 0
     committed_at: float | None = None
     without_gap: int = 0
-    """Recoveries, the last ones, after which nothing has been committed."""
+    """Number of last recoveries after which no iteration has been committed yet."""
     recoveries: tuple[Recovery, ...] = ()
 
     def lost(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
-        """A member is gone, since a time. Time before the last order does not count."""
+        """Return the clock after the loss of a member at time `since`. Time before the last order does not count."""
         since = max(since, self.ordered_at)
         return replace(self, began=since if self.began is None else min(self.began, since),
                        deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})
 
     def node_lost(self, node: int) -> "RecoveryClock":
-        """With the last one, all workers of a node are gone."""
+        """Return the clock after the loss of the last live worker of a node."""
         return replace(self, nodes=(*self.nodes, node))
 
     @property
     def dead(self) -> tuple[Worker, ...]:
-        """Those lost since the last recovery has ended."""
+        """Members lost since the last recovery ended."""
         return tuple(worker for worker, _ in self.deaths)
 
     def begin(self, at: float) -> "RecoveryClock":
-        """Members stop, unless they have before."""
+        """Return the clock with a recovery begun at time `at`, unless one is in progress."""
         return replace(self, began=at) if self.began is None else self
 
     def broke(self, why: str, at: float) -> "RecoveryClock":
-        """A connection has broken, or a coordinator was lost. What is then lost follows from it."""
+        """Return the clock after a cause other than a death, such as a broken connection. Losses that follow belong to
+        the same recovery."""
         return replace(self.begin(at), broken=self.broken or why)
 
     def ordered(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
                 ) -> "RecoveryClock":
-        """An order is given, with workers that come in, or with layers that have moved."""
+        """Return the clock after an order, with which the `returned` workers join or layers have moved."""
         return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
                        ordered_at=at)
 
     def went_back(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
-        """Layers were lost, or are in doubt: iterations from this one on are run again."""
+        """Return the clock after the run went back: iterations from the given one on are run again."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
         return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
     def end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
-        """All members have begun their first op: that ends the recovery, where there is one."""
+        """Return the clock after all members have begun their first op, which ends any recovery."""
         if self.began is None:
             return self
         recovery = Recovery(
@@ -122,14 +123,14 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_seconds(self) -> float | None:
-        """How long the last one took."""
+        """Duration of the last recovery; None if there was none."""
         return self.recoveries[-1].seconds if self.recoveries else None
 
     def committed(self, at: float) -> "RecoveryClock":
-        """An iteration was committed."""
+        """Return the clock after an iteration was committed."""
         recoveries = self.recoveries
         if self.without_gap and self.committed_at is not None:
             before, last = recoveries[:-self.without_gap], recoveries[-self.without_gap:]
             gap = at - self.committed_at
-            recoveries = (*before, *(replace(one, commit_gap_seconds=gap) for one in last))
+            recoveries = (*before, *(replace(recovery, commit_gap_seconds=gap) for recovery in last))
         return replace(self, committed_at=at, without_gap=0, recoveries=recoveries)

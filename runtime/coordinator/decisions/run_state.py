@@ -1,4 +1,4 @@
-"""The state of a run: all that is decided by. It never changes; `Step` has the next one while an event is handled."""
+"""State of a run: all that decisions depend on. It is immutable; `Step` builds the next one for each event."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -31,108 +31,110 @@ from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What stays the same in one run."""
+    """Settings and functions that stay the same during a whole run."""
 
     first: Schedule
-    """That for the workers which are there from the start."""
+    """Schedule for the workers that are started with the run."""
     iterations: range
     partition: Partition
-    """How the state of the model's layers is cut."""
+    """Planner of the partition of each layer's state among its holders."""
     prepared: Callable[[Schedule], Prepared]
-    """What a schedule is in an order. Pure; keeps what it was asked for last."""
+    """Pure function that turns a schedule into the form that orders send; it caches its last results."""
     settles: Cost | None = None
-    """What moving layers to a better schedule costs; None: they stay where they are."""
+    """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
-    """As in `Settling`."""
+    """Mean time between failures, as in `Settling.mtbf_seconds`."""
     automatic_checkpoints: bool = False
+    """True if the coordinator chooses when checkpoints are written; otherwise the workers know it themselves."""
     plans_for_speeds: bool = False
-    """Whether anything plans for slow workers."""
+    """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = ALONE
-    """Which workers fail together."""
+    """Failure domains: groups of workers that fail together."""
     whole_schedules: bool = True
-    """Whether workers are sent the whole of each schedule besides: to deal or evaluate data by it."""
+    """True if each member is also sent the whole of each schedule, to deal samples or to evaluate by it."""
 
     @property
     def placement(self) -> Placement:
-        """Where the schedules' layers lie in the model."""
+        """Placement of the schedules' layers in the model."""
         return self.partition.placement
 
 
 class Present(msgspec.Struct, frozen=True):
-    """A worker that is there."""
+    """Worker that is connected and ready, whether or not it takes part in the current order."""
 
     addresses: tuple[tuple[str, int], ...]
-    """Where each of its ranks sends layers from."""
+    """Address of each rank of the worker from which other workers fetch layers."""
     contents: tuple[str, ...] = ()
-    """By their digests, the contents of schedules that it has."""
+    """Digests of the schedule contents that the worker already has."""
 
 
 class Gathering(msgspec.Struct, frozen=True):
-    """The first order waits for all its members."""
+    """Phase before the first order, in which the coordinator waits for all of its members."""
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """There is an order to train."""
+    """Phase in which the current order is an order to train."""
 
     began: int = 0
-    """Its first iteration."""
+    """First iteration of the current order."""
     ended: bool = False
-    """Whether `EndOrder` has been sent."""
+    """True if `EndOrder` has been sent."""
     started: PersistentMap[Worker, None] = PersistentMap()
-    """Members that have begun their first op."""
+    """Members that have begun their first op in this order."""
     stop_before: int | None = None
-    """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
+    """Iteration before which all members stop; None if none is chosen."""
     save_before: int | None = None
+    """Iteration before whose optimizer step all members save a checkpoint; None if none is chosen."""
     without_microbatches: frozenset[Worker] = frozenset()
-    """Members that hold layers of which others run all micro-batches."""
+    """Members that hold layers but run no micro-batch, because other workers run all micro-batches on these layers."""
     unanswered: tuple[Ran, ...] = ()
-    """Reports that wait for those of `without_microbatches`."""
+    """Reports to acknowledge when the members of `without_microbatches` have reported the same iteration."""
 
 
 class Finishing(msgspec.Struct, frozen=True):
-    """There is an order to finish."""
+    """Phase in which the current order is an order to write the final parameters or a checkpoint."""
 
     finished: PersistentMap[Worker, None] = PersistentMap()
-    """Members that have."""
+    """Members that have reported `Finished`."""
     outdated: bool = False
-    """Whether a member was lost after the order, which names it."""
+    """True if a member that the order names was lost after it was sent."""
 
 
 class Left(msgspec.Struct, frozen=True):
-    """Everything is done, and the workers may go."""
+    """Final phase: all workers have been told to leave."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """The present order, who is there, and what is known."""
+    """State of a run at one moment: the current order, the workers that exist, and what is known about them."""
 
     current: Schedule
-    """Of the present order; before the first one, of that."""
+    """Schedule of the current order; before the first order, the schedule that the first order will use."""
     members: frozenset[Worker]
-    """Those of the present order that live; before the first one, those that it waits for."""
+    """Live members of the current order; before the first order, the workers that it waits for."""
     phase: Gathering | Rejoining | Training | Finishing | Left = Gathering()
     order: int = 0
-    """The number of the last order; they are numbered from 1."""
+    """Number of the last order. Orders are numbered from 1; 0 means that none has been given."""
     live: PersistentMap[Worker, Present] = PersistentMap()
-    """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
+    """All connected workers: members, those that wait for the next order, and those left out as slow."""
     paused: PersistentMap[Worker, Kept] = PersistentMap()
-    """Members that have, with what they hold."""
+    """Members that have paused, each with the layers and parts that it holds."""
     leaving: frozenset[Worker] = frozenset()
-    """Members that were told to end by somebody else, and stay until the others can go on without them."""
+    """Members that received a signal to end and stay until the others can continue without them."""
     stopping: bool = False
-    """Whether the run is to end at the next iteration, with a checkpoint."""
+    """True if the run is to end at the next iteration boundary, with a checkpoint."""
     vain: int = 0
-    """Orders, the last ones before the present one, in which nobody has begun."""
+    """Number of consecutive orders, directly before the current one, in which no member began its first op."""
     doubt: str | None = None
-    """Why nothing can be gone on from that members hold: the run is to go back."""
+    """Reason why the members' state cannot be trusted and the run must go back; None if it can be trusted."""
     faulty: tuple[Worker, ...] = ()
-    """Those whose copies were wrong then. They are given up once all have paused: whoever is left knows of the
-    difference, and can tell it to another coordinator."""
+    """Members whose copies are wrong. They are given up when all have paused: then the remaining members know about the
+    difference and can report it to another coordinator."""
     doubted: int = -1
-    """The iteration before which copies differed when it went back last, and nobody could tell who was right."""
+    """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
     cut_for: CutFor = {}
-    """Of the present order, the ranges whose parts stay as they are, as some have gone who keep them."""
+    """Ranges of layers that keep their former partition in the current order although some of its members are lost."""
     corpus: tuple[str, Worker] | None = None
-    """Digest of the text that all read, and who has said so first."""
+    """Digest of the text that all workers read, and the first worker that reported it; None before the first report."""
     log: CommitLog
     joins: Joins = Joins()
     slow: SlowWorkers
@@ -140,61 +142,61 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: CheckpointTimer
     recovery: RecoveryClock = RecoveryClock()
     lost: PersistentMap[Worker, Loss] = PersistentMap()
-    """Those that are gone, until they are back."""
+    """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """When workers were asked which checkpoints they can read, by time.monotonic (`checkpoint_rollback`)."""
+    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read (`checkpoint_rollback`)."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
-    """What they have answered."""
+    """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[Question, Schedule | Exception] = {}
-    """To what has been asked since the present order was given."""
+    """Answers to the schedule requests made since the current order was given."""
 
     @property
     def grid(self) -> Grid:
-        """The job's shape."""
+        """Grid of pipelines and stages of the job."""
         return self.current.grid
 
     @property
     def ready(self) -> Set[Worker]:
-        """Those that wait for an order to take part in."""
+        """Connected workers that wait for an order to take part in."""
         if len(self.live) == len(self.members) + len(self.slow.left_out):
             return set()
         return {worker for worker in self.live if worker not in self.members and worker not in self.slow.left_out}
 
     @property
     def everyone(self) -> Set[Worker]:
-        """Who takes part, or could."""
+        """Connected workers that take part or could: all except those that are left out because they are slow."""
         return {worker for worker in self.live if worker not in self.slow.left_out}
 
     @property
     def all_paused(self) -> bool:
-        """Whether all members have."""
+        """True if all members have paused."""
         return len(self.paused) >= len(self.members)
 
     @property
     def planning(self) -> bool:
-        """Whether all members wait for a schedule."""
+        """True if all members have paused and wait for a schedule."""
         return isinstance(self.phase, Training) and bool(self.members) and self.all_paused
 
     @property
     def holds(self) -> dict[Worker, frozenset[int]]:
-        """The layers of each member that has paused."""
+        """Layers that each paused member holds."""
         return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def addresses(self, moves: Iterable[Move]) -> Addresses:
-        """Where each rank of the sources sends layers from."""
+        """Return the addresses from which the ranks of each source of these moves send layers."""
         return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
 
     def held_now(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
-        """The layers of each member under the present schedule."""
+        """Return the layers that each member holds under the current schedule."""
         return {worker: layers for worker, layers in placement.held_by(self.current).items() if worker in self.members}
 
 
 def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None = None,
           journal: Journal = NO_JOURNAL) -> RunState:
-    """The state of a run that begins at a time by time.monotonic, or looks for the workers of another coordinator, of
-    which there is a journal."""
+    """Return the state of a run that begins at `at` (`time.monotonic`), or that looks for the workers of a dead
+    coordinator, whose events `journal` summarizes, if `rejoining` is given."""
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
-    if last is not None:  # else node 0s that die often would never have one written
+    if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.after(last.checkpoint, last.took, last.time)
     return RunState(
         current=rules.first, members=frozenset(() if rejoining is not None else rules.first.seat_of),
@@ -207,7 +209,7 @@ def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None =
 
 
 class Step(Effects):
-    """An event that is being handled: the state so far, and what is to be done outside."""
+    """Builder of the next state while one event is handled; it also collects the effects of the event."""
 
     def __init__(self, rules: Rules, state: RunState, at: float) -> None:
         super().__init__(at)
@@ -215,18 +217,18 @@ class Step(Effects):
         self.state = state
 
     def change(self, **fields: Any) -> None:
-        """Go on with a state that has other values of these fields."""
+        """Replace the given fields of the state."""
         self.state = replace(self.state, **fields)
 
     def do(self, effect: object) -> None:
-        """Have something done. What had been settled for is over once speeds have changed."""
+        """Add an effect. If it reports a change of speed, the layout chosen for the former speeds is out of date."""
         settler = self.state.settler
         if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
             self.change(settler=replace(settler, changes=settler.changes + 1))
         super().do(effect)
 
     def forget(self, workers: Iterable[Worker]) -> None:
-        """Workers are not there any more."""
+        """Remove workers that are lost or leave from all parts of the state."""
         state, gone = self.state, frozenset(workers)
         self.change(live=state.live.without(*gone), members=state.members - gone, paused=state.paused.without(*gone),
                     leaving=state.leaving - gone, asked=state.asked.without(*gone),
@@ -240,9 +242,9 @@ class Step(Effects):
             self.change(slow=self.state.slow.lost(worker))
 
     def lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """The layers that nobody of these has, or of whose state they do not have all."""
+        """Return the layers whose state these workers do not hold completely."""
         return self.rules.partition.lost({one: kept for one, kept in self.state.paused.items() if one in workers})
 
     def fetched_for(self, schedule: Schedule) -> tuple[Move, ...]:
-        """What workers are to fetch for a schedule, while all train by the present one."""
+        """Return the moves that workers must fetch for a schedule while all members train by the current one."""
         return self.rules.partition.fetched(schedule, self.state.current, self.state.members, self.state.cut_for)

@@ -1,7 +1,8 @@
-"""Settling: whether layers move to a schedule that is better for the workers that are left, and when that has paid.
+"""Settling: decides whether layers move to a schedule that is better for the remaining workers, and when that pays.
 
-The first answer to a failure, or to a worker that has become slow, leaves layers where they are. A schedule for which
-layers move is faster, but all stop once to change over; and the next failure may come before that has paid.
+The first schedule after a failure, or after a worker has become slow, leaves layers where they are. A settled schedule,
+for which layers move, is faster. But all members stop once to change over, and the next failure may come before the
+gain has paid for that.
 """
 
 import math
@@ -17,63 +18,63 @@ from slipstream.runtime.protocol.to_worker import Move
 from slipstream.schedules.schedule import Speeds
 
 PRIOR_SECONDS = 3600.0
-"""Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""
+"""Time in which one failure is assumed besides those observed: after the first failure, little is known."""
 PAUSE_SECONDS = 0.3
-"""A change of schedules lasts so long, where none has been measured yet."""
+"""Assumed duration of a change of schedules if none has been measured yet."""
 BYTES_PER_SECOND = 1e9
-"""From one worker to another, where nothing else is known."""
+"""Assumed bandwidth between two workers if none is given."""
 LEAST_GAIN = 0.01
-"""Share of an iteration below which a schedule is not better: plans are not measured so closely."""
+"""Smallest share of an iteration by which a schedule must be better: plans do not predict smaller differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settling:
-    """How a run settles."""
+    """Options for moving layers to better schedules."""
 
     mtbf_seconds: float | None = None
-    """From one failure in the whole cluster to the next; None: as observed."""
+    """Mean time between failures in the whole cluster; None: as observed during the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What moving layers is expected to cost."""
+    """Expected cost of moving layers."""
 
     layer_bytes: Sequence[int]
-    """Parameters, buffers and the optimizer's state of each layer of the model."""
+    """Bytes of parameters, buffers and optimizer state of each layer of the model."""
     bytes_per_second: float | None
-    """From each worker to each other; None: not bounded."""
+    """Bandwidth from each worker to each other one; None: not limited."""
 
 
 class Settler(msgspec.Struct, frozen=True, kw_only=True):
-    """Decides for one run."""
+    """State from which one run decides whether to move layers."""
 
     cost: Cost
     mtbf: float | None = None
-    """As in `Settling`."""
+    """Mean time between failures in seconds, as in `Settling.mtbf_seconds`."""
     began: float
-    """By time.monotonic."""
+    """Time of `time.monotonic` at which the run began."""
     failures: int = 0
     changes: int = 0
-    """Of speed: after each, what had been settled for is over, as after a failure."""
+    """Number of changes of speed: like a failure, each makes the layout chosen before it out of date."""
     closed: tuple[int, Speeds | None] = 1, None
-    """The order that is as good as it gets, and at which speeds; at the start, the first one."""
+    """Order, and speeds, for which no better schedule is looked for any more; initially the first order."""
 
     def seconds_to_failure(self, at: float) -> float:
-        """To be expected until the next failure or change of speed."""
+        """Return the expected time until the next failure or change of speed."""
         observed = at - self.began + PRIOR_SECONDS
         failures = (self.failures + 1) / observed if self.mtbf is None else 1 / self.mtbf
         return 1 / (failures + self.changes / observed)
 
     def pays(self, old: float, new: float, moves: Iterable[Move], *, pause: float | None, to: Effects) -> bool:
-        """Whether to move; tells the numbers in one line and one event.
+        """Return whether moving the layers pays, and report the figures in one event and one progress line.
 
-        `old` and `new` are the periods before and after, `pause` is how long the last change of schedules took, all in
-        seconds.
+        The periods `old` (before the move) and `new` (after it) and the duration `pause` of the last change of
+        schedules are in seconds.
         """
         size, seconds = self._moved(moves)
         failure = self.seconds_to_failure(to.at)
         gained = old - new
-        lost = (PAUSE_SECONDS if pause is None else pause) + new  # an iteration that begins with empty pipelines
+        lost = (PAUSE_SECONDS if pause is None else pause) + new  # the next iteration begins with empty pipelines
         paid = math.ceil(lost / gained) if gained > 0 else None
         settles = gained > LEAST_GAIN * old and paid is not None and paid * new < failure - seconds
         to.do(SettlingChosen(
@@ -89,13 +90,13 @@ class Settler(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _moved(self, moves: Iterable[Move]) -> tuple[int, float]:
-        """Bytes of all moves, and seconds until the busiest connection or worker has carried its share."""
+        """Return the bytes of all moves, and the seconds until the busiest connection or worker is done."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:
             layer = self.cost.layer_bytes[move.layer]
             size += layer
-            # A rate that is given holds for each connection.
+            # A configured rate limits each connection; without one, each worker's total bandwidth is the limit.
             ends = (move.source, move.target)
             between.update({ends: layer} if self.cost.bytes_per_second else dict.fromkeys(ends, layer))
         return size, max(between.values(), default=0) / (self.cost.bytes_per_second or BYTES_PER_SECOND)

@@ -1,12 +1,13 @@
-"""Slow workers: which there are, what is planned for them, and who is left out. It decides when; `speed_planning` what.
+"""Slow workers: which workers are slow, when schedules are planned for them, and which ones are left out.
 
-Whenever the speeds that were measured are others than those of the present schedule, it is planned for them while
-training goes on. Where that gains enough, the coordinator stops all before the same iteration and goes on by the new
-schedule. The speeds are kept: schedules for deaths and joins are planned for them, too.
+This module decides when to plan; `speed_planning` decides what. Whenever the measured speeds differ from those of the
+current schedule, a schedule is planned for them while training continues. If it gains enough, the coordinator stops all
+members before the same iteration and continues by the new schedule. The speeds are kept: schedules for deaths and joins
+are planned for them, too.
 
-Who is left out computes nothing that could be measured. After a pause it is taken in like one that comes back, and
-believed to take the usual time; where it does not, it is found out within a few iterations, and the next pause is twice
-as long.
+A worker that is left out computes nothing that could be measured. After a pause it joins like a worker that returns,
+and is assumed to run at usual speed. If it does not, this is detected within a few iterations, and its next pause is
+twice as long.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,32 +25,33 @@ from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Schedule, Speeds, Worker
 
 WARM_UP = 1
-"""Iterations of an order that say little: connections, caches and allocators are cold."""
+"""Number of iterations at the start of an order that are not measured: connections, caches and allocators are cold."""
 FIRST_PAUSE_SECONDS = 10.0
+"""First pause after which a worker that was left out takes part again; each later one is twice as long."""
 LONGEST_PAUSE_SECONDS = 640.0
-"""Until a worker that is left out takes part again."""
+"""Longest pause after which a worker that was left out takes part again."""
 NOTHING = Decision(None, 0.0, 0.0)
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found out about workers' speeds, and what followed."""
+    """Report of changes of workers' speeds, and of what follows from them."""
 
     changes: tuple[SpeedChange, ...]
     iteration: int
-    """The first one by the schedule that was planned for it, or the next one where none is changed to."""
+    """First iteration by the new schedule, or the next iteration if the schedule stays."""
     present_seconds: float | None
-    """The planned period of the schedule so far, at these speeds; None: nothing was planned."""
+    """Planned period of the schedule so far at the new speeds; None: nothing was planned."""
     planned_seconds: float | None
-    """That from now on."""
+    """Planned period from this iteration on; None: nothing was planned."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
-    """The planned period with those who are left out."""
+    """Planned period including the workers that are left out."""
     changed: bool = True
-    """Whether there is another schedule."""
+    """True if the schedule changes."""
     reason: str | None = None
-    """Why none could be planned."""
+    """Reason why no schedule could be planned."""
 
     def __str__(self) -> str:
         causes = ", ".join(map(_cause, self.changes)) or "workers are left out or taken back"
@@ -73,63 +75,64 @@ def _cause(change: SpeedChange) -> str:
 
 
 def watched(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
-    """What a run begins with: the first schedule knows of workers that are slow by the job file.
+    """Return the initial state for a run whose first schedule has the speeds that the job file gives.
 
-    `plans`: whether anything plans for speeds; `known` is what another coordinator has found out since.
+    Set `plans` to True if a planner for given speeds is configured; `known` contains the factors that another
+    coordinator measured.
     """
     given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
-    found = SlowWorkers(plans=plans, detector=SlowDetector({**given, **known}), cells=Cells(first), given=given,
+    state = SlowWorkers(plans=plans, detector=SlowDetector({**given, **known}), cells=Cells(first), given=given,
                         factors=given)
     for worker, factor in known.items():
-        found = found._knowing(worker, factor)
-    return found
+        state = state._knowing(worker, factor)
+    return state
 
 
 class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the speeds of one run. No detector that it has had ever changes."""
+    """State of the workers' speeds in one run. A detector that is stored in it is never changed, only replaced."""
 
     plans: bool
     detector: SlowDetector
     cells: "Cells"
     begins: int = 0
-    """The first iteration that is looked at."""
+    """First iteration that is measured."""
     given: Mapping[Worker, float]
     factors: Mapping[Worker, float]
-    """Planned for."""
+    """Factors of workers for which schedules are planned."""
     news: tuple[SpeedChange, ...] = ()
-    """Not told yet."""
+    """Changes of speed that have not been reported yet."""
     asked: SpeedQuestion | None = None
-    """The last question."""
+    """Last request for a decision; None if there is none in this order."""
     answered: bool = False
-    """Whether there is an answer to that."""
+    """True if the last request has been answered."""
     present_seconds: float | None = None
-    """The period of the present schedule at these speeds, where it is not planned for them, once it is known."""
+    """Planned period at the present speeds, if the current schedule is for other ones and it is known."""
     since: int = 0
-    """From which iteration on the speeds are what they are now."""
+    """Iteration from which the workers have had their present speeds."""
     order: int = 0
     left_out: Mapping[Worker, float] = {}
-    """Workers that are too slow to be worth their place, with when they take part again, by time.monotonic."""
+    """Workers left out because they are too slow, with when each takes part again (`time.monotonic`)."""
     pauses: Mapping[Worker, float] = {}
-    """The next one of each that has been left out."""
+    """Next pause in seconds of each worker that has been left out."""
     decision: Decision | None = None
-    """What to change to at the next iteration boundary."""
+    """Decision to carry out at the next iteration boundary; None if there is none."""
 
     @property
     def speeds(self) -> Speeds | None:
-        """What is planned for besides failures; None: what the first schedule says."""
+        """Speeds for which schedules are planned; None: those of the first schedule."""
         return None if not self.plans or self.factors == self.given else self._speeds()
 
     @property
     def deciding(self) -> bool:
-        """Whether it is open which schedule the speeds that are known lead to at first."""
+        """True if it is not decided yet how the schedule changes for the present speeds."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def period_of(self, present: Schedule) -> float:
-        """Seconds of an iteration by the present schedule, as planned, at the speeds that are known."""
+        """Return the planned seconds of an iteration by the current schedule at the present speeds."""
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def committed(self, one: Committed) -> "SlowWorkers":
-        """With an iteration of the present order."""
+        """Return the state after an iteration of the current order has been committed and measured."""
         if one.iteration < self.begins:
             return self
         detector = self.detector.copy()
@@ -143,18 +146,18 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(new, news=(*self.news, *changes), since=max(self.since, *(change.since for change in changes)))
 
     def lost(self, worker: Worker) -> "SlowWorkers":
-        """A worker is gone. It may be started again elsewhere: nothing is known of it then."""
+        """Return the state without the measured speed of a lost worker, which may return on another machine."""
         factors = _without(self.factors, [worker])
         if worker in self.given:
             factors[worker] = self.given[worker]
         detector = self.detector.copy()
         detector.lost(worker)
         return replace(self, detector=detector, factors=factors, decision=None,
-                       news=tuple(one for one in self.news if one.worker != worker),
+                       news=tuple(change for change in self.news if change.worker != worker),
                        left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]))
 
     def order_begins(self, number: int, schedule: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
-        """An order begins, which carries out what was decided, or ends it."""
+        """Return the state at the start of an order, which either carries out the pending decision or drops it."""
         new = self
         if self.decision is not None and self.decision.schedule is schedule:
             new = self._telling(self.decision, iteration, to)
@@ -169,17 +172,17 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        cells=Cells(schedule), begins=iteration + WARM_UP)
 
     def take_back(self, workers: Collection[Worker]) -> "SlowWorkers":
-        """These are left out no longer, however slow they are."""
+        """Return the state in which these workers are no longer left out, however slow they are."""
         return replace(self, left_out=_without(self.left_out, workers)) if workers else self
 
     def over(self, iteration: int, to: Effects) -> "SlowWorkers":
-        """All iterations are committed."""
+        """Return the state at the end of the run, after reporting changes that no schedule was planned for."""
         return self._telling(NOTHING, iteration, to, "the run ends") if self.news else self
 
     def look(self, present: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
-        """Have planned what is to be planned, while all train by a schedule.
+        """Return the state after requesting a decision if speeds differ from those of the `present` schedule.
 
-        Those whose pause is over are left out no longer. `iteration` is the next to be committed.
+        Workers whose pause has ended are no longer left out. `iteration` is the next one to be committed.
         """
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
         new = self.take_back(due)
@@ -189,9 +192,9 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
             new = replace(new, detector=detector)._knowing(worker, 1.0)
         as_planned, speeds = new._as_planned(present), new._speeds()
         if as_planned and new.asked is not None:
-            new = replace(new, asked=None, present_seconds=None)  # whatever was asked about other speeds
-        asked = new.asked is not None and (new.asked.order, new.asked.speeds) == (new.order, speeds)
-        if not self.plans or as_planned or asked:
+            new = replace(new, asked=None, present_seconds=None)  # a pending answer for other speeds is ignored
+        is_requested = new.asked is not None and (new.asked.order, new.asked.speeds) == (new.order, speeds)
+        if not self.plans or as_planned or is_requested:
             return new._telling(NOTHING, iteration, to, "the present one is for these speeds" if self.plans else
                                 "the run was given none") if new.news and (as_planned or not self.plans) else new
         question = SpeedQuestion(new.order, present, speeds)
@@ -199,7 +202,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(new, asked=question, answered=False, decision=None)
 
     def planned(self, planned: SpeedsPlanned, iteration: int, to: Effects) -> "SlowWorkers":
-        """What was asked has been answered."""
+        """Return the state after the answer to a request."""
         if planned.question is not self.asked:
             return self
         new, decision = replace(self, answered=True), planned.answer
@@ -211,12 +214,13 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return new._telling(decision, iteration, to, decision.reason) if self.news or decision.reason else new
 
     def _as_planned(self, present: Schedule) -> bool:
-        """Whether the present schedule is one for the speeds that are known."""
+        """Return whether the current schedule was planned for the present speeds."""
         planned = {slow.worker: slow.per_mille / 1000 for slow in present.times.slow}
         return all(abs(self.factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
     def _knowing(self, worker: Worker, factor: float) -> "SlowWorkers":
+        """Return the state with a rounded factor for a worker, and without a pending decision."""
         factors = _without(self.factors, [worker])
         if rounded(factor) != 1.0:
             factors[worker] = rounded(factor)
@@ -226,6 +230,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return tuple((worker, factor) for worker, factor in sorted(self.factors.items()) if factor != 1.0)
 
     def _telling(self, decision: Decision, iteration: int, to: Effects, reason: str | None = None) -> "SlowWorkers":
+        """Emit a speed event with the unreported changes, and return the state in which they are reported."""
         to.do(SpeedEvent(
             changes=self.news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
             present_seconds=None if reason else decision.present_seconds,
@@ -235,11 +240,11 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _without(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
-    return {one: value for one, value in known.items() if one not in gone}
+    return {key: value for key, value in known.items() if key not in gone}
 
 
 class Cells:
-    """What the slices of a schedule are, and what their ops take by plan on a worker of usual speed."""
+    """Layers of the slices of a schedule, and the planned times of ops on them on a worker of usual speed."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -252,7 +257,7 @@ class Cells:
                 for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
 
     def of(self, times: Sequence[OpTime]) -> list[CellTime]:
-        """Times by layers. What no worker can have run, is left out."""
+        """Return measured times of ops, by layers. Times of ops that no worker can have run are left out."""
         planned = self._planned
-        return [CellTime(one.kind, known[0], one.number, one.seconds, known[1])
-                for one in times if (known := planned.get((one.kind, one.slice))) is not None]
+        return [CellTime(op_time.kind, cell[0], op_time.number, op_time.seconds, cell[1])
+                for op_time in times if (cell := planned.get((op_time.kind, op_time.slice))) is not None]

@@ -1,9 +1,10 @@
-"""Transition: what each event changes, and what is decided then. A function of the state and the event alone.
+"""Transition: what each event changes in the state of a run, and which effects it has.
 
-The event loop calls it with each event, one after the other. An order for training ends when a member is lost or
-reports an error, or before an iteration that is chosen for all to stop at (`iteration_boundary`). When all members that
-are left have paused, and there is a schedule for them, the next order is given (`next_order`). It begins at the first
-iteration that is not committed. An event that comes while a schedule is being planned only changes what is waited for.
+The event loop calls `transition` with each event in turn; the result depends only on the state, the event and its time.
+An order to train ends when a member is lost or reports an error, or before an iteration that was chosen for all members
+to stop at (`iteration_boundary`). When all remaining members have paused and a schedule for them is available, the next
+order is given (`next_order`). It begins at the first iteration that is not committed. An event that arrives while a
+schedule is being planned only changes which workers are waited for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,53 +49,55 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
 from slipstream.schedules.schedule import Worker
 
 VAIN = 2
-"""Orders, one after the other, may end at once before anybody has begun, as where several die."""
+"""Number of consecutive orders that may end before any member has begun an op, as when several workers die together.
+Each further such order is followed by a pause."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-"""From one such order to the next, from then on, each time twice as long: refused connections may have left threads."""
+"""First and longest pause after such an order. Pauses double, as refused connections may have left threads behind."""
 
 
 class Lost(NamedTuple):
-    """A worker is gone."""
+    """Event: a worker is lost."""
 
     worker: Worker
     reason: str
     since: float
-    """By time.monotonic."""
+    """Time of `time.monotonic` since which the worker did not respond."""
 
 
 class Reports(NamedTuple):
-    """Workers have stepped, and their node has put their reports together."""
+    """Event: a node agent has forwarded several reports of workers that have stepped an iteration."""
 
     reports: tuple[Ran, ...]
 
 
 class Disconnected(NamedTuple):
-    """The connection to a process of a worker has ended, so that it will be lost in a moment."""
+    """Event: the connection to a process of a worker has closed, so that the worker will be lost shortly."""
 
     worker: Worker
 
 
 class Stop(NamedTuple):
-    """The run is to end at the next iteration, with a checkpoint."""
+    """Event: the run was told to end at the next iteration boundary, with a checkpoint."""
 
 
 class Hurry(NamedTuple):
-    """Where it is to end, it does not wait for the end of the iteration any more."""
+    """Event: a run that was told to end must stop now and does not wait for the end of the iteration."""
 
 
 class Look(NamedTuple):
-    """Time has passed."""
+    """Event: some time has passed, so that timeouts may have expired."""
 
 
 _CHANGE_LITTLE = Ran, Reports, Validated, Started, Saved
-"""Nothing follows from these before an iteration is committed."""
+"""Events after which nothing has to be decided unless they commit an iteration."""
 Event = ToCoordinator | Reports | ScheduleFound | SpeedsPlanned | Lost | Disconnected | Stop | Hurry | Look
 
 
 def transition(rules: Rules, state: RunState, event: Event, at: float) -> tuple[RunState, list[Any]]:
-    """The state after an event that happened at a time by time.monotonic, and the effects, in their order (`effects`).
+    """Return the state after an event, and the effects of the event in order (`effects`).
 
-    Raises RunError where there is no way to go on, CommitLogError where workers disagree, and NobodyLeftError.
+    The event happened at `at`, a time of `time.monotonic`. Raises RunError if the run cannot continue, CommitLogError
+    if workers disagree, and NobodyLeftError if no worker of a dead coordinator can be found.
     """
     step = Step(rules, state, at)
     _handle(step, event)
@@ -104,21 +107,21 @@ def transition(rules: Rules, state: RunState, event: Event, at: float) -> tuple[
 
 
 def awaited(state: RunState) -> list[Worker]:
-    """Those without whom the first order cannot be given."""
+    """Return the workers without which the first order cannot be given, or that a new coordinator still looks for."""
     if isinstance(state.phase, Rejoining):
         return sorted(state.phase.missing)
     return sorted(state.members.difference(state.live)) if isinstance(state.phase, Gathering) else []
 
 
 def held(rules: Rules, state: RunState) -> Mapping[Worker, frozenset[int]]:
-    """The layers that each member needs, once there is an order that is not done."""
+    """Return the layers that each member needs for the current order; empty if there is no such order."""
     return state.held_now(rules.placement) if isinstance(state.phase, Training | Finishing) else {}
 
 
 def _nothing_follows(before: RunState, state: RunState, event: Event) -> bool:
-    """Whether there is nothing to decide: most events of a large run are such."""
+    """Return whether an event leaves nothing to decide. Most events of a large run are of this kind."""
     if isinstance(event, Paused):
-        return not state.planning  # others still run
+        return not state.planning  # other members still run
     if isinstance(event, Ready):
         return isinstance(state.phase, Rejoining)
     if not isinstance(event, _CHANGE_LITTLE):
@@ -127,7 +130,7 @@ def _nothing_follows(before: RunState, state: RunState, event: Event) -> bool:
 
 
 def _advance(step: Step) -> None:
-    """Do what has become possible. Raises RunError."""
+    """Take the decisions that the new state makes possible. Raises RunError."""
     state = step.state
     match state.phase:
         case Gathering():
@@ -146,7 +149,7 @@ def _advance(step: Step) -> None:
 
 
 def _next_try(state: RunState) -> float:
-    """When the next order may be given where one after the other ends before anybody has begun. By time.monotonic."""
+    """Return the earliest time of the next order: later than now if several in a row ended before any op began."""
     tries = state.vain - VAIN
     return state.recovery.ordered_at + min(FIRST_PAUSE_SECONDS * 2**tries, LONGEST_PAUSE_SECONDS) if tries >= 0 else 0.0
 
@@ -172,7 +175,7 @@ def _handle(step: Step, event: Event) -> None:
             step.change(joins=state.joins.fetch_failed(event.fetch, state.live, step))
         case Finished():
             _finished(step, event)
-        case Saved() if event.iteration < step.rules.iterations.stop:  # the last one costs no training
+        case Saved() if event.iteration < step.rules.iterations.stop:  # the final save holds up no training
             step.change(checkpoints=state.checkpoints.saved(event.iteration, event.seconds))
         case Checkpoints() if event.worker in state.asked:
             step.change(readable=state.readable.adding(event.worker, event.iterations))
@@ -183,8 +186,8 @@ def _handle(step: Step, event: Event) -> None:
         case Lost():
             _lost(step, event)
         case Disconnected():
-            # No order is given before it is lost. Workers that die together are then lost in one recovery, also those
-            # that have paused before.
+            # Give no order before this worker is lost, so that workers that die together are lost in one recovery,
+            # even if some of them have already paused.
             step.change(paused=state.paused.without(event.worker))
         case Leaving():
             _leaving(step, event.worker)
@@ -199,7 +202,7 @@ def _handle(step: Step, event: Event) -> None:
 
 
 def _ready(step: Step, report: Ready) -> None:
-    """A worker waits for an order. Raises CommitLogError where it reads another text than others."""
+    """Add a worker that waits for an order. Raises CommitLogError if its text or sample costs differ from others'."""
     state, worker = step.state, report.worker
     corpus = state.corpus or (report.corpus, worker)
     if report.corpus != corpus[0]:
@@ -212,38 +215,39 @@ def _ready(step: Step, report: Ready) -> None:
 
 
 def _ran(step: Step, reports: Sequence[Ran]) -> None:
-    """Members have stepped: they are acknowledged, and go on or stop where all members will.
+    """Handle reports of members that have stepped an iteration, and acknowledge them.
 
-    Whoever runs no micro-batch passes nothing on that the others would wait for, so that these are not acknowledged
-    before it has reported, too: nobody is more than one step ahead of the last committed iteration.
+    An acknowledgement lets a member continue or tells it to stop where all members stop. A member that runs no
+    micro-batch sends nothing that other members wait for. The others are therefore not acknowledged before it has
+    reported, too, so that no member is more than one step ahead of the last committed iteration.
     """
     compared = step.state.log.difference
     _commit(step, *step.state.log.ran(*reports))
     if (difference := step.state.log.difference) is not None:
         if compared is None:
             _differ(step, difference)
-        return  # nobody steps the next iteration before all reports are acknowledged: this one can be undone
+        return  # no member steps the next iteration without an acknowledgement: this one can be undone
     state, phase = step.state, step.state.phase
-    mine = [one for one in reports if isinstance(phase, Training) and one.order == state.order
-            and one.worker in state.members]
-    if len(mine) < len(reports):
-        for one in reports:
-            if one not in mine:
-                step.send((one.worker,), Acknowledged(one.order, one.iteration))
-    if not mine:
+    current_reports = [report for report in reports if isinstance(phase, Training) and report.order == state.order
+                       and report.worker in state.members]
+    if len(current_reports) < len(reports):
+        for report in reports:
+            if report not in current_reports:
+                step.send((report.worker,), Acknowledged(report.order, report.iteration))
+    if not current_reports:
         return
     assert isinstance(phase, Training)
-    answered: Sequence[Ran] = mine
+    answered: Sequence[Ran] = current_reports
     if phase.without_microbatches:
         answered, unanswered = [], list(phase.unanswered)
-        for one in mine:
-            unanswered.append(one)
-            if state.log.have_reported(phase.without_microbatches, one.iteration):
+        for report in current_reports:
+            unanswered.append(report)
+            if state.log.have_reported(phase.without_microbatches, report.iteration):
                 answered, unanswered = [*answered, *unanswered], []
         step.change(phase=replace(phase, unanswered=tuple(unanswered)))
     by_iteration: dict[int, list[Worker]] = {}
-    for one in answered:
-        by_iteration.setdefault(one.iteration, []).append(one.worker)
+    for report in answered:
+        by_iteration.setdefault(report.iteration, []).append(report.worker)
     for iteration, workers in by_iteration.items():
         step.send(workers, Acknowledged(
             state.order, iteration, stop=iteration + 1 == phase.stop_before, save=iteration + 1 == phase.save_before,
@@ -252,15 +256,17 @@ def _ran(step: Step, reports: Sequence[Ran]) -> None:
 
 def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
     step.change(log=log)
-    for one in committed:
-        step.do(one)
+    for iteration in committed:
+        step.do(iteration)
         state = step.state
-        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one))
+        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(iteration))
 
 
 def _differ(step: Step, difference: Difference) -> None:
-    """Copies differ: who is known to be wrong is given up, and where numbers may rest on what is wrong, the run goes
-    back. Raises RunError where it has gone back for that before, and has come no further."""
+    """Handle copies that differ: give up wrong members, and go back if committed iterations may be affected.
+
+    Raises RunError if none is known to be wrong, and the run has gone back for this before without progress.
+    """
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
         raise RunError(f"{why}, and they did before the run went back: their hardware, or libraries, compute otherwise")
@@ -272,10 +278,10 @@ def _differ(step: Step, difference: Difference) -> None:
 
 
 def _started(step: Step, report: Started) -> None:
-    """A member begins its first op. The last one ends a recovery, where there is one."""
+    """Handle a member that begins its first op in the current order; the last one ends a recovery."""
     state = step.state
     if not isinstance(state.phase, Training) or report.order != state.order or state.phase.ended:
-        return  # it began late, in an order that another recovery has ended
+        return  # a late report of an order that another recovery has ended
     started = state.phase.started.adding(report.worker, None)
     step.change(phase=replace(state.phase, started=started))
     if len(started) < len(state.members):
@@ -288,7 +294,7 @@ def _started(step: Step, report: Started) -> None:
 
 
 def _paused(step: Step, report: Paused) -> None:
-    """A member has stopped; where that has a reason, the order ends for all."""
+    """Handle a member that has paused. If it paused because of an error, the order ends for all members."""
     if report.validated is not None:
         _commit(step, *step.state.log.validated(report.order, report.validated))
     state, worker = step.state, report.worker
@@ -303,7 +309,7 @@ def _paused(step: Step, report: Paused) -> None:
 
 
 def _finished(step: Step, report: Finished) -> None:
-    """A member has written its parameters."""
+    """Handle a member that has written its parameters or its part of a checkpoint. The last one ends the order."""
     state = step.state
     if not isinstance(state.phase, Finishing) or report.order != state.order or report.worker not in state.members:
         return
@@ -331,31 +337,30 @@ def _lost(step: Step, event: Lost) -> None:
 
 
 def _leaving(step: Step, worker: Worker) -> None:
-    """A worker was told to end by somebody else. The others go on without it from the next iteration; where nobody
-    would be left, the run ends there, with a checkpoint.
-    """
+    """Handle a worker that received a signal to end. A member stays until the next iteration boundary, so that the
+    others can continue without it. If no worker would remain, the run ends there with a checkpoint."""
     state = step.state
     if isinstance(state.phase, Training | Finishing) and worker in state.members:
         step.change(leaving=state.leaving | {worker})
     elif isinstance(state.phase, Rejoining | Gathering | Training):
-        step.forget([worker])  # of an order that has not been given
+        step.forget([worker])  # its order has not been given yet
         step.send((worker,), Leave())
 
 
 def _take_over(step: Step, phase: Rejoining) -> None:
-    """Go on with the workers of another coordinator, as if they had paused."""
-    found = phase.found()
-    members = frozenset(found.kept)
-    step.do(found)
+    """Continue with the workers of a dead coordinator, as if they had just paused."""
+    result = phase.found()
+    members = frozenset(result.kept)
+    step.do(result)
     step.do(CoordinatorRestarted(live=len(members)))
     why = f"node 0 was started anew, and has found {len(members)} workers"
     state = step.state
-    step.change(phase=Training(ended=True), order=found.order, members=members,
-                paused=PersistentMap(found.kept.items()),
-                log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
-    if found.doubted:
+    step.change(phase=Training(ended=True), order=result.order, members=members,
+                paused=PersistentMap(result.kept.items()),
+                log=state.log.take_over(result.losses, result.factor), recovery=state.recovery.broke(why, step.at))
+    if result.doubted:
         step.change(doubt="copies differed, as workers have told the new node 0")
-    reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
+    reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in result.missing]
     step.change(lost=PersistentMap([*state.lost.items(), *((worker, Loss(reason)) for worker, reason in reasons)]))
     next_order.enter_losses(step, reasons, step.at)
-    next_order.enter_nodes(step, found.missing)
+    next_order.enter_nodes(step, result.missing)

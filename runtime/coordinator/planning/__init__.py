@@ -1,6 +1,6 @@
-"""Planning beside the event loop.
+"""Planning of schedules concurrently with the event loop.
 
-    schedule_finder      finds the schedules that decisions ask for
-    precomputed_plans    finds those for the failures that may come next, before these come
-    background           does that in processes that are forked, or in threads
+    schedule_finder      finds the schedules that decisions request
+    precomputed_plans    plans schedules for likely failures before they happen
+    background           runs planning in forked processes or in threads
 """

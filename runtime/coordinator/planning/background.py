@@ -1,7 +1,7 @@
-"""Long work beside the event loop: in a process of its own where the system can fork one safely, else in a thread.
+"""Background work: runs planning in a forked process where that is safe and worth it, and otherwise in a thread.
 
-For a large job, a thread would take turns with the event loop, which then answers late: for 1,000 workers, a plan takes
-half a second. A forked process has all that it needs, as the job and tables, without a copy being sent.
+For a large job, a thread would take turns with the event loop and delay it: a plan for 1,000 workers takes half a
+second. A forked process inherits all that it needs, such as the job and its tables, without a copy being sent.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ T = TypeVar("T")
 Done = Callable[[T | BaseException], None]
 
 FEW = 64
-"""Workers."""
+"""Largest number of workers of a small job: awaited plans are made in a thread, and none are precomputed."""
 AWAITED_SECONDS, OTHER_SECONDS = 30.0, 900.0
-"""How long an answer may take that workers wait for, and one that nobody waits for."""
+"""Time limits of a process, for awaited and other work. If one is exceeded, the work is done in a thread."""
 NICENESS = 10
-"""Of work that nobody waits for: the workers of this machine go first."""
+"""Niceness of processes whose results no worker waits for, so that the workers of this machine take precedence."""
 
 
 class Background(Protocol):
-    """Does long work, and has its result, or what it raises, handled on the event loop that this is called on."""
+    """Function that runs long work and passes its result, or its exception, to the calling event loop."""
 
     def __call__(self, work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
-        """`awaited`: whether workers wait for it."""
+        """Run `work`, then call `done` with its result or exception; `awaited` is True if workers wait for it."""
 
 
 class DiedError(RuntimeError):
-    """The process that did the work has ended without an answer."""
+    """Error raised when a forked process has ended without an answer."""
 
 
 def in_thread(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:  # noqa: ARG001
-    """Work that changes nothing that others see."""
+    """Run work in a daemon thread. The work must not change state that others see."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:
@@ -61,11 +61,11 @@ def in_thread(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> 
 
 
 def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
-    """The same in a process that is forked here, and ends with the thread that calls this."""
+    """Run work in a process that is forked here and is killed if the thread that called this ends."""
     try:
         ours, theirs = os.pipe()
         process = os.fork()
-    except OSError:  # too little of something is left for that
+    except OSError:  # no memory, process or descriptor is left for a fork
         in_thread(work, done)
         return
     if not process:
@@ -75,10 +75,9 @@ def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) ->
 
 
 def background_for(workers: int) -> Background:
-    """Where a job of so many workers is planned. Few are planned for within milliseconds: to fork this process, and to
-    touch its memory anew there, takes longer, and is left to plans that nobody waits for. On other systems than Linux,
-    libraries may not be used in a forked process.
-    """
+    """Return where to plan for a job of the given number of workers. Schedules for few workers are planned within
+    milliseconds. To fork this process and to copy its memory on write would take longer, so only plans that no worker
+    waits for are made in a process. On systems other than Linux, libraries may not be usable in a forked process."""
     if sys.platform != "linux":
         return in_thread
     return in_process if workers > FEW else _in_thread_if_awaited
@@ -89,7 +88,7 @@ def _in_thread_if_awaited(work: Callable[[], T], done: Done[T], *, awaited: bool
 
 
 def tried(work: Callable[[], T]) -> T | BaseException:
-    """What it gives, or raises."""
+    """Return the result of `work`, or the exception that it raises."""
     try:
         return work()
     except BaseException as error:
@@ -97,10 +96,11 @@ def tried(work: Callable[[], T]) -> T | BaseException:
 
 
 def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
-    """What a process has written. Raises what that says, and DiedError.
+    """Return the answer that a forked process has written, or raise the exception that it contains.
 
-    A lock that another thread held at the fork is never released in the process, which then waits for it without end.
-    So what has not come in time is worked out here.
+    A lock that another thread held at the fork is never released in the process, which then waits without end. If no
+    answer arrives within `seconds`, the process is killed and the work is done here. Raises DiedError if the process
+    ended without an answer.
     """
     with open(pipe, "rb") as file:
         readable = select.poll()  # unlike select.select, also of descriptors above 1023
@@ -121,18 +121,18 @@ def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -
 
 
 def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
-    """In the forked process: do the work, write the answer, end. Nothing that the parent has open stays open here."""
+    """Do the work in the forked process, with all other descriptors closed; write the answer and exit."""
     status = 1
     try:
         signal_at_death_of_parent(signal.SIGKILL)
         name_process("planner")
         signal.set_wakeup_fd(-1)
-        os.setpgid(0, 0)  # Ctrl-C is for the parent
+        os.setpgid(0, 0)  # keep Ctrl-C to the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in WARNINGS:
             signal.signal(number, signal.SIG_IGN)
         os.dup2(pipe, 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # a connection that the parent ends would stay open else
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # else a connection that the parent closes stays open
         if not awaited:
             os.nice(NICENESS)
         gc.disable()
@@ -145,15 +145,16 @@ def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> No
 
 
 def _packed(answer: object) -> bytes:
+    """Return an answer pickled. An exception that cannot be unpickled is replaced by a RuntimeError with its text."""
     try:
         packed = io.BytesIO()
         pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = copyreg.dispatch_table | {Schedule: lambda one: (decode, (encode(one),))}
+        pickler.dispatch_table = copyreg.dispatch_table | {Schedule: lambda schedule: (decode, (encode(schedule),))}
         pickler.dump(answer)
         data = packed.getvalue()
         if isinstance(answer, BaseException):
             pickle.loads(data)  # noqa: S301, as not all exceptions come back
         return data
     except Exception as error:
-        told = answer if isinstance(answer, BaseException) else error
-        return pickle.dumps(RuntimeError(f"{type(told).__name__}: {first_line(told)}"))
+        cause = answer if isinstance(answer, BaseException) else error
+        return pickle.dumps(RuntimeError(f"{type(cause).__name__}: {first_line(cause)}"))

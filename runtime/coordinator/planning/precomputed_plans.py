@@ -1,9 +1,9 @@
-"""Answers ahead: schedules for the failures that may come next, planned and divided while all train and nobody waits.
+"""Precomputed plans: schedules for likely next failures, planned and divided while all train and no worker waits.
 
-Pipelines that are alike may change places (`schedules.tables.pattern`). So a few answers do for the death of any
-worker: one for each stage, and for each set of stages that share a machine; for each of them once more beside
-pipelines that have lost workers before. They are found in processes that give way to all others, the likeliest first.
-What is left to do at a failure is to give pipelines other numbers.
+Pipelines that are equivalent may change places (`schedules.tables.pattern`). So a few plans cover the death of any
+worker: one for each stage and one for each set of stages that share a machine, and each of them again combined with
+pipelines that have lost workers before. They are made in processes of low priority, the likeliest first. At a failure,
+only the pipelines are renumbered.
 """
 
 import zlib
@@ -21,13 +21,14 @@ from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, de
 from slipstream.schedules.tables.relabel import preload, relabel, renumbering
 
 MOST = 64
-"""Failures that are planned for ahead of them, and the answers that are kept: of 4,096 workers, some 1 MB each."""
+"""Number of failures that are planned for in advance, and of plans that are kept: 1 MB each for 4,096 workers."""
 
 Failure = tuple[Worker, ...]
+"""Workers that are down, sorted."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer."""
+    """Schedule with its shares, as it is stored."""
 
     schedule: Schedule
     parts: Parts
@@ -37,20 +38,20 @@ _KEPT = msgspec.msgpack.Decoder(Answer)
 
 
 class AheadOfFailures:
-    """Plans for what may fail next, and answers when it does.
+    """Plans schedules for likely next failures, and returns them when the failures happen.
 
     Parameters
     ----------
     first
         The schedule that the run began with.
     scheduler
-        What to ask.
+        Planner that is called for each failure.
     background
-        Where it is asked.
+        Function that runs the planner.
     domains
-        Which workers fail together.
+        Failure domains: groups of workers that fail together.
     divided
-        What divides schedules among their workers.
+        Function that divides a schedule among its workers.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler, background: Background, domains: FailureDomains,
@@ -59,26 +60,26 @@ class AheadOfFailures:
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Each as `Answer`, compressed; None: there is no answer, or it is being found."""
+        """Plan for each pattern of failures, as a compressed `Answer`; None: there is no plan, or it is being made."""
         self._next: dict[Pattern, Failure] = {}
         self._busy = False
         preload()
 
     def known(self, down: Failure) -> tuple[Schedule, Parts] | None:
-        """The schedule for these workers being down, divided: an answer that is known, fitted to them."""
-        found = self._known.get(pattern_of(down, self._classes))
-        if found is None:
+        """Return a precomputed schedule and its shares, fitted to these workers being down; None if there is none."""
+        data = self._known.get(pattern_of(down, self._classes))
+        if data is None:
             return None
-        kept = _KEPT.decode(zlib.decompress(found))
-        fitted, numbers = relabel(kept.schedule, down), renumbering(kept.schedule, down)
-        return None if fitted is None else (fitted, self._divided(fitted, (kept.parts, numbers)))
+        answer = _KEPT.decode(zlib.decompress(data))
+        fitted, numbers = relabel(answer.schedule, down), renumbering(answer.schedule, down)
+        return None if fitted is None else (fitted, self._divided(fitted, (answer.parts, numbers)))
 
     def look(self, schedule: Schedule) -> None:
-        """All train by this schedule from now on. At other speeds, or where layers have moved, others are asked."""
-        asked = schedule.times.per_mille_of == self._speeds and not any(map(schedule.holds_others, schedule.seats))
+        """Plan for likely failures while all train by this schedule, if neither speeds nor layers changed."""
+        may_plan = schedule.times.per_mille_of == self._speeds and not any(map(schedule.holds_others, schedule.seats))
         chances: Counter[Pattern] = Counter()
         failures: dict[Pattern, Failure] = {}
-        for together, chance in self._likely(schedule) if asked else ():
+        for together, chance in self._likely(schedule) if may_plan else ():
             failure = tuple(sorted({*schedule.failed, *together}))
             pattern = pattern_of(failure, self._classes)
             if len(failure) > len(schedule.failed) and dead_column(failure, schedule.grid) is None:
@@ -88,19 +89,20 @@ class AheadOfFailures:
         self._go_on()
 
     def _likely(self, schedule: Schedule) -> Iterator[tuple[Failure, int]]:
-        """Who may fail next, one of each kind or more, and how many workers or machines may be the ones."""
+        """Yield sets of workers that may fail next, with the number of workers or machines that each represents."""
         lost = columns_by_pipeline(schedule.failed)
-        alike: dict[object, list[int]] = defaultdict(list)
+        equivalent: dict[object, list[int]] = defaultdict(list)
         for pipeline, kind in enumerate(self._classes):
-            alike[kind, lost.get(pipeline)].append(pipeline)
-        for pipelines in alike.values():
+            equivalent[kind, lost.get(pipeline)].append(pipeline)
+        for pipelines in equivalent.values():
             yield from (((Worker(pipelines[0], column),), len(pipelines)) for column in range(schedule.grid.columns))
         yield from ((together, 1) for together in self._domains.domains)
 
     def _go_on(self) -> None:
+        """Plan for the next failure that has no plan yet, unless a plan is being made."""
         if self._busy:
             return
-        pattern = next((one for one in self._next if one not in self._known), None)
+        pattern = next((candidate for candidate in self._next if candidate not in self._known), None)
         if pattern is None:
             return
         failure, self._busy = self._next[pattern], True
@@ -109,7 +111,7 @@ class AheadOfFailures:
             self._busy = False
             self._known[pattern] = None if isinstance(answer, BaseException) else answer
             while len(self._known) > MOST:
-                del self._known[next(one for one in self._known if one not in self._next)]
+                del self._known[next(candidate for candidate in self._known if candidate not in self._next)]
             self._go_on()
 
         self._background(lambda: self._kept(self._scheduler(failure)), found, awaited=False)

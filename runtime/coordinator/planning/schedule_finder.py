@@ -1,4 +1,4 @@
-"""Schedules for the workers that are left: looked up or planned beside the event loop, since that may take seconds."""
+"""Schedule finder: looks up or plans schedules for the remaining workers, concurrently with the event loop."""
 
 import time
 from collections.abc import Callable
@@ -24,31 +24,32 @@ from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Wo
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
-"""The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
+"""Function that returns the schedule for these workers being down, for the same job as the first schedule.
 
-Called beside the event loop, up to `AT_ONCE` at a time; mostly in a process that ends with its answer, so that whatever
-else it changes is lost."""
+It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to `AT_ONCE` times at
+once, and mostly in a process that ends with its answer, so that all its other side effects are lost.
+"""
 
 
 class Rebalancer(Protocol):
-    """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
+    """Planner of schedules in which workers hold, or come to hold, layers other than those of their stages in the grid.
 
-    All methods are called as a `Scheduler` is, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
-    without any, they are the job's.
+    All methods are called like a `Scheduler` and raise NoScheduleError. The argument `speeds` has the meaning that it
+    has for a `SchedulerAtSpeeds`; if it is empty, the speeds are those of the job.
     """
 
     def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """The schedule when these workers are down, in which nobody needs a layer that it does not hold."""
+        """Return the schedule for these workers being down in which no worker needs a layer that it does not hold."""
 
     def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """The best one to come to, whatever moves for it."""
+        """Return the best schedule for these workers being down, whatever layers move for it."""
 
     def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """One for which all layers are read anew, whoever held them: all wait for it."""
+        """Return the schedule for which all layers are read from a checkpoint while all workers wait."""
 
 
 class Finders(NamedTuple):
-    """What finds schedules; None: nothing does."""
+    """Planners that find schedules; None: there is no such planner."""
 
     scheduler: Scheduler | None
     at_speeds: SchedulerAtSpeeds | None = None
@@ -56,45 +57,46 @@ class Finders(NamedTuple):
 
 
 AT_ONCE = 2
-"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
-settled one is planned beside these, one at a time."""
+"""Number of concurrent requests: a schedule that all wait for does not wait for one that a join needs or that another
+death has made useless. A settled schedule is planned in addition, one at a time."""
 STUCK_SECONDS = 20.0
-"""What is planned for longer holds up nothing else."""
+"""Time after which a request that is still being planned no longer delays other requests."""
 
 
 MOST_PREPARED = 8
-"""Schedules that are kept prepared: those of the present order, of its join, and of what is decided meanwhile."""
+"""Number of prepared schedules that are kept: those of the current order, of its join, and of pending decisions."""
 
 
 class Divide(Protocol):
-    """Divides schedules among their workers, as `schedules.parts.divide` does."""
+    """Function that divides a schedule among its workers, like `schedules.parts.divide`."""
 
     def __call__(self, schedule: Schedule, /, alike: Alike | None = None) -> Parts:
-        """`alike`: see there."""
+        """Return the shares of the workers; for `alike`, see `schedules.parts.divide`."""
 
 
 Known = Callable[[tuple[Worker, ...]], tuple[Schedule, Parts] | None]
+"""Function that returns a precomputed schedule and its shares for these workers being down; None if there is none."""
 
 
 class ScheduleService:
-    """Asks for schedules. No answer is kept here, but for what it takes to give it in an order.
+    """Answers requests for schedules in the background. It stores only the prepared form of recent schedules.
 
     Parameters
     ----------
     grid
-        The job's shape.
+        Grid of pipelines and stages of the job.
     finders
-        What to ask.
+        Planners to ask.
     found
-        Called on the event loop with each answer.
+        Function that is called on the event loop with each answer.
     tell
-        Called with what is asked, and with what has been answered.
+        Function that is called with an event for each request and each answer.
     divided
-        What divides schedules among their workers.
+        Function that divides schedules among their workers.
     background
-        Where all of this is done.
+        Function that runs the planners.
     known
-        Gives at once what is known ahead for workers being down.
+        Function that returns precomputed schedules.
     """
 
     def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
@@ -106,21 +108,21 @@ class ScheduleService:
         self._background = background
         self._known = known
         self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
-        """By the identity of the schedule, which is kept with it."""
+        """Recent schedules in prepared form, by `id`; each is kept with its result, so that the `id` stays unique."""
         self._finders = finders
         self._found = found
         self._tell = tell
         self._asked: dict[Question, float] = {}
-        """What threads are finding schedules for, and since when."""
+        """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
 
     def prepared(self, schedule: Schedule) -> Prepared:
-        """A schedule as it is given in an order. What was asked for here was prepared where it was found."""
+        """Return a schedule in the form in which an order sends it; those found here are prepared already."""
         _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare(schedule))
         self._has_prepared(schedule, prepared)
         return prepared
 
     def _has_prepared(self, schedule: Schedule, prepared: Prepared) -> None:
-        """Keep what was prepared beside the event loop."""
+        """Store a prepared schedule as the most recent one."""
         self._prepared.pop(id(schedule), None)
         self._prepared[id(schedule)] = schedule, prepared
         while len(self._prepared) > MOST_PREPARED:
@@ -130,11 +132,11 @@ class ScheduleService:
         return Prepared(encode(schedule), self._divided(schedule))
 
     def find(self, question: Question) -> None:
-        """Have the answer found, unless it is being, or too many others are: then this is to be called again after one
-        of them has been answered."""
+        """Start to answer a request, unless it or too many others are in progress; in the latter case, the caller must
+        repeat the call after another one has been answered."""
         since = time.monotonic() - STUCK_SECONDS
-        beside = sum(one.settled == question.settled and asked > since for one, asked in self._asked.items())
-        if question in self._asked or beside >= (1 if question.settled else AT_ONCE):
+        running = sum(request.settled == question.settled and start > since for request, start in self._asked.items())
+        if question in self._asked or running >= (1 if question.settled else AT_ONCE):
             return
         try:
             find = self._finder(question)
@@ -143,20 +145,20 @@ class ScheduleService:
             return
         self._asked[question] = time.monotonic()
         self._tell(PlanAsked(down=question.down, phase=question.phase))
-        known = self._known(question.down) if question == Question(question.down) else None
-        if known is not None:
-            schedule, parts = known
+        precomputed = self._known(question.down) if question == Question(question.down) else None
+        if precomputed is not None:
+            schedule, parts = precomputed
             self._take(question, (schedule, Prepared(encode(schedule), parts)))
             return
 
         def work() -> tuple[Schedule, Prepared]:
-            found = without_idle(self._fitting(question.down, find()))
-            return found, self._prepare(found)
+            schedule = without_idle(self._fitting(question.down, find()))
+            return schedule, self._prepare(schedule)
 
         self._background(work, partial(self._take, question), awaited=not question.settled)
 
     def decide(self, question: SpeedQuestion) -> None:
-        """Have it decided what to do at these speeds."""
+        """Start to decide which schedule to run at the given speeds."""
         plan = self._planner_at_speeds(question)
 
         def work() -> tuple[Decision, Prepared | None]:
@@ -174,7 +176,7 @@ class ScheduleService:
         self._background(work, decided, awaited=False)
 
     def _planner_at_speeds(self, question: SpeedQuestion) -> SchedulerAtSpeeds:
-        """What plans for speeds where workers hold what the present schedule gives them, and none of it moves."""
+        """Return the planner for given speeds that leaves the layers where the current schedule has them."""
         present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:
@@ -196,7 +198,7 @@ class ScheduleService:
         return schedule
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
-        """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
+        """Return the function that answers a request. Raises NoScheduleError if no planner can answer it."""
         scheduler, at_speeds, rebalancer = self._finders
         if question.held is not None or question.from_checkpoint:
             if rebalancer is None:
@@ -231,15 +233,15 @@ def _none(_down: tuple[Worker, ...], _speeds: Speeds) -> Schedule:
 
 
 def without_idle(schedule: Schedule) -> Schedule:
-    """A schedule without those who hold nothing.
+    """Return a schedule without the workers that hold no layer.
 
-    Nobody would wait for them, nor they for anybody: they could be many iterations ahead, or behind.
+    No worker waits for them, and they wait for no worker, so they could be many iterations ahead or behind.
     """
     seats = [seat for seat in schedule.seats if schedule.holds_of(seat)]
     if len(seats) == len(schedule.seats):
         return schedule
     used = sorted({seat.program for seat in seats})
-    there = {seat.worker for seat in seats}
-    return replace(schedule, failed=tuple(worker for worker in schedule.grid.workers() if worker not in there),
+    remaining = {seat.worker for seat in seats}
+    return replace(schedule, failed=tuple(worker for worker in schedule.grid.workers() if worker not in remaining),
                    seats=tuple(replace(seat, program=used.index(seat.program)) for seat in seats),
                    programs=tuple(schedule.programs[program] for program in used))

@@ -1,9 +1,9 @@
-"""Records: what is kept of a run in files, and told to people.
+"""Records: files of a run, and progress lines for its users.
 
-    run_log              the record of a run: events.jsonl, losses.jsonl, metrics.jsonl, its schedules
-    metrics              what dashboards show of each iteration: loss, gradient norm, learning rate, speed
-    tensorboard          the same for TensorBoard
-    progress_lines       the lines that people are told
-    appended_file        files that never end a run
-    writer_thread        the thread that touches files
+    run_log              record of a run: events.jsonl, losses.jsonl, metrics.jsonl, and its schedules
+    metrics              figures of each iteration for dashboards: loss, gradient norm, learning rate, speed
+    tensorboard          writes these figures for TensorBoard
+    progress_lines       progress lines for users
+    appended_file        files whose write errors never end a run
+    writer_thread        thread that accesses the files
 """

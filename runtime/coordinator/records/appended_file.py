@@ -1,4 +1,4 @@
-"""Files to which lines are appended, and that never end a run: what cannot be written waits until it can be."""
+"""Files to which lines are appended. A write error never ends a run: lines wait until they can be written."""
 
 import os
 from collections import deque
@@ -12,14 +12,15 @@ import msgspec
 from slipstream.runtime.events import encode
 
 MOST_UNWRITTEN = 100_000
-"""Lines that wait; the oldest are given up where there are more."""
+"""Largest number of lines that wait; if there are more, the oldest are dropped."""
 
 
 class AppendedFile:
-    """Unbuffered: each line is written by one call, and is there for other processes when that returns.
+    """File to which whole lines are appended without buffering.
 
-    What a crash has left of a last line is removed. Raises OSError where the file cannot be opened, and never later:
-    where a disk is full, `say` is told once, and once more when there is room again and the lines are written.
+    Each line is written by one call, and other processes can read it when that returns. An incomplete last line that a
+    crash has left is removed. Raises OSError if the file cannot be opened, but never later: if a disk is full, `say` is
+    called once, and once more when there is room again and the waiting lines are written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -31,7 +32,7 @@ class AppendedFile:
         self._size = self._file.truncate(_whole(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
-        """Write a line, and all that has waited."""
+        """Write a line, after all lines that wait."""
         self._unwritten.append(encode(line) + b"\n")
         try:
             while self._unwritten:
@@ -45,14 +46,14 @@ class AppendedFile:
                 self._say(f"{self._path} is written again")
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(self._size)  # half a line would make one of it and the next
+                self._file.truncate(self._size)  # else half a line and the next one become one line
             if not self._told:
                 self._told = True
                 self._say(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and writes "
                           "what waits when it can")
 
     def cut(self, keeps: Callable[[bytes], bool]) -> None:
-        """Drop the lines from the first one on that is not to be kept. That needs no room. Raises OSError."""
+        """Drop all lines from the first for which `keeps` is False; this needs no room. Raises OSError."""
         self._unwritten = deque((line for line in self._unwritten if keeps(line)), MOST_UNWRITTEN)
         self._file.seek(0)
         size = 0
@@ -69,15 +70,15 @@ class AppendedFile:
 
 
 class IterationLines(AppendedFile):
-    """A file with a line for each committed iteration. Those of iterations before `first` that an earlier run has left
-    stay. Raises OSError also where it cannot be cut to go back."""
+    """File with a line for each committed iteration. Lines of an earlier run for iterations before `first` are kept.
+    Raises OSError also if it cannot be truncated to go back."""
 
     def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
         super().__init__(path, say)
         self.go_back(first)
 
     def go_back(self, iteration: int) -> None:
-        """Drop the lines from an iteration on, which are to be written again."""
+        """Drop the lines from an iteration on, which will be written again."""
         self.cut(lambda line: _is_before(line, iteration))
 
 
@@ -89,7 +90,7 @@ def _is_before(line: bytes, iteration: int) -> bool:
 
 
 def _whole(file: FileIO) -> int:
-    """The size without a last line that is not whole."""
+    """Return the size of a file without an incomplete last line."""
     size = file.seek(0, os.SEEK_END)
     while size:
         begin = max(0, size - 2**16)

@@ -1,4 +1,4 @@
-"""Metrics: what dashboards show of each iteration."""
+"""Metrics: the figures that dashboards show for each iteration."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from slipstream.runtime.model.state.learning_rate import learning_rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationWork:
-    """What an iteration is, over all pipelines."""
+    """Work of one iteration, summed over all pipelines."""
 
     tokens: int
     flops: float
-    """Operations of the model in forward and backward (`runtime.model.layers.flops`)."""
+    """Floating-point operations of the model in forward and backward (`runtime.model.layers.flops`)."""
     peak_flops: float | None
-    """Operations per second of a worker's device, at its best; None: not known."""
+    """Peak floating-point operations per second of a worker's device; None if it is not known."""
 
 
 class IterationMetrics:
-    """Puts together what is known of each iteration of a run, which had so many recoveries before this start of it."""
+    """Collects what is known about each iteration of a run that had some `recoveries` before this start."""
 
     def __init__(self, config: TrainingConfig, work: IterationWork, recoveries: int = 0) -> None:
         self._config = config
@@ -32,10 +32,10 @@ class IterationMetrics:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """When the iteration before was committed, or else the first order given."""
+        """Time at which the preceding iteration was committed or, if there is none, the first order was given."""
 
     def observe(self, event: Event) -> None:
-        """Something has happened."""
+        """Record an event that the metrics depend on."""
         match event:
             case OrderGiven():
                 self._live, self._phase = event.live, event.phase
@@ -44,7 +44,7 @@ class IterationMetrics:
                 self._recoveries += 1
 
     def of(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
-        """Those of the iteration that is committed next."""
+        """Return the metrics of the iteration that is committed next."""
         work, seconds = self._work, None
         if line.time is not None:
             seconds = None if self._before is None else line.time - self._before
@@ -60,9 +60,9 @@ class IterationMetrics:
 
 
 def recoveries_in(folder: Path) -> int:
-    """Those that earlier starts of a run have written to its metrics."""
-    found, path = 0, folder / METRICS
+    """Return the number of recoveries that earlier starts of a run wrote to its metrics."""
+    recoveries, path = 0, folder / METRICS
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError):
-            found = max(found, decode_metrics(line).recoveries)
-    return found
+            recoveries = max(recoveries, decode_metrics(line).recoveries)
+    return recoveries

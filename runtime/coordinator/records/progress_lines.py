@@ -1,4 +1,4 @@
-"""News: what people are told of a run, and what its files and its result keep of that."""
+"""Progress lines: reports to the users of a run, and what the files and the result of the run keep of them."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -15,40 +15,40 @@ from slipstream.runtime.run_folder import holder
 from slipstream.schedules.schedule import Worker
 
 TELL_SECONDS = 30.0
-"""From one line to the next."""
+"""Interval of the lines about missing workers."""
 TOLD = 8
-"""Workers or nodes that a line names."""
+"""Largest number of workers or nodes that a line names."""
 LATELY = 32
-"""Notes that a line is compared with."""
+"""Number of last notes with which a line is compared before it is repeated."""
 
 
 class News:
-    """Those of one run."""
+    """Reporter of one run to its users and to its log."""
 
     def __init__(self, run: Run, log: RunLog) -> None:
         self._run, self._notify = run, run.options.notify
         self._log = log
         self._folder = holder(run.out)
         self._apart = False
-        """Whether a node has another folder."""
+        """True if a node was found to write to another folder."""
         self._checkpointed = 0
-        """The newest complete checkpoint of which the log was told."""
+        """Newest complete checkpoint that has been logged."""
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
     def note(self, text: str) -> None:
-        """Something went wrong and was survived."""
+        """Report a problem that the run has survived."""
         self.notes.append(text)
         self._log.write(Noted(text=text))
         self._notify(text)
 
     def note_once(self, text: str) -> None:
-        """The same, of what several workers may meet at a time: a line that was told lately is not told again."""
+        """Report a problem that several workers may meet at the same time, unless it has been reported recently."""
         if text not in self.notes[-LATELY:]:
             self.note(text)
 
     def speed(self, event: SpeedEvent) -> None:
-        """What was found out about the workers' speeds."""
+        """Report changes of workers' speeds and what follows from them."""
         self.speed_events.append(event)
         for change in event.changes:
             self._log.write(Recovered(worker=change.worker) if change.factor == 1.0 else
@@ -58,30 +58,30 @@ class News:
         self._notify(event)
 
     def awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
-        """For whom node 0 waits before the first order; `agents` are the other nodes that are there."""
+        """Report which workers the first order waits for; `agents` are the other nodes that have connected."""
         if workers:
             self._notify(f"node 0, at {address}, waits for " + who_is_awaited(workers, self._run.shares, agents))
 
     def saved(self, report: Saved) -> None:
-        """A worker has written its layers, perhaps the last ones that a checkpoint lacked."""
+        """Log a checkpoint as complete if a worker has written the last layers that it lacked."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
             self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
     def committed(self, one: Committed) -> None:
-        """An iteration is."""
+        """Log a committed iteration, and report its validation loss if there is one."""
         self._log.commit(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
                          evaluation=one.evaluation, cost_error=one.cost_error)
         if one.evaluation is not None:
             self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
 
     def went_back(self, iteration: int) -> None:
-        """The run goes back: iterations from this one on, and later checkpoints, are written anew."""
+        """Log that iterations from the given one on, and the checkpoints after it, will be written again."""
         self._log.go_back(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
 
     def took_over(self, found: Found) -> None:
-        """What a coordinator has committed that has died, this one has. Each has a line, for another that may come."""
+        """Report a failover, and log committed iterations that have no line, for a further coordinator."""
         count = found.committed + 1
         self._log.go_back(found.unwritten.start)
         losses = found.losses[len(found.losses) - len(found.unwritten):]
@@ -94,7 +94,7 @@ class News:
                      "committed")
 
     def ready(self, report: Ready) -> None:
-        """Note once, of the first node that it is true of, that what is written does not come together."""
+        """Report once if a node writes to another folder than node 0, so that no checkpoint is complete."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
@@ -102,16 +102,16 @@ class News:
                       "write layers are complete in neither; give all nodes one --out on a file system they share")
 
     def how_far(self, count: int) -> str:
-        """That so many iterations are committed, as a clause."""
+        """Return a clause that tells how many iterations are committed and where their losses are."""
         path: Path = self._run.out / LOSSES
         return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
             if count == 1 else f"{count} iterations are committed, their losses are in {path}"
 
 
 def who_is_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
-    """The nodes that have not connected, and the workers of the others that are not ready.
+    """Return a clause that names the nodes that have not connected and the missing workers of other nodes.
 
-    `shares` are the workers of each node, `agents` the nodes other than 0 that have connected.
+    `shares` are the workers of each node; `agents` are the nodes other than 0 that have connected.
     """
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):

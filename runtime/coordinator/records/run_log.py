@@ -1,9 +1,10 @@
-"""Run log: the record of a run. What happens goes to `events.jsonl`, a line for each iteration that is committed to
-`losses.jsonl` and `metrics.jsonl`, and to TensorBoard's files where wanted; each schedule of an order is kept once.
+"""Run log: the record of a run.
 
-All of the coordinator that has something to tell calls `RunLog.write` with one struct of `runtime.events`. The log
-fills in when that was. Where the run goes back, or another coordinator goes on, the lines of iterations that are run
-again are dropped, so that each iteration has one in each file.
+Events are written to `events.jsonl`. Each committed iteration has a line in `losses.jsonl` and `metrics.jsonl` and, if
+requested, an entry in TensorBoard's files. Each schedule of an order is stored once. Every part of the coordinator that
+reports an event calls `RunLog.write` with a struct of `runtime.events`; the log adds the time. If the run goes back, or
+another coordinator continues it, the lines of iterations that are run again are dropped, so that each iteration has one
+line in each file.
 """
 
 import math
@@ -36,15 +37,16 @@ from slipstream.runtime.events import (
 )
 
 Progress = Callable[[int, float], None]
-"""Called with the number and the loss of each iteration that is committed, in order."""
+"""Function that is called with the number and the loss of each committed iteration, in order."""
 
 
 class RunLog:
-    """Appends to the files in a run's folder. Raises OSError where they cannot be opened, and never later.
+    """Log that appends to the files in a run's folder.
 
-    Lines of iterations before `first` that an earlier run left stay. Metrics are written before losses: whoever is
-    killed between the two has no iteration among the losses that the metrics lack. `write` has files written, and says
-    where that cannot be. Raises ConfigError where there is a folder for TensorBoard, and its package is not installed.
+    Lines that an earlier run has left are kept for iterations before `first`. Metrics are written before losses, so
+    that a process killed between the two leaves no iteration whose loss is there and whose metrics are not. `write`
+    runs the file operations and reports those that fail. Raises OSError if a file cannot be opened, but never later,
+    and ConfigError if `tensorboard` is given and its package is not installed.
     """
 
     def __init__(self, folder: Path, first: int = 0, write: Writer = AT_ONCE, *,
@@ -54,7 +56,7 @@ class RunLog:
         self._folder = folder
         self._write = write
         self.iteration = first
-        """The first iteration that is not committed."""
+        """First iteration that is not committed."""
         self._metrics = metrics
         self._observer = observer
         self._iteration_observer = iteration_observer
@@ -62,7 +64,7 @@ class RunLog:
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
         self._shown: list[IterationLines | TensorBoard] = []
-        """Where metrics go."""
+        """Files to which metrics are written."""
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.say))
         if tensorboard is not None:
@@ -71,7 +73,7 @@ class RunLog:
         self._losses = IterationLines(folder / LOSSES, first, write.say)
 
     def write(self, event: Event) -> None:
-        """Enter an event, which happens now."""
+        """Write an event that happens now."""
         now = self._now()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         self._write(partial(self._events.append, stamped))
@@ -82,7 +84,7 @@ class RunLog:
     def commit(self, iteration: int, loss: float, period_seconds: float | None = None, *,
                gradient_norm: float | None = None, evaluation: float | None = None, cost_error: float | None = None
                ) -> None:
-        """Enter the next iteration, which is committed now; what is known of it besides."""
+        """Write the next iteration, which is committed now, with what is known about it."""
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
                          period=None if period_seconds is None else round(period_seconds, 6), time=self._now(),
                          cost_error=None if cost_error is None else round(cost_error, 4))
@@ -96,17 +98,17 @@ class RunLog:
         self._progress(iteration, loss)
 
     def go_back(self, iteration: int) -> None:
-        """Drop the lines of iterations from this one on, which are to be repeated."""
+        """Drop the lines of iterations from the given one on, which will be repeated."""
         self.iteration = iteration
         for file in (*self._shown, self._losses):
             self._write(partial(file.go_back, iteration))
 
     def keep(self, schedule: bytes) -> None:
-        """Keep a schedule in the folder; events name it by its digest."""
+        """Store a schedule in the folder; events name it by its digest."""
         self._write(partial(self._keep, schedule))
 
     def _now(self) -> float:
-        """Seconds since 1970, in milliseconds. It never goes back, whoever sets the clock."""
+        """Return the seconds since 1970, to milliseconds; they never decrease, even if the clock is set back."""
         return round(self._began_wall + time.monotonic() - self._began, 3)
 
     def _keep(self, schedule: bytes) -> None:
@@ -117,7 +119,7 @@ class RunLog:
             temporary = path.with_name(f".{path.name}.{os.getpid():08}")
             try:
                 path.parent.mkdir(exist_ok=True)
-                temporary.write_bytes(schedule)  # not flushed: members wait, and the digest shows whether it is whole
+                temporary.write_bytes(schedule)  # no fsync: members wait, and the digest detects a torn file
                 temporary.replace(path)
             except OSError as error:
                 self._kept.discard(digest)
@@ -132,15 +134,14 @@ class RunLog:
 
 
 def read_losses(folder: Path, first: int) -> list[float] | None:
-    """The losses in a run's folder from an iteration on, as far as they are there without a gap; None where there are
-    none."""
+    """Return the losses in a run's folder from an iteration on, up to the first gap; None if there is no file."""
     path = folder / LOSSES
     if not path.exists():
         return None
     losses: list[float] = []
     for line in path.read_bytes().splitlines():
         with suppress(msgspec.DecodeError):
-            one = decode_iteration(line)
-            if one.iteration == first + len(losses):
-                losses.append(math.nan if one.loss is None else one.loss)
+            iteration = decode_iteration(line)
+            if iteration.iteration == first + len(losses):
+                losses.append(math.nan if iteration.loss is None else iteration.loss)
     return losses

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, where its package is installed."""
+"""Metrics for TensorBoard, if its package is installed."""
 
 import importlib.util
 from pathlib import Path
@@ -9,14 +9,14 @@ from slipstream.runtime.events import Metrics
 TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
         "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",
         "live": "workers/live", "recoveries": "workers/recoveries"}
-"""The name under which each of the metrics is shown."""
+"""Name under which TensorBoard shows each of the metrics."""
 
 
 class TensorBoard:
-    """Writes event files to a folder. Raises OSError, and ConfigError where the package is not there.
+    """Writer of event files in a folder. Raises OSError, and ConfigError if the package is not installed.
 
-    A file that begins with an iteration hides those from it on in earlier files of the folder: TensorBoard shows each
-    iteration once, whatever was repeated.
+    A file that begins with some iteration hides the entries from that iteration on in earlier files of the folder. So
+    TensorBoard shows each iteration once, even if it was repeated.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -26,7 +26,7 @@ class TensorBoard:
         self._open(first)
 
     def append(self, line: Metrics) -> None:
-        """Enter an iteration."""
+        """Write the metrics of an iteration."""
         for name, tag in TAGS.items():
             value = getattr(line, name)
             if value is not None:
@@ -34,10 +34,10 @@ class TensorBoard:
         if line.phase is not None and line.phase != self._phase:
             self._phase = line.phase
             self._writer.add_text("phase", line.phase, line.iteration, walltime=line.time)
-        self._writer.flush()  # a process that is killed has lost nothing
+        self._writer.flush()  # so that nothing is lost if the process is killed
 
     def go_back(self, iteration: int) -> None:
-        """Hide what was entered from this iteration on."""
+        """Hide the entries from the given iteration on."""
         self._writer.close()
         self._open(iteration)
 
@@ -53,6 +53,6 @@ class TensorBoard:
 
 
 def require_package() -> None:
-    """Raises ConfigError where TensorBoard is not installed."""
+    """Raise ConfigError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("metrics for TensorBoard need its package: pip install -e '.[tensorboard]'")

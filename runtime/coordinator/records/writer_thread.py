@@ -1,8 +1,8 @@
-"""Writer: what touches files, or a terminal, while training goes on, in one thread beside the event loop.
+"""Writer: one thread, concurrent with the event loop, that accesses files or a terminal while training continues.
 
-Nothing has to be in a file before it is acted upon. A coordinator that starts anew asks the workers how far they are,
-and which losses they have been told of; what files say is bounded by that (`failover`). So a disk that is full, and a
-file system that does not answer, hold up nobody.
+Nothing has to be in a file before the coordinator acts on it. A restarted coordinator asks the workers for their
+progress and for the losses that they were sent, and trusts files only as far as that confirms them (`failover`). So a
+full disk or a file system that does not respond holds up no training.
 """
 
 import threading
@@ -14,29 +14,30 @@ from typing import Self
 from slipstream.runtime.errors import first_line
 
 SLOW_SECONDS = 5.0
-"""What takes longer is said."""
+"""Duration of a file operation from which it is reported."""
 CLOSE_SECONDS = 10.0
-"""At the end of a run, what has not been written that long after the last thing that was is given up."""
+"""Time without a completed operation after which, at the end of a run, the remaining ones are given up."""
 
 
 class Writer:
-    """Does at once what touches files, and tells nobody of it."""
+    """Writer that runs each operation at once and reports no problems."""
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Have something done, after all before it."""
+        """Run an operation after all earlier ones."""
         work()
 
     def say(self, text: str) -> None:
-        """Have this told, from any thread."""
+        """Report a problem to the users of the run; any thread may call this."""
 
 
 AT_ONCE = Writer()
 
 
 class WriterThread(Writer):
-    """One thing after another, in the order in which they were asked for.
+    """Writer that runs operations in one thread, in the order of the calls.
 
-    As a context, it ends once that is done. `notify` is told then of what `news` has not been asked for.
+    As a context manager, it ends when they are done, and then passes all reports that `news` has not returned to
+    `notify`.
     """
 
     def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
@@ -45,26 +46,26 @@ class WriterThread(Writer):
         self._wake = threading.Condition()
         self._over = False
         self._began: float | None = None
-        """When what is being done was begun, by time.monotonic."""
+        """Time of `time.monotonic` at which the current operation began; None if there is none."""
         self._done = 0
         self._said: deque[str] = deque()
         self._slow = False
-        # A daemon: whoever hangs in a file system cannot be ended, and this process does not wait for it.
+        # A daemon: a thread that hangs in a file system cannot be ended, and this process must not wait for it.
         self._thread = threading.Thread(target=self._run, daemon=True, name="writer")
         self._thread.start()
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Have something done. What it raises is said."""
+        """Queue an operation. An exception that it raises is reported."""
         with self._wake:
             self._waiting.append(work)
             self._wake.notify()
 
     def say(self, text: str) -> None:
-        """Have this told, from any thread."""
+        """Report a problem to the users of the run; any thread may call this."""
         self._said.append(text)
 
     def news(self) -> Iterator[str]:
-        """What is to be told since the last call. To be called at an interval."""
+        """Yield the reports since the last call, which should be made at an interval."""
         began = self._began
         if began is not None and not self._slow and time.monotonic() - began > SLOW_SECONDS:
             self._slow = True

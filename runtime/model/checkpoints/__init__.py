@@ -1,4 +1,4 @@
-"""Layers and their states on disk.
+"""Layers and their optimizer states on disk.
 
     checkpoint        parameters and optimizer state, one file a layer
     parameters        the final parameters, one file a layer

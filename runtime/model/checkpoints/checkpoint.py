@@ -1,10 +1,11 @@
-"""Checkpoints: every layer with its optimizer state in a file of its own, each written by one worker.
+"""Checkpoints: one file a layer, with the layer's optimizer state, written by one of the workers that hold the layer.
 
-A checkpoint is a folder `iteration-N` with a manifest that names all layers and the digests of their files. Layers are
-the unit, so that any grid can go on from it. It appears whole or not at all: workers write into `.saving-N`, each adds
-a note per layer once the bytes are on the disk, and the worker that finds the notes of all layers renames the folder.
-No worker waits for another or is in charge. One that dies while saving leaves a `.saving-N` behind, which is removed
-when the next checkpoint is complete. All workers must see the same folder.
+A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of their files. Files are
+per layer so that a run on any grid can resume from it. The folder appears completely or not at all: workers write into
+`.saving-N`, and each adds a note for a layer when the layer's bytes are on the disk. The worker that finds the notes of
+all layers renames the folder. No worker waits for another, and none is in charge. A worker that dies while it saves
+leaves a `.saving-N` behind, which is removed when the next checkpoint is complete. All workers must see the same
+folder.
 """
 
 import contextlib
@@ -34,30 +35,32 @@ from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEEP = 2
+"""Number of complete checkpoints, and of unfinished ones, that are kept."""
 READERS = 8
-"""Files that are compared at a time: SHA-256 of one takes a core."""
+"""Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
 _LATER = {"hugging_face", "options", "torchtitan"}
-"""Keys of [model] that older checkpoints lack."""
+"""Keys of [model] that checkpoints of earlier versions lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 T = TypeVar("T")
 LayerState = Mapping[str, Tensor]
-"""What `part_state.whole` gives."""
+"""Whole state of a layer as `part_state.whole` returns it."""
 Ended = Callable[["CheckpointError | None"], None]
+"""Callback for the end of a save: gets None after success, else the error."""
 
 
 class CheckpointError(DocumentError):
-    """A checkpoint that cannot be written, read or used here. The message is one line."""
+    """Checkpoint that cannot be written, read or used in this run. The message is one line."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not as they were written. The message is one line."""
+    """Checkpoint whose files differ from what was written. The message is one line."""
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a layer is, and what its bytes are."""
+    """File of one layer: its name, length and SHA-256."""
 
     layer: Annotated[int, Meta(ge=0, le=2**20)]
     file: Annotated[str, Meta(pattern=r"^layer-[0-9]{4,7}-[0-9a-f]{16}\.safetensors$")]
@@ -66,17 +69,17 @@ class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A checkpoint; also the note that a worker leaves for one layer."""
+    """Content of a checkpoint; also of the note that a worker leaves for one layer."""
 
     format: str = "slipstream-checkpoint"
     version: int = 1
     iteration: Annotated[int, Meta(ge=0, le=2**62)]
-    """How many iterations the parameters have seen: the number of the next one to run."""
+    """Number of iterations that the parameters have been trained for, which is the number of the next iteration."""
     identity: dict[str, Any]
-    """`identity_of` the job."""
+    """Description of the job's model and state, as `identity_of` returns it."""
     layers: tuple[LayerFile, ...]
     samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
-    """How many samples all iterations have read; None in checkpoints of earlier versions."""
+    """Number of samples that all iterations have read; None in checkpoints of earlier versions."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
@@ -85,40 +88,40 @@ _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", vers
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk, its manifest read and checked."""
+    """Complete checkpoint on disk whose manifest has been read and checked."""
 
     path: Path
     manifest: Manifest
     is_verified: bool = False
-    """Whether `require_whole` has read it."""
+    """True if `require_whole` has compared all files with the manifest."""
 
     @property
     def iteration(self) -> int:
-        """The next iteration to run."""
+        """Number of the next iteration to run."""
         return self.manifest.iteration
 
 
 def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
-    """What a job must share with a checkpoint to go on from it: the model, and what its state means.
+    """Return the properties that a job must share with a checkpoint to resume from it: model and format of the state.
 
-    The grid, the text, the learning rate and whatever else may change from one run to the next are not part of it.
+    Properties that may change between runs, such as the grid, the text and the learning rate, are not included.
     """
     training, model = config.training, msgspec.to_builtins(config.model)
     if config.model.hugging_face is not None:
-        model["hugging_face"] = read_config(config.model)  # wherever it lies
-    if config.model.torchtitan is not None:  # its command line, which also says how long to train
+        model["hugging_face"] = read_config(config.model)  # compared by content, not by path
+    if config.model.torchtitan is not None:  # the command line also sets the length
         model["options"] = {key: value for key, value in config.model.options.items() if key != "arguments"}
     return {"layers": layers,
             **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
             "parameters": "float64" if training.dtype == "float64" else "float32",
-            **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions did not name it
+            **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions have no such key
             **({"training.parameter_groups": [[group.parameters, group.optimizer] for group in
                                               training.parameter_groups]} if training.optimizer == "muon" else {})}
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """What tells the identity of a checkpoint from that of a job, in words; None: nothing does."""
+    """Describe the first difference between the identities of a checkpoint and of a job; None if they are equal."""
     for name in sorted({*theirs, *ours}):
         their, our = theirs.get(name), ours.get(name)
         if isinstance(their, dict) and isinstance(our, dict):
@@ -132,7 +135,7 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None
 
 
 class Saving:
-    """A checkpoint being written by this worker, in a thread of its own."""
+    """Write of this worker's layers of a checkpoint, in a thread of its own."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
                  identity: Mapping[str, Any], samples: int | None, ended: Ended) -> None:
@@ -143,12 +146,12 @@ class Saving:
         self._thread.start()
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Whether `wait` returns at once, so many seconds from now at the latest."""
+        """Return whether this worker's write has ended, successfully or not, after waiting at most `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until this worker's layers are on the disk. Raises CheckpointError when they cannot be written."""
+        """Wait until this worker's layers are on the disk. Raises CheckpointError if they cannot be written."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -160,7 +163,7 @@ class Saving:
         except CheckpointError as error:
             self._error = error
         except OSError as error:
-            place = folder if error.errno in FULL else error.filename or folder  # alike for all workers
+            place = folder if error.errno in FULL else error.filename or folder  # same message on all workers
             self._error = CheckpointError(f"{place}: checkpoint of iteration {iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
         self._ended(self._error)
@@ -168,22 +171,23 @@ class Saving:
 
 def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
          samples: int | None = None, ended: Ended = lambda _: None) -> Saving:
-    """Start to write this worker's share of a checkpoint; training goes on.
+    """Start to write this worker's layers of a checkpoint in the background, and return the write in progress.
 
-    The tensors must not change meanwhile. Each layer of the model must be saved by some worker, and should be by one
-    only. `iteration` counts the iterations done, `samples` what they have read. Errors come with `Saving.wait`. `ended`
-    is called from a thread when this share is on the disk, with None, or has failed, with the error.
+    The tensors must not change until it has ended. Each layer of the model must be saved by at least one worker, and
+    should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of samples that
+    they have read. Errors are raised by `Saving.wait`. `ended` is called in the writing thread: with None when the
+    layers are on the disk, or with the error.
     """
     return Saving(folder, iteration, layers, identity, samples, ended)
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
-    """Open the newest complete checkpoint; None where there is none.
+    """Open the newest complete checkpoint; return None if there is none.
 
-    Raises CheckpointError when it cannot be read, or is not of a job with this `identity`.
+    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity`.
     """
-    while found := complete(folder):
-        newest = found[max(found)]
+    while checkpoints := complete(folder):
+        newest = checkpoints[max(checkpoints)]
         try:
             return open_checkpoint(newest, identity)
         except CheckpointError:
@@ -193,19 +197,19 @@ def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoin
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints by their iterations."""
+    """Return the folders of all complete checkpoints by iteration."""
     return _numbered(folder, _COMPLETE)
 
 
 def is_complete(path: Path) -> bool:
-    """Say whether a folder is a checkpoint. It may have been removed, for newer ones, since it was found."""
+    """Return whether a folder is a complete checkpoint. It may have been removed since it was listed."""
     return (path / MANIFEST).exists()
 
 
 def reopened(found: Checkpoint) -> Checkpoint:
-    """A checkpoint that was found before, or, where newer ones have replaced it since, the newest of those.
+    """Return a checkpoint that was opened before, or the newest one if newer checkpoints have replaced it since.
 
-    Raises CheckpointError where none is there.
+    Raises CheckpointError if neither can be read.
     """
     if not is_complete(found.path) and (newest := latest(found.path.parent)) is not None:
         return newest
@@ -214,10 +218,10 @@ def reopened(found: Checkpoint) -> Checkpoint:
 
 
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
-    """The checkpoint in a folder. Raises CheckpointError as `latest` does."""
+    """Open the checkpoint in a folder. Raises CheckpointError as `latest` does."""
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
-    if [one.layer for one in manifest.layers] != list(range(len(manifest.layers))) \
+    if [file.layer for file in manifest.layers] != list(range(len(manifest.layers))) \
             or manifest.identity.get("layers") != len(manifest.layers):
         raise DamagedError(f"{source}: does not name each layer of the model once; it is damaged")
     checkpoint = Checkpoint(path, manifest)
@@ -227,14 +231,14 @@ def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Ch
 
 
 def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless a checkpoint is of a job with this `identity`."""
+    """Raise CheckpointError unless a checkpoint belongs to a job with this `identity`."""
     _require_same(checkpoint.path / MANIFEST, checkpoint.manifest.identity, identity)
 
 
 def require_whole(checkpoint: Checkpoint) -> Checkpoint:
-    """Read all files of a checkpoint, several at a time, and compare them with the manifest, once.
+    """Compare all files of a checkpoint with the manifest, several concurrently, unless that was done before.
 
-    Raises DamagedError, which names the first file that differs, and CheckpointError where one cannot be read.
+    Raises DamagedError, which names the first file that differs, and CheckpointError if a file cannot be read.
     """
     if checkpoint.is_verified:
         return checkpoint
@@ -245,25 +249,25 @@ def require_whole(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
-    """Find the newest checkpoint that is whole; None where there is none. Also gives the newer ones, all damaged.
+    """Find the newest checkpoint without damage, or None; also return all newer checkpoints with their damage.
 
-    Raises CheckpointError where one cannot be read for another reason.
+    Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
     damaged = dict[Path, DamagedError]()
-    while left := [path for _, path in sorted(complete(folder).items()) if path not in damaged]:
+    while candidates := [path for _, path in sorted(complete(folder).items()) if path not in damaged]:
         try:
-            return require_whole(open_checkpoint(left[-1])), damaged
+            return require_whole(open_checkpoint(candidates[-1])), damaged
         except CheckpointError as error:
-            if not is_complete(left[-1]):
+            if not is_complete(candidates[-1]):
                 continue
             if not isinstance(error, DamagedError):
                 raise
-            damaged[left[-1]] = error
+            damaged[candidates[-1]] = error
     return None, damaged
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run takes or removes it; its new path. Raises OSError."""
+    """Rename a damaged checkpoint so that no run uses or removes it, and return its new path. Raises OSError."""
     for number in itertools.count():
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
         if not aside.exists():
@@ -272,12 +276,12 @@ def set_aside(path: Path) -> Path:
 
 
 def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """The states of some layers, on the CPU, for `part_state.as_parts`. Raises CheckpointError."""
+    """Return the whole states of some layers, on the CPU, for `part_state.as_parts`. Raises CheckpointError."""
     return {layer: _load(checkpoint, layer) for layer in layers}
 
 
 def tidy(folder: Path) -> None:
-    """Remove what killed writers have left: checkpoints half written or half removed, and temporary files in others.
+    """Remove what killed writers have left: unfinished or half-removed checkpoints, and temporary files in others.
 
     No writer may be alive.
     """
@@ -290,7 +294,7 @@ def tidy(folder: Path) -> None:
 
 
 def drop_newer(folder: Path, iteration: int) -> None:
-    """Remove the checkpoints of later iterations."""
+    """Remove all checkpoints of iterations after the given one."""
     for number, path in _numbered(folder, _COMPLETE).items():
         if number > iteration:
             _remove(path)
@@ -318,7 +322,10 @@ def _read(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Written
 
 
 def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
-    """Write some layers of a checkpoint; `manifest` names none yet."""
+    """Write the given layers to a checkpoint that is being saved, and complete it if all layers are there.
+
+    The layer list of `manifest` is empty; its other fields are copied into the note of each layer.
+    """
     iteration, identity = manifest.iteration, manifest.identity
     if (folder / f"iteration-{iteration}").exists():
         open_checkpoint(folder / f"iteration-{iteration}", identity)
@@ -326,24 +333,24 @@ def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -
     saving = folder / f".saving-{iteration}"
     saving.mkdir(parents=True, exist_ok=True)
     unfinished = _numbered(folder, _SAVING)
-    for number in sorted(unfinished)[:-KEEP]:  # as where not all nodes see the same folder: none is ever complete
+    for number in sorted(unfinished)[:-KEEP]:  # none is ever completed if nodes do not share the folder
         shutil.rmtree(unfinished[number], ignore_errors=True)
     written: list[Path] = []
     try:
         for layer, state in layers.items():
             note = saving / f"layer-{layer:04d}.json"
             draft = saving / f".layer-{layer:04d}-{os.getpid()}"
-            done = write_tensors(draft, state)
-            # Named by its digest: a layer saved anew, after a failure, never changes a file that a note speaks of.
-            path = saving / f"layer-{layer:04d}-{done.sha256[:16]}.safetensors"
+            file = write_tensors(draft, state)
+            # With the digest in its name, a layer saved again after a failure never changes a file that a note lists.
+            path = saving / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
             draft.replace(path)
             _sync(saving)
             written += [path, note]
-            one = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *done),))
-            write_atomically(note, msgspec.json.encode(one))
+            note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),))
+            write_atomically(note, msgspec.json.encode(note_content))
         _complete(folder, saving, manifest)
     except BaseException:
-        # Room on a full disk is worth more than half a checkpoint, unless another worker has just completed it.
+        # Free the space on a full disk, unless another worker has just completed this checkpoint.
         for path in written:
             path.unlink(missing_ok=True)
         if not (folder / f"iteration-{iteration}").exists():
@@ -351,15 +358,15 @@ def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -
 
 
 def _complete(folder: Path, saving: Path, manifest: Manifest) -> None:
-    """Make it a checkpoint, once all layers are there. Several workers may be here at a time: one of them does it."""
+    """Turn the folder into a checkpoint if the notes of all layers are there. Several workers may try concurrently."""
     files: list[LayerFile] = []
     for layer in range(manifest.identity["layers"]):
         note = saving / f"layer-{layer:04d}.json"
         if not note.exists():
             return
-        one = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
-        _require_same(note, one.identity, manifest.identity)
-        files += one.layers
+        note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+        _require_same(note, note_content.identity, manifest.identity)
+        files += note_content.layers
     whole = msgspec.structs.replace(manifest, layers=tuple(files))
     write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
     _sync(saving)
@@ -371,7 +378,7 @@ def _complete(folder: Path, saving: Path, manifest: Manifest) -> None:
 
 
 def _sweep(folder: Path, iteration: int) -> None:
-    """Remove what an older save left unfinished, and complete checkpoints beyond the newest few."""
+    """Remove unfinished checkpoints up to this iteration, and all complete checkpoints but the newest `KEEP`."""
     complete = _numbered(folder, _COMPLETE)
     old = [path for number, path in _numbered(folder, _SAVING).items() if number <= iteration]
     for path in (*old, *(complete[number] for number in sorted(complete)[:-KEEP])):
@@ -380,35 +387,37 @@ def _sweep(folder: Path, iteration: int) -> None:
 
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink(missing_ok=True)  # first: without it, what is left is no checkpoint
+        (path / MANIFEST).unlink(missing_ok=True)  # first: a folder without a manifest is not a checkpoint
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _drop_unnamed(path: Path) -> None:
-    """Remove from a complete checkpoint the files of layers that were saved anew, and temporary ones.
+    """Remove files that the manifest of a complete checkpoint does not list: layers saved twice, and temporary files.
 
-    A worker that is still writing one of them finds that the checkpoint is complete.
+    A worker that is still writing such a file finds that the checkpoint is complete.
     """
     with contextlib.suppress(CheckpointError, OSError):
-        named = {one.file for one in open_checkpoint(path).manifest.layers}
+        named = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
         for file in path.iterdir():
             if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
                 file.unlink(missing_ok=True)
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the folders that match a pattern, by their number; complete checkpoints only, if the pattern is theirs."""
     return {number: path for number, path in _named(folder, pattern).items()
             if pattern is _SAVING or is_complete(path)}
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    found = {}
+    """Return all entries of a folder whose name matches a pattern, by the number in the name."""
+    paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
             match = pattern.fullmatch(path.name)
             if match:
-                found[int(match[1])] = path
-    return found
+                paths[int(match[1])] = path
+    return paths
 
 
 def _require_same(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -418,7 +427,7 @@ def _require_same(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, An
 
 
 def _sync(folder: Path) -> None:
-    """Have the folder's entries on the disk, where the system can do that."""
+    """Flush the folder's directory entries to the disk, if the system supports that."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

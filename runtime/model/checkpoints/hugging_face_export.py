@@ -1,4 +1,4 @@
-"""A folder that transformers' `from_pretrained` loads: config.json, and one safetensors file for each layer."""
+"""Export of a model to a folder that `from_pretrained` of transformers loads: config.json, and one file a layer."""
 
 import json
 import shutil
@@ -20,31 +20,33 @@ from slipstream.schedules.files import new_folder
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
           "merges.txt", "chat_template.jinja", "generation_config.json")
-"""What lies beside the weights of a pretrained model, and is the same afterwards."""
+"""Files that accompany the weights of a pretrained model and are copied unchanged."""
 _OURS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
-"""Keys that say how a model is run, or are written anew."""
+"""Keys of config.json that say how a model is run, or that the export sets itself."""
 State = Callable[[int], Mapping[str, Tensor]]
-"""The parameters and buffers of a layer, by their names in it; without what belongs to another layer."""
+"""Function that returns the parameters and buffers of a layer by their names in it, without parameters that belong to
+another layer."""
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint. Raises CheckpointError where it is none of transformers, and OSError."""
+    """Write the model of a checkpoint to a folder. Raises CheckpointError if it is of another kind, and OSError."""
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):
         raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] hugging_face: its model.name is "
                               f"{checkpoint.manifest.identity.get('model.name')!r}")
 
-    def state(layer: int) -> dict[str, Tensor]:
-        found = load(checkpoint, [layer])[layer]
-        return {name.removeprefix("model."): tensor for name, tensor in found.items() if name.startswith("model.")}
+    def read_state(layer: int) -> dict[str, Tensor]:
+        tensors = load(checkpoint, [layer])[layer]
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
-    export(document, state, folder)
+    export(document, read_state, folder)
 
 
 def export(document: Mapping[str, Any], state: State, folder: Path, source: Path | None = None) -> None:
-    """Write a model whole, in the place of what is there, or nothing. Raises OSError.
+    """Write a model to a folder, completely or not at all, and replace what the folder holds.
 
-    `document` is its config.json, `source` the folder that it began with, whose tokenizer it keeps.
+    The model's config.json is `document`. The pretrained model that training began with lies in `source`; its tokenizer
+    files are copied. Raises OSError if the folder cannot be written.
     """
     config = transformers_config(document, str(folder))
     with new_folder(folder) as draft:
@@ -62,13 +64,13 @@ def export(document: Mapping[str, Any], state: State, folder: Path, source: Path
         described = {**{key: value for key, value in document.items() if key not in _OURS},
                      "architectures": [type(sample(config, 0)).__name__], "dtype": str(dtype).removeprefix("torch.")}
         (draft / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        for one in COPIED if source is not None else ():
-            if source is not None and (source / one).is_file():
-                shutil.copyfile(source / one, draft / one)
+        for name_of_copy in COPIED if source is not None else ():
+            if source is not None and (source / name_of_copy).is_file():
+                shutil.copyfile(source / name_of_copy, draft / name_of_copy)
 
 
 def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors by their names in the whole model's files."""
+    """Yield the tensors of a layer with their names in the files of the whole model."""
     family, model = FAMILIES[config.model_type], sample(config, 0)
     base = f"{model.base_model_prefix}."
     if layer in (0, config.num_hidden_layers + 1):
@@ -76,13 +78,13 @@ def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) ->
             yield name if name.startswith("lm_head.") else base + name, tensor
         return
     own = {name.removeprefix("layer."): tensor for name, tensor in state.items()}
-    one = f"{base}{family.decoders}.0."
-    for name, tensor in _one_by_one(config, layer - 1, own, one).items():
+    first_decoder = f"{base}{family.decoders}.0."
+    for name, tensor in _one_by_one(config, layer - 1, own, first_decoder).items():
         yield f"{base}{family.decoders}.{layer - 1}.{name}", tensor
 
 
 def _one_by_one(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """A decoder layer's tensors as files have them: transformers writes experts one by one."""
+    """Return the tensors of a decoder layer as transformers writes them: experts are separate tensors."""
     model = sample(small(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]
     if router_of(layer) is None:

@@ -1,4 +1,4 @@
-"""The parameters that a run leaves: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
+"""Final parameters of a run: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
 
 import errno
 import os
@@ -12,17 +12,18 @@ from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
 
 _SUFFIX = ".safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that may have room later."""
+"""Error numbers of a full disk or an exhausted quota; writing may succeed later."""
 LOOK_SECONDS = 1.0
+"""Seconds between two attempts to write to a full disk."""
 
 
 def layer_path(out: Path, layer: int) -> Path:
-    """Where a run's folder keeps a layer."""
+    """Return the path of a layer's file in the folder of a run."""
     return out / "parameters" / f"layer-{layer:04d}{_SUFFIX}"
 
 
 def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
-    """Write a layer's parameters and buffers, whole or not at all. Raises OSError."""
+    """Write a layer's parameters and buffers to its file, completely or not at all. Raises OSError if that fails."""
     path = layer_path(out, layer)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}-{os.getpid()}")
@@ -32,30 +33,31 @@ def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
 
 def save_layer_when_there_is_room(out: Path, layer: int, state: Mapping[str, Tensor], say: Callable[[str], None],
                                   look_seconds: float = LOOK_SECONDS) -> None:
-    """Write a layer as `save_layer` does, and wait while the disk is full, which `say` is told once.
+    """Write a layer as `save_layer` does, and retry every `look_seconds` while the disk is full.
 
-    Nobody else has the parameters of a run that has ended. Raises OSError for other reasons.
+    The function `say` is called once, with a message, when the first attempt fails. The function waits instead of
+    giving up because no other process has the final parameters. Raises OSError for any reason other than a full disk.
     """
-    said = False
+    is_reported = False
     while True:
         try:
             return save_layer(out, layer, state)
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if not said:
+            if not is_reported:
                 say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for room")
-            said = True
+            is_reported = True
             time.sleep(look_seconds)
 
 
 def load_layer(out: Path, layer: int) -> dict[str, Tensor]:
-    """Read a layer's parameters and buffers, on the CPU. Raises OSError and TensorError."""
+    """Return a layer's parameters and buffers from its file, on the CPU. Raises OSError and TensorError."""
     return read_tensors(layer_path(out, layer))
 
 
 def load_parameters(out: Path) -> dict[str, Tensor]:
-    """All layers that a run's folder holds, by `layer.name`. Raises OSError and TensorError."""
-    found = (out / "parameters").glob(f"layer-*{_SUFFIX}")
-    return {f"{layer}.{name}": tensor for layer in sorted(int(path.stem.removeprefix("layer-")) for path in found)
+    """Return the parameters and buffers of all layers of a run, by `layer.name`. Raises OSError and TensorError."""
+    paths = (out / "parameters").glob(f"layer-*{_SUFFIX}")
+    return {f"{layer}.{name}": tensor for layer in sorted(int(path.stem.removeprefix("layer-")) for path in paths)
             for name, tensor in load_layer(out, layer).items()}

@@ -1,6 +1,6 @@
-"""Runs what a worker holds.
+"""Execution of the layers that a worker holds.
 
     slices            the slices that a worker runs, and their micro-batches in flight
     rehearsal         runs each kind of op once, before anything is communicated
-    forms             the shapes of what passes, found once; whether a model keeps its contract
+    forms             the shapes that pass between layers, found once; checks that a model keeps its contract
 """

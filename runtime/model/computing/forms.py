@@ -1,7 +1,7 @@
-"""The forms of what passes between layers, found on tensors without memory; and whether a model keeps its contract.
+"""Forms of the values between layers, found with tensors without memory; and checks that a model keeps its contract.
 
-docs/own-model.md states the contract. A model that breaks it is refused in one line that names the layer, what it gave
-and what was expected, before any worker is started.
+docs/own-model.md states the contract. A model that breaks it is refused before any worker is started, in one line that
+names the layer, what it returned and what was expected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, uns
 
 
 def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
-    """What goes into each layer, and then what comes out of the last.
+    """Return the form of the input of each layer, followed by the form of the last layer's output.
 
-    Raises ConfigError where a layer, or the loss, is not what the runtime can run.
+    Raises ConfigError if the runtime cannot run a layer or the loss.
     """
-    given = batch_form(config)
-    again = recomputed(config.training, model.layers)
+    form_of_batch = batch_form(config)
+    recompute = recomputed(config.training, model.layers)
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
     _check_shards(modules, config)
@@ -40,29 +40,29 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
         check_compilable(config, model.device)
     with without_gpu_context(), FakeTensorMode(), model.device, torch.no_grad(), \
             autocast(config.training, model.device):
-        batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+        batch = made(form_of_batch, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
         value: Value = batch[0]
-        seen = [form_of(value)]
+        found = [form_of(value)]
         with seen_parts() as parts:
             for layer, module in enumerate(modules):
                 value = _passed_on(layer, module, value, batch, config)
-                seen.append(form_of(value))
-        for name in sorted(again.parts - parts):
+                found.append(form_of(value))
+        for name in sorted(recompute.parts - parts):
             raise ConfigError(f"training.recompute names {name!r}, and no layer has that part "
                               "(runtime.api.recomputable); expected layers' numbers, or 'full'")
         _check_loss(model, value, batch, config)
-    return seen
+    return found
 
 
 def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
-    """A layer on no device: parameters of FakeTensorMode refuse `module.to(dtype)`."""
+    """Build a layer on the meta device, because parameters of FakeTensorMode refuse `module.to(dtype)`."""
     try:
         with torch.device("meta"):
             module = model.build(layer)
         if isinstance(module, nn.Module):
             module = with_local_parameters(module)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise _refusal(config, f"layer {layer} cannot be built: {_told(error)}") from error
     if not isinstance(module, nn.Module):
         raise _refusal(config, f"layer {layer} is {_shown(module)}; expected a torch.nn.Module")
@@ -70,6 +70,7 @@ def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mo
 
 
 def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: RunConfig) -> None:
+    """Raise ConfigError unless the parameters of each shared group exist and have the same shape and dtype."""
     for group in sharing_of(model).groups:
         try:
             first, *others = [modules[place.layer].get_parameter(place.name) for place in group]
@@ -82,7 +83,7 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Where a worker is several processes, the layers must be cut over them."""
+    """Raise ConfigError if workers are several processes, but no layer has shards, or one of an unknown name."""
     ranks = config.training.tensor_parallel
     if ranks == 1:
         return
@@ -96,32 +97,33 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
 
 
 def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
-    """What a layer gives, under FakeTensorMode. Raises ConfigError unless it can be passed on."""
+    """Run a layer under FakeTensorMode and return its output. Raises ConfigError if it cannot be passed on."""
     name = f"layer {layer} ({type(module).__name__})"
     more = {"batch": batch} if takes_batch(module.forward) else {}
     with unset_fake_temporarily():
         named = dict(chain(module.named_parameters(), module.named_buffers()))
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
     try:
-        given = functional_call(module, {**state, **as_called(module, state)}, (value,), more)
+        output = functional_call(module, {**state, **as_called(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:
         raise _refusal(config, f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
                                "are the same for all micro-batches") from error
     except Exception as error:
         raise _refusal(config, f"{name} fails on {_shown(value)}: {_told(error)}") from error
-    if not isinstance(given, Tensor) and not (isinstance(given, tuple) and given and all(
-            isinstance(one, Tensor) for one in given)):
-        raise _refusal(config, f"{name} gives {_shown(given)}; expected a tensor, or a tuple of tensors")
-    if not any(map(has_gradient, tensors_of(given))):
-        raise _refusal(config, f"{name} gives {_shown(given)}; expected a tensor of floating "
+    if not isinstance(output, Tensor) and not (isinstance(output, tuple) and output and all(
+            isinstance(element, Tensor) for element in output)):
+        raise _refusal(config, f"{name} gives {_shown(output)}; expected a tensor, or a tuple of tensors")
+    if not any(map(has_gradient, tensors_of(output))):
+        raise _refusal(config, f"{name} gives {_shown(output)}; expected a tensor of floating "
                                "point, or a tuple with one")
-    return given if isinstance(given, Tensor) else handed_on(given)
+    return output if isinstance(output, Tensor) else handed_on(output)
 
 
 def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunConfig) -> None:
+    """Raise ConfigError unless the loss returns a tensor of no dimensions."""
     try:
         loss: object = loss_call(model.loss)(output, batch[1], batch)
-    except DATA_DEPENDENT:  # nobody needs to know the shapes within
+    except DATA_DEPENDENT:  # only the loss itself is needed, not the shapes within it
         return
     except Exception as error:
         raise _refusal(config, f"loss fails on {_shown(output)} and {_shown(batch[1])}: {_told(error)}") from error
@@ -131,14 +133,15 @@ def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunCon
 
 
 def _refusal(config: RunConfig, what: str) -> ConfigError:
+    """Return a ConfigError that names the model's key and value in the job file."""
     model = config.model
-    named = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
-    key = next(key for key, name in named.items() if name is not None)
-    return ConfigError(f"model.{key} is {str(named[key])!r}: {what}")
+    values = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
+    key = next(key for key, name in values.items() if name is not None)
+    return ConfigError(f"model.{key} is {str(values[key])!r}: {what}")
 
 
 def _shown(value: object) -> str:
-    """A value in few words: what kind it is, and the shapes of its tensors."""
+    """Describe a value in a few words: its kind, and the dtypes and shapes of its tensors."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple | list | Mapping):

@@ -1,8 +1,8 @@
-"""A rehearsal runs each kind of op once before anything is communicated over NCCL.
+"""Rehearsal: each kind of op is run once before anything is communicated over NCCL.
 
 CUDA loads a kernel when it is first launched, and may wait for the device to be idle to do so (CUDA C++ Programming
-Guide, "Lazy Loading", on concurrent execution). A receive that NCCL has begun keeps the device busy until its sender is
-there, which may be waiting for this worker in turn.
+Guide, "Lazy Loading", on concurrent execution). A receive that NCCL has begun keeps the device busy until its sender
+arrives, and the sender may be waiting for this worker in turn.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,25 +20,25 @@ from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 
 
 class Rehearsal:
-    """Knows for which kinds of layers this process has run F, I and W, and for which dtypes O."""
+    """Record of the kinds of layers for which this process has run F, I and W, and of the dtypes for which it ran O."""
 
     def __init__(self) -> None:
         self._known = set[Hashable]()
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice, unless slices of such layers were run before.
+        """Run F, I and W of a slice, unless a slice of such layers was run before.
 
-        The gradients that this leaves are to be set to zero; buffers and losses are as before.
+        The caller must set the resulting gradients to zero. Buffers and losses are as before.
 
         Parameters
         ----------
         takes, gives
-            The forms of what goes into the slice and of what comes out.
+            Forms of the input and the output of the slice.
         read
             Returns the data of a micro-batch.
         microbatch
-            Whose data to run; its tensors do not count.
+            Micro-batch whose data are used; the result is discarded.
         """
         if not self._is_new((runner.first, runner.last, *map(_kind_of, runner.modules))):
             return
@@ -55,36 +55,36 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter for each dtype of the modules, sum up what it leaves, and undo it, unless that was
-        done before.
+        """Run O on a small parameter for each new dtype of the modules, compute its checksum, and undo it.
 
-        The modules themselves stay as they are.
+        The modules themselves are not changed.
         """
-        likes = {one.dtype: one for module in modules for one in module.parameters() if one.requires_grad}
+        likes = {trained.dtype: trained for module in modules for trained in module.parameters()
+                 if trained.requires_grad}
         if not likes or not self._is_new(frozenset(likes)):
             return
-        small = nn.ParameterList(nn.Parameter(torch.zeros(2, 2, dtype=like.dtype, device=like.device))
-                                 for like in likes.values())
+        small = nn.ParameterList(nn.Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
+                                 for example in likes.values())
         for parameter in small:
             parameter.grad = torch.zeros_like(parameter)
         span = (0, sum(parameter.numel() for parameter in small))
         optimizer = PartOptimizer({0: small}, config, {0: (span,)}, {0: (span,)})
         optimizer.squares()
-        optimizer.step(0, 0.5)  # a factor, as if gradients were clipped
+        optimizer.step(0, 0.5)  # a factor other than 1, as for clipped gradients
         optimizer.gathered(0)
         list(optimizer.checksums(0))
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return whether this kind is asked about for the first time, and remember it."""
+        """Return whether this kind has not been seen before, and remember it."""
         new = kind not in self._known
         self._known.add(kind)
         return new
 
 
 def _kind_of(module: nn.Module) -> Hashable:
-    """Return what decides which kernels a layer uses: its class, and the shapes and dtypes of its parameters."""
-    return type(module), tuple((tuple(one.shape), one.dtype) for one in module.parameters())
+    """Return what determines a layer's kernels: its class, and the shapes and dtypes of its parameters."""
+    return type(module), tuple((tuple(parameter.shape), parameter.dtype) for parameter in module.parameters())
 
 
 def _zeros(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Any]:

@@ -1,4 +1,4 @@
-"""What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
+"""Slices of a model's layers that a worker runs, and the micro-batches in flight in each of them."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,38 +27,39 @@ from slipstream.schedules.layers import LayerRange
 
 
 class _Held(NamedTuple):
-    """A micro-batch between F and I."""
+    """State of a micro-batch between its F and its I."""
 
     value: Value
     output: Value
     added: Tensor | None
-    """To the loss, by these layers; the last slice's output has it already."""
+    """Loss that these layers have added; None on the last slice, whose output includes it."""
     work: WeightWork | None
+    """Queue to which I adds the work of W; None if I computes all gradients."""
     scale: float
-    """Of its loss, where these layers add to it."""
+    """Factor of the micro-batch's loss, if these layers add to the loss."""
 
 
 LossScale = Callable[[Microbatch], float]
-"""What a micro-batch's loss counts."""
+"""Function that returns the factor of a micro-batch's loss."""
 
 
 class SliceRunner:
-    """Runs a range of layers op by op; the layers belong to a holding.
+    """Runs the ops of a range of layers whose parameters belong to a `Holding`.
 
-    Micro-batches may be run in any order; their tensors are kept under the micro-batch's name. Tensors given to it
-    (activations, gradients) are kept, not copied, until W: the caller must not write to them. What it returns is
-    contiguous, and may likewise be sent, not changed. What begins with layer 0 takes tokens, what ends with the last
-    layer ends in the loss.
+    Micro-batches may be run in any order; their tensors are stored under the micro-batch's name. Tensors passed in
+    (activations, gradients) are stored until W and not copied, so the caller must not write to them. Returned tensors
+    are contiguous and may be sent, but must not be changed. A slice that begins with layer 0 takes tokens. A slice that
+    ends with the last layer computes the loss.
 
     Parameters
     ----------
     layers
         Half-open range.
     modules
-        The layers, among others.
+        Modules by layer, including those of the range.
     loss_scale
-        Factor of each micro-batch's loss, or what gives it: 1 / micro-batches of the whole iteration, or a share of
-        its tokens, so that losses and gradients summed over all of them are means.
+        Factor of each micro-batch's loss, or a function that returns it: 1 / micro-batches of the whole iteration, or
+        a share of its tokens, so that losses and gradients summed over all of them are means.
     """
 
     def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
@@ -67,14 +68,14 @@ class SliceRunner:
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
         self.modules = [modules[layer] for layer in range(*layers)]
-        """The layers, in order."""
+        """Layers of the range, in order."""
         self.device = model.device
         self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
                        for layer in range(*layers)}
         more = gives_more(config.training)
         self.reads_batch = self.first or self.last or any(
             call.takes_batch if more else call.needs_batch for call in self._calls.values())
-        """Whether F needs what belongs to the micro-batch."""
+        """True if F needs the data of the micro-batch."""
         self._recomputed = recomputed(config.training, model.layers)
         self._loss_of = loss_call(model.loss)
         self.loss_scale: LossScale = loss_scale if callable(loss_scale) else lambda _: loss_scale
@@ -84,21 +85,21 @@ class SliceRunner:
         self._deferred: dict[Microbatch, WeightWork] = {}
         self._losses: list[Tensor] = []
         self.has_loss = self.last
-        """Whether it has added anything to the loss, ever."""
+        """True if these layers have ever contributed to the loss."""
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
-        """F: the activation to send on; of the last slice None, and the loss is kept for `take_loss`.
+        """Run F and return the activation to send on; the last slice returns None, and keeps its loss for `take_loss`.
 
-        `value` holds tokens for the first slice of a route, else the activation of the slice before; `target` the
-        tokens to be predicted, for the last one; `batch` all that belongs to the micro-batch, for layers that read it.
-        With `split` the backward comes as I and W, else as B.
+        The `value` is the tokens on the first slice of a route, else the activation from the slice before. `target` is
+        the tokens to predict, on the last slice. `batch` is all data of the micro-batch, for layers that read it. With
+        `split` the backward is run as I and W, otherwise as B.
         """
         assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
         if not self.first:
             value = changed(value, _leaf)
-        # Without an input gradient I has nothing to do: the first slice leaves the whole backward to W. Compiled code
-        # is split everywhere: otherwise it would be compiled twice.
+        # I computes nothing without an input gradient: the first slice leaves the whole backward to W. Compiled code
+        # is always split: otherwise it would be compiled twice.
         work: WeightWork | None = deque() if self._config.training.compile or (split and not self.first) else None
         with nullcontext() if work is None else deferring(work), adding_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
@@ -115,17 +116,17 @@ class SliceRunner:
         return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """B: the gradient for the slice before, None for the first slice."""
+        """Run B and return the gradient for the slice before; None on the first slice."""
         result = self.backward_input(microbatch, gradient)
         self.backward_weight(microbatch)
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """I: the gradient for the slice before, None for the first slice; frees all that W does not need.
+        """Run I, free all tensors that W does not need, and return the gradient for the slice before, if there is one.
 
-        `gradient` is that of the activation sent on, of a tuple those of its tensors that have one; None for the last
-        slice. After a forward without `split`, and for parameters that are not in a matrix product, the weights'
-        gradients are computed here already.
+        The gradient given is that of the activation that was sent on; for a tuple, the gradients of its floating-point
+        tensors; None on the last slice. Weight gradients are computed here and not in W after a forward without
+        `split`, and for parameters that are not used in a matrix product.
         """
         held = self._held.pop(microbatch)
         if self.first:
@@ -140,28 +141,28 @@ class SliceRunner:
         return tuple(_gradient(tensor) for tensor in held.value if has_gradient(tensor))
 
     def backward_weight(self, microbatch: Microbatch) -> None:
-        """W: add the micro-batch's weight gradients to those of the holding."""
+        """Run W: add the micro-batch's weight gradients to those of the `Holding`."""
         backward_weight(self._deferred.pop(microbatch))
 
     def take_loss(self) -> Tensor:
-        """The scaled losses summed over the micro-batches run since the last call: float64 scalar."""
+        """Return the sum of the scaled losses of the micro-batches run since the last call, a float64 scalar."""
         losses, self._losses = self._losses, []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
         return torch.stack(losses).sum()
 
     def discard(self) -> None:
-        """Forget all micro-batches in flight and the losses: the iteration did not happen."""
+        """Drop all micro-batches in flight and the losses, because the iteration is discarded."""
         self._held.clear()
         self._deferred.clear()
         self._losses.clear()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """There will be no backward of a micro-batch whose F has been run."""
+        """Drop a micro-batch whose F has been run and whose backward will not be."""
         del self._held[microbatch]
 
     def in_flight(self) -> int:
-        """Micro-batches whose tensors are held: those with an F and without a W or B."""
+        """Return the number of micro-batches whose tensors are stored: F has been run, W or B has not."""
         return len(self._held) + len(self._deferred)
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
@@ -181,7 +182,7 @@ class SliceRunner:
             return self._loss_of(value, target, batch)
 
     def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
-        """Run a layer of which nothing is kept but what it takes: its forward is run again before its backward."""
+        """Run a layer of which only the input is stored: its forward is run again before its backward."""
         form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
 
         def forward(*tensors: Tensor) -> Value:
@@ -193,56 +194,57 @@ class SliceRunner:
 
 
 class Slices:
-    """The slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
+    """Slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
 
     def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *,
                  loss_scale: float | LossScale, config: RunConfig) -> None:
         self.holding = holding
         self.layers = layers
-        """The half-open range of each slice."""
-        self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
-                        for number, one in layers.items()}
+        """Half-open range of layers of each slice."""
+        self.runners = {number: SliceRunner(layer_range, holding.modules, model, loss_scale=loss_scale, config=config)
+                        for number, layer_range in layers.items()}
 
     def weigh(self, loss_scale: LossScale) -> None:
-        """What losses count from now on."""
+        """Set the function that returns the factor of each micro-batch's loss."""
         for runner in self.runners.values():
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """This worker's part of the mean loss since the last call."""
+        """Return this worker's share of the mean loss since the last call."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def let_go(self) -> None:
-        """Forget all micro-batches in flight, and the losses."""
+        """Drop all micro-batches in flight, and the losses."""
         for runner in self.runners.values():
             runner.discard()
 
     def discard(self) -> None:
-        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+        """Drop all micro-batches in flight and the losses, and zero the gradients: the iteration is discarded."""
         self.let_go()
         self.holding.zero_gradients()
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """What another slice gave, as the input of this one."""
+    """Return a tensor from another slice as an autograd leaf, the input of this slice."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 
 def _gradient(tensor: Tensor) -> Tensor:
+    """Return the gradient of a leaf; zeros if it has none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
 def _backward(held: _Held, gradient: Value | None, loss_scale: float) -> None:
-    """The backward from what a slice gave and what it added to the loss, whose gradient is its scale."""
+    """Run the backward from a slice's output and from the loss that it added, whose gradient is `loss_scale`."""
     outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
     gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
     if held.added is not None:
         outputs, gradients = [*outputs, held.added], [*gradients, torch.full_like(held.added, loss_scale)]
-    # What needs no gradient comes from layers without anything to train that pass nothing on.
-    found = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-    if not found:
+    # An output needs no gradient if its layers have nothing to train and do not depend on the input.
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if not pairs:
         return
-    outputs, gradients = map(list, zip(*found, strict=True))
+    outputs, gradients = map(list, zip(*pairs, strict=True))
     if held.work is None:
         run_backward(outputs, gradients)
     else:

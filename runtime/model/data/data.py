@@ -1,4 +1,4 @@
-"""Text, cut deterministically into micro-batches: who asks, and when, does not matter."""
+"""Data of a run, cut deterministically into micro-batches that are the same on every worker and at any time."""
 
 import hashlib
 import os
@@ -30,29 +30,29 @@ from slipstream.runtime.model.passed import Form, TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
 LOOKED_AT = 64
-"""Micro-batches of the user's own data that are read before a run, to see that they are alike."""
+"""Number of micro-batches of the user's own data that are read before a run, to check that their forms are equal."""
 LIBRARY_BYTES = 4 * 2**20
-"""How much of the standard library's sources is read."""
+"""Number of bytes read of the standard library's sources."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
-"""What data are called in errors."""
+"""Pattern of the job file's keys for data in error messages."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as bytes, and the seed by which it is cut."""
+    """Text as bytes, with the seed that determines how it is cut."""
 
     text: Tensor
-    """uint8 [bytes]."""
+    """Bytes of the text: uint8 [bytes]."""
     seed: int
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the text: workers that train together must agree on it."""
+        """SHA-256 of the text, which must be equal on all workers that train together."""
         return hashlib.sha256(self.text.numpy().data).hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU."""
+        """Return the tokens of a micro-batch, and the token after each: two int64 [batch, context] on the CPU."""
         generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
         starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
         window = self.text[starts + torch.arange(context + 1)].long()
@@ -60,38 +60,39 @@ class Corpus:
 
 
 class Data(Protocol):
-    """What the runtime asks of data: the same micro-batch for the same name, on every worker, at any time."""
+    """Interface of training data: the same micro-batch for the same name, on every worker, at any time."""
 
     @property
     def digest(self) -> str:
-        """A text that differs where the data do: workers that train together must agree on it."""
+        """Text that differs if the data do; it must be equal on all workers that train together."""
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """What layer 0 takes, what the loss compares with, and what else layers may read, on the CPU.
+        """Return a micro-batch on the CPU: the input of layer 0, the target of the loss, and others that layers read.
 
-        All micro-batches have the same shapes. A named tuple lets layers read by name. Where there is also
-        `begin_at(iteration, samples)`, it is called before anything is read, in a run that goes on from a checkpoint
-        of another grid: so many samples were read before that iteration.
+        All micro-batches have the same shapes. Return a named tuple to let layers read tensors by name. If the data
+        also have a method `begin_at(iteration, samples)`, it is called before anything is read in a run that resumes
+        from a checkpoint of another grid: `samples` samples were read before that iteration.
         """
 
 
 class IterationData(Protocol):
-    """Data that are read iteration by iteration, as a loader is: all samples of one, in order, on every worker."""
+    """Interface of training data that every worker reads in order, iteration by iteration, as from a loader."""
 
     @property
     def digest(self) -> str:
-        """As of `Data`."""
+        """Text that differs if the data do, as in `Data`."""
 
     def samples(self, iteration: int, count: int) -> Sequence[tuple[Tensor, ...]]:
-        """The `count` micro-batches of an iteration, pipeline by pipeline, each as `Data.batch` gives it.
+        """Return the `count` micro-batches of an iteration, pipeline by pipeline, each as `Data.batch` returns it.
 
-        Iterations are asked for in order, some again, and after a failure or from a checkpoint from any on. Where there
-        is also `tokens(sample)`, it says how many tokens the loss of one counts.
+        Iterations are requested in order, some of them repeatedly; after a failure or from a checkpoint, requests start
+        at any iteration. If the data also have a method `tokens(sample)`, it returns the number of tokens that count in
+        the sample's loss.
         """
 
 
 class _ByIterations:
-    """`IterationData` as `Data`; the last two iterations are kept, as one may still be read, or again."""
+    """Adapter from `IterationData` to `Data`. Samples of two iterations are stored, because one may be read again."""
 
     def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
         self._data, self.digest = data, data.digest
@@ -102,41 +103,43 @@ class _ByIterations:
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._samples(iteration)]
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """See `Data`: the data know batch and context from their configuration."""
+        """Return a micro-batch, see `Data`. The data know `batch` and `context` from their configuration."""
         return self._samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def _samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
+        """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
         with self._lock:
             if iteration not in self._kept:
-                found = self._data.samples(iteration, self._first[-1])
-                if len(found) != self._first[-1]:
-                    raise BadSampleError(f"the data give {len(found)} samples for iteration {iteration}; expected "
+                read = self._data.samples(iteration, self._first[-1])
+                if len(read) != self._first[-1]:
+                    raise BadSampleError(f"the data give {len(read)} samples for iteration {iteration}; expected "
                                          f"{self._first[-1]}, one for each micro-batch of all pipelines")
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
-                self._kept[iteration] = found
+                self._kept[iteration] = read
             return self._kept[iteration]
 
 
 def knows_costs(data: Data) -> bool:
-    """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
+    """Return whether the data have a method `costs(iteration)` for the costs of samples, see `schedules.dealing`."""
     return callable(getattr(data, "costs", None))
 
 
 def knows_lengths(data: Data) -> bool:
-    """Whether data tell the lengths of samples' documents: `lengths(iteration)`, a list of them for each sample."""
+    """Return whether the data have a method `lengths(iteration)` for the lengths of each sample's documents."""
     return callable(getattr(data, "lengths", None))
 
 
 def gives_more(training: TrainingConfig) -> bool:
-    """Whether data may give more than tokens and targets."""
+    """Return whether the data may consist of more than tokens and targets."""
     return training.document_end is not None or training.data is not None or training.validation_data is not None
 
 
 def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = FROM_THE_START) -> Data:
-    """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
+    """Load the data that a configuration names, for the number of micro-batches of each pipeline in an iteration.
 
-    Samples are counted on from those that runs on other grids have `read`. Raises ConfigError when the text cannot be
-    read or is shorter than a sequence, the user's function cannot be imported, or the data cannot count on.
+    The count of samples continues from `read`, the samples that runs on other grids have read. Raises ConfigError if
+    the text cannot be read or is shorter than a sequence, if the user's function cannot be imported, or if the data
+    cannot continue the count.
     """
     if config.training.data is not None:
         return _own(config, config.training.data, microbatches, read)
@@ -153,7 +156,7 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,), read: Sam
 
 
 def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
-    """Data of the user's own. Raises ConfigError unless they are what `Data`, or `IterationData`, says."""
+    """Load the user's own data. Raises ConfigError unless they implement `Data` or `IterationData`."""
     make: Callable[[RunConfig], Any]
     if name == "torchtitan":
         from slipstream.runtime.model.data.torchtitan_data import TorchtitanData
@@ -173,17 +176,17 @@ def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: Sample
             data.begin_at(*read)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
-    found: Data = _ByIterations(data, microbatches) if hasattr(data, "samples") else data
-    return found
+    loaded: Data = _ByIterations(data, microbatches) if hasattr(data, "samples") else data
+    return loaded
 
 
 def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
-    """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
+    """Load the data for evaluations; return None if there are none. Raises ConfigError as `load_corpus` does."""
     training = config.training
     if training.evaluate_every is None:
         return None
@@ -197,11 +200,12 @@ def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Da
 
 
 def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
-    """Whether the parameters are evaluated after this iteration's step."""
+    """Return whether the model is evaluated after this iteration's step."""
     return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
 
 
 def _tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
+    """Load data that consist of tokens: a file of tokens, or a text and its tokenizer. Raises ConfigError."""
     training, vocabulary = config.training, vocabulary_of(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
@@ -210,22 +214,22 @@ def _tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -
         assert training.text is not None and training.tokenizer is not None
         source = f"training.text is {training.text!r}"
         tokens = tokenized(Path(training.text), Path(training.tokenizer), vocabulary)
-    given: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
-                             "seed": training.seed, "shuffle": training.shuffle, "read": read}
+    options: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
+                               "seed": training.seed, "shuffle": training.shuffle, "read": read}
     if training.document_end is None:
-        return TokenData(source, tokens, **given)
-    return DocumentData(source, tokens, **given, document_end=training.document_end, batch=training.batch)
+        return TokenData(source, tokens, **options)
+    return DocumentData(source, tokens, **options, document_end=training.document_end, batch=training.batch)
 
 
 def batch_form(config: RunConfig) -> TupleForm:
-    """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
+    """Return the forms of a micro-batch's tensors. Raises ConfigError unless the data return a tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
         tokens = TensorForm((training.batch, context), torch.int64)
         return TupleForm((tokens,) * 2) if training.document_end is None else TupleForm((tokens,) * 3, Packed._fields)
     given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
-    if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
-        kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""
+    if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(element, Tensor) for element in given):
+        kinds = f" of {[type(element).__name__ for element in given]}" if isinstance(given, tuple | list) else ""
         raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
                           "a tuple of tensors: what layer 0 takes, what the loss compares with, what layers read "
                           "besides")
@@ -235,7 +239,7 @@ def batch_form(config: RunConfig) -> TupleForm:
 
 
 def require_alike(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
-    """Read micro-batches of an iteration of the user's own data. Raises BadSampleError where one is of another form."""
+    """Read micro-batches of an iteration of the user's own data. Raises BadSampleError if one has another form."""
     names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
              for index in range(count))
     for name in islice(names, LOOKED_AT) if config.training.data is not None else ():
@@ -243,23 +247,24 @@ def require_alike(data: Data, config: RunConfig, microbatches: Sequence[int], fo
 
 
 def require_form(given: object, form: Form, name: Microbatch) -> None:
-    """Raises BadSampleError where a micro-batch is not of the form of all: tensors of its form are waited for."""
-    found = form_of(given) if isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given) else None
-    if found != form:
+    """Raise BadSampleError if a micro-batch has another form than the one for which receives are posted."""
+    actual = form_of(given) if isinstance(given, tuple) and all(isinstance(item, Tensor) for item in given) else None
+    if actual != form:
         raise BadSampleError(
-            f"the data give {_told(found)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
+            f"the data give {_told(actual)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
             f"{name.iteration}, and {_told(form)} for the first; expected the same shapes for all: pad them, and tell "
             "loss and layers where they end")
 
 
 def _told(form: Form | None) -> str:
+    """Describe the dtypes and shapes of a tuple's form for an error message."""
     shapes = [] if not isinstance(form, TupleForm) else [
-        f"{str(one.dtype).removeprefix('torch.')} {[*one.shape]}" for one in form.tensors]
+        f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}" for tensor in form.tensors]
     return f"({', '.join(shapes)})" if shapes else "no tuple of tensors"
 
 
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
+    """Map a user's text, copy-on-write: torch requires writable memory, and workers of a machine share the pages."""
     if not path.is_file():
         reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
@@ -272,10 +277,10 @@ def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The first bytes of the standard library's sources, in the order of their paths."""
+    """Return the first `LIBRARY_BYTES` bytes of the standard library's sources, in the order of their paths."""
     text = bytearray()
     root = Path(sysconfig.get_path("stdlib"))
-    for path in _sources(root) if root.is_dir() else ():  # some Pythons come without sources
+    for path in _sources(root) if root.is_dir() else ():  # some Python installations have no sources
         text += path.read_bytes()
         if len(text) >= LIBRARY_BYTES:
             break
@@ -283,7 +288,7 @@ def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Python sources below a folder: its files, then its folders, each in the order of their names."""
+    """Yield the Python sources below a folder: first its files, then its subfolders, each sorted by name."""
     folders = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):

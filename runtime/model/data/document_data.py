@@ -1,4 +1,4 @@
-"""Tokens in which documents follow each other: samples that hold several, told apart by the token that ends each."""
+"""Samples that contain several documents, separated by a token that ends each document."""
 
 from typing import Any, NamedTuple
 
@@ -14,27 +14,27 @@ from slipstream.runtime.model.microbatch import Microbatch
 
 
 class Packed(NamedTuple):
-    """A micro-batch of samples that hold documents: three int64 [B, T] on the CPU."""
+    """Micro-batch of samples that contain documents: three int64 [B, T] on the CPU."""
 
     tokens: Tensor
     targets: Tensor
-    """The token that follows; `IGNORED` where that is another document's."""
+    """Token that follows each token; `IGNORED` if it belongs to the next document."""
     position_ids: Tensor
-    """From 0 in each document."""
+    """Position of each token in its document, from 0."""
 
 
 class DocumentData(TokenData):
-    """`TokenData` whose samples hold documents.
+    """Token data (`TokenData`) whose samples contain documents.
 
-    Samples lie as without documents. One that passes the end of a sample is cut there, as Megatron-LM
-    (--reset-attention-mask) and torchtitan cut it; what follows is a document of its own.
+    Samples are cut at the same places as without documents. A document that crosses the end of a sample is split there,
+    as in Megatron-LM (--reset-attention-mask) and torchtitan, and its rest counts as a document of its own.
 
     Parameters
     ----------
     document_end
-        The token that ends each.
+        Token that ends each document.
     batch
-        Samples of a micro-batch.
+        Number of samples in a micro-batch.
     """
 
     def __init__(self, source: str, tokens: NDArray[Any], *, document_end: int, batch: int, vocabulary: int,
@@ -47,11 +47,14 @@ class DocumentData(TokenData):
 
     @property
     def digest(self) -> str:
-        """Of the tokens, and of what ends documents."""
+        """Digest of the tokens, and of the token that ends documents."""
         return f"{super().digest} {self._end}"
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> Packed:
-        """Raises BadTokenError, also where no target is left."""
+        """Return the tokens, targets and positions of a micro-batch.
+
+        Raises BadTokenError for a token beyond the vocabulary, and if no target is left.
+        """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end
         if ended.all():
@@ -63,19 +66,19 @@ class DocumentData(TokenData):
         return Packed(tokens, targets.masked_fill(ended, IGNORED), places - begins.cummax(1).values)
 
     def lengths(self, iteration: int) -> list[list[int]]:
-        """Of the documents of each micro-batch of an iteration, in tokens."""
-        found = []
+        """Return the lengths, in tokens, of the documents of each micro-batch of an iteration."""
+        all_lengths = []
         for ended in self._ended(iteration):
-            ended[:, -1] = True  # a sample cuts what it does not end
-            found.append(np.diff(np.flatnonzero(ended), prepend=-1).tolist())
-        return found
+            ended[:, -1] = True  # the end of a sample also ends its last document
+            all_lengths.append(np.diff(np.flatnonzero(ended), prepend=-1).tolist())
+        return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
-        """How many targets each micro-batch of an iteration has."""
+        """Return the number of targets of each micro-batch of an iteration."""
         return [int(ended.size - ended.sum()) for ended in self._ended(iteration)]
 
     def _ended(self, iteration: int) -> NDArray[np.bool_]:
-        """[micro-batches, B, T]: which tokens end a document."""
+        """Return the mask of an iteration's tokens that end a document: bool [micro-batches, B, T]."""
         count = self._first[-1] * self._batch
         first = self._read.before(iteration, count)
         rows = self._rows(range(first, first + count), self._context)

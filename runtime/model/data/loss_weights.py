@@ -1,7 +1,7 @@
-"""What each micro-batch's mean loss counts in the loss of an iteration: all the same, or by the tokens it is a mean of.
+"""Weights of the micro-batches' mean losses in the loss of an iteration: equal, or by their numbers of tokens.
 
-Where data ignore some tokens, a mean of micro-batches' means is not the mean over tokens. Hugging Face's Trainer and
-torchtitan divide by the tokens of the whole step, too.
+If data ignore some tokens, a mean of micro-batches' means is not the mean over tokens. Hugging Face's Trainer and
+torchtitan also divide by the number of tokens of the whole step.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class LossWeights:
-    """Weights of micro-batches, whose sum is 1 in an iteration of training.
+    """Weights of micro-batches, which sum to 1 over an iteration of training.
 
-    `rounds`: of iterations that are weighed together, and numbered again and again, as evaluations are; the sum of
-    their weights is `rounds`. None: each iteration by itself.
+    For training, `rounds` is None: each iteration is weighed by itself. Evaluations read the same `rounds` iterations
+    again and again; these are weighed together, and their weights sum to `rounds`.
     """
 
     def __init__(self, data: Data, training: TrainingConfig, microbatches: Sequence[int],
@@ -31,7 +31,7 @@ class LossWeights:
         self._known: tuple[int, Weights] | None = None
 
     def __call__(self, microbatch: Microbatch) -> float:
-        """Of one micro-batch. Raises ConfigError where data do not tell tokens as they are to."""
+        """Return the weight of a micro-batch. Raises ConfigError if the data do not return token counts as required."""
         if not self._by_tokens:
             return 1 / self._first[-1]
         iteration = microbatch.iteration if self._rounds is None else 0
@@ -42,19 +42,19 @@ class LossWeights:
 
     def _weights(self, iteration: int) -> Weights:
         rounds = range(iteration, iteration + 1) if self._rounds is None else range(self._rounds)
-        tokens = np.concatenate([tokens_of(self._data, one, self._first[-1]) for one in rounds])
+        tokens = np.concatenate([tokens_of(self._data, round_iteration, self._first[-1]) for round_iteration in rounds])
         weights: Weights = tokens / tokens.sum() * len(rounds)
         return weights
 
 
 def tokens_of(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many tokens the loss of each sample is a mean of. Raises ConfigError."""
-    ask = getattr(data, "tokens", None)
-    if not callable(ask):
+    """Return the number of tokens that each sample's loss is a mean over. Raises ConfigError if counts are bad."""
+    count = getattr(data, "tokens", None)
+    if not callable(count):
         raise ConfigError("training.loss_weights is 'tokens', and the data have no method tokens(iteration); expected "
                           "one that gives how many tokens each sample's loss is a mean of, or 'microbatches'")
-    found = np.asarray(ask(iteration))
-    if found.shape != (samples,) or found.dtype.kind not in "iu" or (found < 1).any():
-        raise ConfigError(f"the data's tokens of iteration {iteration} are {' '.join(str(found).split())[:60]}; "
+    tokens = np.asarray(count(iteration))
+    if tokens.shape != (samples,) or tokens.dtype.kind not in "iu" or (tokens < 1).any():
+        raise ConfigError(f"the data's tokens of iteration {iteration} are {' '.join(str(tokens).split())[:60]}; "
                           f"expected {samples} whole numbers above 0")
-    return found.astype(np.int64)
+    return tokens.astype(np.int64)

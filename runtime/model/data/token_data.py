@@ -1,8 +1,8 @@
-"""Tokens cut into samples, which are read epoch by epoch: who asks, and when, does not matter.
+"""Tokens cut into samples, which are read epoch by epoch: a micro-batch is the same on every worker and at any time.
 
 A sample is `context` tokens and the one that follows; the next sample begins with that one. All samples that a run
-reads are counted through: iteration by iteration, pipeline by pipeline, micro-batch by micro-batch. The number says
-the epoch, and the place in the epoch's order (`runtime.model.data.sample_order`).
+reads are numbered: iteration by iteration, pipeline by pipeline, micro-batch by micro-batch. The number determines the
+epoch, and the place in the epoch's order (`runtime.model.data.sample_order`).
 """
 
 import hashlib
@@ -21,36 +21,37 @@ from slipstream.runtime.model.microbatch import FROM_THE_START, Microbatch, Samp
 from slipstream.runtime.model.seeds import derive_seed
 
 BLOCKS, BLOCK = 64, 2**16
-"""Parts of a file that its digest is of, spread evenly, and the tokens of each: a file may be too large to read."""
+"""Number of evenly spread blocks of a file that its digest covers, as a file may be too large to read, and tokens of a
+block."""
 LOOKED_THROUGH = 2**25
-"""Tokens that are looked through for one beyond the vocabulary before training; each sample is when it is read."""
+"""Number of tokens checked against the vocabulary before training. Each sample is checked again when it is read."""
 
 
 class BadSampleError(ConfigError):
-    """Samples that no worker can train on. Others would read the same: it ends the run."""
+    """Samples that no worker can train on. It ends the run, as other workers would read the same samples."""
 
 
 class BadTokenError(BadSampleError):
-    """A token that the model does not have."""
+    """Token that is not in the model's vocabulary."""
 
 
 class TokenData:
-    """Micro-batches of mapped tokens; a `runtime.model.data.data.Data`.
+    """Micro-batches of mapped tokens; implements `runtime.model.data.data.Data`.
+
+    Raises ConfigError if there are too few tokens for one sample, or if a token beyond the vocabulary is found.
 
     Parameters
     ----------
     source
-        Names key and file in errors.
+        Key and file, for error messages.
     tokens
-        Of any integer dtype.
+        Tokens of any integer dtype.
     microbatches
-        Of each pipeline in an iteration.
+        Number of micro-batches of each pipeline in an iteration.
     shuffle
-        Whether each epoch has an order of its own; else samples are read as they lie.
+        Whether each epoch has an order of its own; otherwise samples are read in the order of the file.
     read
-        The number from which samples are counted on.
-
-    Raises ConfigError where there is not one sample, or a token beyond the vocabulary is found.
+        Samples that earlier runs have read, from which the count continues.
     """
 
     def __init__(self, source: str, tokens: NDArray[Any], *, vocabulary: int, context: int,
@@ -66,7 +67,7 @@ class TokenData:
         self._shuffle = shuffle
         self._read = read
         self.samples = (len(tokens) - 1) // context
-        """Of an epoch."""
+        """Number of samples in an epoch."""
         info = np.iinfo(tokens.dtype)
         self._may_be_beyond = info.max >= vocabulary or info.min < 0
         for start in self._blocks(LOOKED_THROUGH):
@@ -75,15 +76,15 @@ class TokenData:
     @property
     def digest(self) -> str:
         """SHA-256 of the number of tokens and of some of them."""
-        found = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
+        hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._blocks(BLOCKS * BLOCK):
-            found.update(np.ascontiguousarray(self._tokens[start:start + BLOCK]).data)
-        return found.hexdigest()
+            hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK]).data)
+        return hashed.hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU.
+        """Return the tokens of a micro-batch, and the token after each: two int64 [batch, context] on the CPU.
 
-        Raises BadTokenError.
+        Raises BadTokenError for a token beyond the vocabulary.
         """
         first = self._read.before(microbatch.iteration, self._first[-1] * batch) \
             + (self._first[microbatch.pipeline] + microbatch.index) * batch
@@ -91,7 +92,7 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def _rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """[samples, context + 1]: tokens of the samples at these places."""
+        """Return the tokens of the samples at these places: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
@@ -100,25 +101,28 @@ class TokenData:
         return rows
 
     def _numbers(self, places: range) -> list[int]:
-        """The samples at places that are counted through all epochs."""
-        found: list[int] = []
+        """Return the numbers of the samples at places that are counted through all epochs."""
+        numbers: list[int] = []
         while places:
             epoch, place = divmod(places.start, self.samples)
             inside = np.arange(place, min(place + len(places), self.samples), dtype=np.uint64)
             if self._shuffle:
                 inside = permuted(inside, self.samples, derive_seed("epoch", self._seed, epoch))
-            found += inside.tolist()
+            numbers += inside.tolist()
             places = places[len(inside):]
-        return found
+        return numbers
 
     def _blocks(self, limit: int) -> list[int]:
-        """Where the parts begin, of so many tokens together: all where that is enough, else some, first and last too.
+        """Return the first token of each block, for blocks of at most `limit` tokens together.
+
+        These are all blocks of the file if they fit, else some, spread evenly, with the first and the last.
         """
         count, end = limit // BLOCK, max(0, len(self._tokens) - BLOCK)
         starts = range(0, end + BLOCK, BLOCK)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
 
     def _require_known(self, start: int, tokens: NDArray[Any]) -> None:
+        """Raise BadTokenError if one of the tokens, which begin at `start`, is not in the vocabulary."""
         if not self._may_be_beyond or not len(tokens) or (tokens.max() < self._vocabulary and tokens.min() >= 0):
             return
         at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))

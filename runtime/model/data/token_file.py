@@ -1,4 +1,4 @@
-"""Files of tokens, mapped: flat numbers, as nanoGPT writes them, or Megatron's .bin with an .idx beside it."""
+"""Files of tokens, mapped into memory: flat numbers as nanoGPT writes them, or Megatron's .bin next to its .idx."""
 
 import struct
 from pathlib import Path
@@ -11,39 +11,39 @@ from slipstream.runtime.config import ConfigError, TokenDtype
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
-"""Of an .idx, after the magic: version, code of the dtype, number of sequences, number of document bounds."""
+"""Header of an .idx after the magic: version, code of the dtype, number of sequences, number of document bounds."""
 _CODES = {4: "int32", 8: "uint16"}
-"""Megatron's codes of the dtypes that are read here. Those of others: uint8 1, int8 2, int16 3, int64 5."""
+"""Megatron's codes of the supported dtypes. Unsupported ones are uint8 1, int8 2, int16 3, int64 5."""
 DEFAULT: TokenDtype = "uint16"
 
 
 def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
-    """The tokens of a file; their pages are read when they are used, and shared by all processes of a machine.
+    """Map the tokens of a file. Pages are read when they are used, and shared by all processes of a machine.
 
-    `dtype` may be None: an .idx beside the file says it, else it is uint16. Raises ConfigError where there is no
-    such file, or it and its .idx are not of such numbers.
+    If `dtype` is None, it is taken from an .idx of the same name in the same folder, else it is uint16. Raises
+    ConfigError if the file does not exist, or if its length, its .idx and `dtype` do not agree.
     """
-    wrong = f"training.tokens is {str(path)!r}"
+    subject = f"training.tokens is {str(path)!r}"
     if not path.is_file():
-        raise ConfigError(f"{wrong}, which {'is no file' if path.exists() else 'does not exist'}; expected a file of "
+        raise ConfigError(f"{subject}, which {'is no file' if path.exists() else 'does not exist'}; expected a file of "
                           "tokens (.bin)")
     index = path.with_suffix(".idx")
     try:
         size = path.stat().st_size
-        said = _said_by(index, size) if path.suffix == ".bin" and index.is_file() else None
-        if said is not None and dtype is not None and said != dtype:
-            raise ConfigError(f"training.token_dtype is {dtype!r}, and {index} says {said!r}; leave it out")
-        chosen = np.dtype(said or dtype or DEFAULT).newbyteorder("<")
+        indexed_dtype = _said_by(index, size) if path.suffix == ".bin" and index.is_file() else None
+        if indexed_dtype is not None and dtype is not None and indexed_dtype != dtype:
+            raise ConfigError(f"training.token_dtype is {dtype!r}, and {index} says {indexed_dtype!r}; leave it out")
+        chosen = np.dtype(indexed_dtype or dtype or DEFAULT).newbyteorder("<")
         if size % chosen.itemsize:
-            raise ConfigError(f"{wrong}, of {size} bytes; expected a multiple of {chosen.itemsize}, as tokens are "
+            raise ConfigError(f"{subject}, of {size} bytes; expected a multiple of {chosen.itemsize}, as tokens are "
                               f"{chosen.name} (training.token_dtype)")
         return np.memmap(path, chosen, mode="r") if size else np.zeros(0, chosen)
     except OSError as error:
-        raise ConfigError(f"{wrong}, which cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{subject}, which cannot be read: {error.strerror}") from None
 
 
 def _said_by(index: Path, size: int) -> str | None:
-    """The dtype that an .idx says, once it fits the size of its .bin; None: it is not one of Megatron's."""
+    """Return the dtype that an .idx names; None if it is not Megatron's. Raises ConfigError if it is unusable."""
     with index.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             return None

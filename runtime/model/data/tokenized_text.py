@@ -1,7 +1,7 @@
-"""Text as tokens, by a tokenizer of the `tokenizers` package. Made once on a machine, and kept in the user's cache.
+"""Text as tokens, by a tokenizer of the `tokenizers` package; tokenized once on a machine, and cached for the user.
 
-Workers map the same file (`runtime.model.data.token_file`). Where the cache cannot be written, each keeps the tokens
-itself.
+Workers map the same file (`runtime.model.data.token_file`). If the cache cannot be written, each worker holds the
+tokens in its own memory.
 """
 
 import hashlib
@@ -20,51 +20,51 @@ from slipstream.runtime.errors import first_line
 from slipstream.schedules.files import write_atomically
 
 PIECE = 2**20
-"""Characters, rounded up to whole lines, that are tokenized at a time."""
+"""Number of characters, rounded up to whole lines, that are tokenized at a time."""
 VERSION = 1
-"""Of how text is cut into pieces."""
+"""Version of how text is cut into pieces; part of the name of a file in the cache."""
 
 
 def tokenized(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
-    """The tokens of a text in UTF-8, without special tokens.
+    """Return the tokens of a UTF-8 text, without special tokens.
 
-    Raises ConfigError where the package is not installed, a file cannot be used, or the model's vocabulary is smaller
-    than the tokenizer's.
+    Raises ConfigError if the package is not installed, if a file cannot be used, or if the tokenizer's vocabulary is
+    larger than the model's.
     """
     encoder, count = _loaded(tokenizer, vocabulary)
-    kept = _kept_at(path, tokenizer)
+    cached = _kept_at(path, tokenizer)
     dtype = np.dtype("<u2" if count <= 2**16 else "<u4")
     with suppress(OSError):
-        if kept.stat().st_size:
-            return np.memmap(kept, dtype, mode="r")
+        if cached.stat().st_size:
+            return np.memmap(cached, dtype, mode="r")
     tokens = np.concatenate([np.zeros(0, dtype), *_pieces(path, encoder, dtype)])
     with suppress(OSError):
-        write_atomically(kept, tokens.tobytes())
+        write_atomically(cached, tokens.tobytes())
     return tokens
 
 
 def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
-    """The tokenizer, and how many tokens a model must have for it."""
+    """Load a tokenizer, and return it with the number of tokens that a model's vocabulary must have for it."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError("training.tokenizer needs the package tokenizers: pip install -e '.[tokenizers]'")
-    from tokenizers import Tokenizer  # takes time, and needs the package
+    from tokenizers import Tokenizer  # the import takes time and needs the package
 
-    wrong = f"training.tokenizer is {str(path)!r}"
+    subject = f"training.tokenizer is {str(path)!r}"
     if not path.is_file():
-        raise ConfigError(f"{wrong}, which {'is no file' if path.exists() else 'does not exist'}; expected the path "
+        raise ConfigError(f"{subject}, which {'is no file' if path.exists() else 'does not exist'}; expected the path "
                           "of a tokenizer.json")
     try:
         encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # what the package raises, it does not say
-        raise ConfigError(f"{wrong}, which cannot be read as a tokenizer: {first_line(error)}") from None
+    except Exception as error:  # the package does not document what it raises
+        raise ConfigError(f"{subject}, which cannot be read as a tokenizer: {first_line(error)}") from None
     count = max(encoder.get_vocab().values(), default=-1) + 1
     if count > vocabulary:
-        raise ConfigError(f"{wrong}, of {count} tokens; expected at most {vocabulary}, the model's vocabulary")
+        raise ConfigError(f"{subject}, of {count} tokens; expected at most {vocabulary}, the model's vocabulary")
     return encoder, count
 
 
 def _kept_at(text: Path, tokenizer: Path) -> Path:
-    """A name that is the same for the same text and tokenizer only."""
+    """Return the path in the cache, which is determined by the contents of the text and of the tokenizer."""
     digest = hashlib.sha256(f"{VERSION}".encode())
     for name, path in (("training.text", text), ("training.tokenizer", tokenizer)):
         try:
@@ -77,6 +77,7 @@ def _kept_at(text: Path, tokenizer: Path) -> Path:
 
 
 def _pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the tokens of a text, piece by piece."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(PIECE):

@@ -1,7 +1,8 @@
-"""torchtitan's tokenizers and data sets: what its Trainer reads in one process, by the number of the iteration.
+"""torchtitan's tokenizers and data sets: the samples that its Trainer reads in one process, by iteration.
 
-A data set is a stream. Every worker reads it from its beginning, micro-batch after micro-batch, and keeps where it was
-after each iteration of the last few, so that one that is done again reads what it has read.
+A data set is a stream. Every worker reads it from its beginning, micro-batch after micro-batch, and stores the position
+in the stream before each of the last few iterations, so that a discarded iteration reads the same samples when it is
+run again.
 """
 
 import hashlib
@@ -21,23 +22,23 @@ from slipstream.runtime.model.layers.torchtitan.specification import parsed
 from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 
 KEPT = 8
-"""Iterations that can be gone back without reading from the beginning."""
+"""Number of recent iterations to which the stream can return without reading from its beginning."""
 OPTIONS = ("assets", "dataset", "dataset_path")
-"""Keys of `[training.options]`: the folder of the tokenizer, the name of a data set of torchtitan, where it lies. Where
-`[model.options] arguments` are given they say all of it."""
+"""Keys of `[training.options]`: folder of the tokenizer, name of a torchtitan data set, and its path. `[model.options]
+arguments`, if given, replaces all of them."""
 
 
 class Sample(NamedTuple):
-    """A micro-batch, each int64 [batch, context]."""
+    """Micro-batch of three tensors, each int64 [batch, context]."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    """Of tokens in their documents."""
+    """Position of each token in its document."""
 
 
 class TorchtitanData:
-    """See `slipstream.runtime.model.data.data.IterationData`. Raises ConfigError."""
+    """Samples of a torchtitan data set (`slipstream.runtime.model.data.data.IterationData`). Raises ConfigError."""
 
     def __init__(self, config: RunConfig) -> None:
         self._arguments = tuple(config.model.options.get("arguments", ()))
@@ -63,7 +64,7 @@ class TorchtitanData:
         self._open()
 
     def begin_at(self, iteration: int, samples: int) -> None:
-        """See `slipstream.runtime.model.data.data.Data`."""
+        """Continue after the samples read before an iteration (`slipstream.runtime.model.data.data.Data`)."""
         if samples % self._batch:
             raise ConfigError(f"training.data is 'torchtitan', and {samples} samples were read before; expected a "
                               f"multiple of training.batch, {self._batch}")
@@ -71,20 +72,20 @@ class TorchtitanData:
         self._open()
 
     def _digest(self) -> str:
-        """Of the tokenizer and of what says which data are read: the data themselves are as many as there are."""
-        found = hashlib.sha256(json.dumps(self._loader.to_dict(), default=str, sort_keys=True).encode())
+        """Return a digest of the tokenizer and of the configuration that selects the data, which are not read."""
+        digest = hashlib.sha256(json.dumps(self._loader.to_dict(), default=str, sort_keys=True).encode())
         for path in sorted(Path(self._assets).glob("tokenizer*")):
-            found.update(path.read_bytes())
-        return found.hexdigest()
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
 
     def _open(self) -> None:
-        """Begin with the first sample that was not read before."""
+        """Open the stream at the first sample that earlier runs have not read."""
         try:
             tokenizer = self._tokenizer.build(tokenizer_path=self._assets)
             self._data: Any = self._loader.build(
                 dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=self._context, local_batch_size=self._batch,
                 snapshot_every_n_steps=1)
-        except Exception as error:  # whatever tokenizers and data sets raise
+        except Exception as error:  # tokenizers and data sets may raise anything
             raise ConfigError(f"training.data is 'torchtitan', which cannot be read: {type(error).__name__}: "
                               f"{first_line(error)}") from error
         self._next, self._stream = self._read_before.iteration, iter(self._data)
@@ -93,7 +94,7 @@ class TorchtitanData:
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
-        """The micro-batches of an iteration: the next `count` of the stream. Raises ConfigError where it has ended."""
+        """Return the next `count` micro-batches of the stream for an iteration. Raises ConfigError if it has ended."""
         if iteration < self._next:
             self._go_back(iteration)
         while self._next < iteration:
@@ -101,18 +102,20 @@ class TorchtitanData:
         return self._read(count)
 
     def tokens(self, sample: Sample) -> int:
-        """How many of a micro-batch count."""
+        """Return the number of tokens of a micro-batch that count in the loss."""
         return int((sample.targets != IGNORED).sum())
 
     def _read(self, count: int) -> list[Sample]:
+        """Store the position in the stream, and read the next iteration."""
         self._states[self._next] = self._data.state_dict()
         while len(self._states) > KEPT:
             self._states.popitem(last=False)
-        found = [_sample(self._next, self._stream) for _ in range(count)]
+        samples = [_sample(self._next, self._stream) for _ in range(count)]
         self._next += 1
-        return found
+        return samples
 
     def _go_back(self, iteration: int) -> None:
+        """Return to the stored position before an iteration; without one, open the stream again from its beginning."""
         if iteration not in self._states:
             self._open()
             return
@@ -121,6 +124,7 @@ class TorchtitanData:
 
 
 def _sample(iteration: int, stream: Iterator[Any]) -> Sample:
+    """Read the next micro-batch of the stream. Raises BadSampleError if the stream has ended."""
     try:
         inputs, targets = next(stream)
     except StopIteration:

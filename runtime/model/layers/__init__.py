@@ -1,8 +1,8 @@
 """Models as lists of layers.
 
-    layered_model     what the runtime asks of a model
-    unfilled          layers that are built to be filled with somebody's state
-    calling           what a layer is given, and what it may add to the loss
+    layered_model     the interface of a model
+    unfilled          layers built without initial values, to be filled with received or stored state
+    calling           the arguments of a layer's forward, and losses that a layer adds
     split             the backward in two: I and W
     recomputing       layers, and parts of them, that are computed again before their backward
     compiling         layers compiled by torch.compile, with that backward
@@ -12,8 +12,8 @@
     cross_entropy     the loss of language models, a few rows of logits at a time
     gpt               the GPT that comes with the package
     worker_group      the process group of a worker's ranks, for layers
-    tensor_parallel   collectives in it that a backward goes through
-    shards            what a rank has of a layer, and the whole of it
+    tensor_parallel   collectives in that group, with their backwards
+    shards            the shard of a layer that a rank has, and the whole of it
     distributed_tensors  layers that torch's parallelize_module has cut
     grouped_products  products of rows with the matrices of their groups, for experts
     hugging_face/     decoder models of transformers, by name

@@ -1,8 +1,9 @@
 """Layers compiled by torch.compile, with the backward in two: `[training] compile`.
 
-torch.compile makes one graph of a layer's backward, and of what that gives all comes at the same time. So products with
-parameters become ops of our own in the graph that it compiles. Their backward gives the gradient of the input, and
-leaves that of the weight to W (`runtime.model.layers.split`). All else of the layer is compiled as ever.
+torch.compile makes one graph of a layer's backward, whose results all appear at the same time. So products with
+parameters are replaced by our own ops in the graph that it compiles. The backward of these ops computes the gradient of
+the input, and leaves that of the weight to W (`runtime.model.layers.split`). The rest of the layer is compiled as
+usual.
 """
 
 import importlib.util
@@ -22,17 +23,17 @@ from slipstream.runtime.model.layers.split import PRODUCTS, ProductWork, leaves_
 from slipstream.runtime.torch_private import inductor
 
 _OPTIONS: Mapping[str, Any] = {
-    "fallback_random": True,  # what is dropped is what would be, uncompiled
-    # What is left to W is kept by us, of which the compiler knows nothing: it must not write to it.
+    "fallback_random": True,  # dropout is the same as in uncompiled layers
+    # Tensors left to W are stored outside the compiler's view, so it must not write to them.
     "allow_buffer_reuse": False, "inplace_buffers": False}
 
 
 COMPILED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Kinds of models of transformers that are known to give the same numbers compiled."""
+"""Kinds of transformers models that were tested to give the same numbers when compiled."""
 
 
 def check_compilable(config: RunConfig, device: torch.device) -> None:
-    """Raises ConfigError where layers cannot be compiled, or not on this machine."""
+    """Raise ConfigError if the model's layers cannot be compiled, or not on this machine."""
     named, model = "training.compile is true, and", config.model
     if model.torchtitan is not None:
         _check_torchtitan(config, named)
@@ -55,6 +56,7 @@ def check_compilable(config: RunConfig, device: torch.device) -> None:
 
 
 def _check_torchtitan(config: RunConfig, named: str) -> None:
+    """Raise ConfigError if the layers of a torchtitan model cannot be compiled."""
     from slipstream.runtime.model.layers.torchtitan.specification import (
         needs_masks,
         require_no_experts,
@@ -69,7 +71,7 @@ def _check_torchtitan(config: RunConfig, named: str) -> None:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """From now on its calls are compiled ones. What has been compiled for another layer of its kind is used again."""
+    """Compile all further calls of a layer. Code compiled for another layer of its kind is reused."""
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
@@ -77,7 +79,7 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What torch.compile calls with a layer's graph, and tensors without memory to call it with."""
+    """Compile a layer's graph; `inputs` are example tensors. torch.compile calls this function as its backend."""
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = {node for node, tensor in zip(places, inputs, strict=True)
                   if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
@@ -89,28 +91,28 @@ def _backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 
 def _defer(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
-    """Put our op in the place of a product with a parameter, whose other operand gets a gradient."""
+    """Replace a product with a parameter by our op, if its other operand gets a gradient."""
     target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
         torch.matmul if node.target is operator.matmul else node.target
     if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
         return
     try:
         value, weight, bias, transposed = PRODUCTS[target](*node.args, **node.kwargs)
-    except TypeError:  # an argument of the less usual kind (out, alpha, ...)
+    except TypeError:  # a less usual argument (out, alpha, ...)
         return
-    found: Any = value
-    if weight not in parameters or (bias is not None and bias not in parameters) or not isinstance(found, fx.Node):
+    factor: Any = value
+    if weight not in parameters or (bias is not None and bias not in parameters) or not isinstance(factor, fx.Node):
         return
-    of_value, of_weight = found.meta["example_value"], weight.meta["example_value"]  # type: ignore[attr-defined]
+    of_value, of_weight = factor.meta["example_value"], weight.meta["example_value"]  # type: ignore[attr-defined]
     if of_weight.dim() != 2 or not of_value.requires_grad:
         return
     kind = of_value.device.type
     with graph.graph.inserting_before(node):
         if torch.is_autocast_enabled(kind) and of_value.dtype != torch.float64:
-            found = graph.graph.call_method("to", (found, torch.get_autocast_dtype(kind)))
-        # Each has a number of its own: two equal ones must not become one.
+            factor = graph.graph.call_method("to", (factor, torch.get_autocast_dtype(kind)))
+        # Each product has a number of its own, so that two equal ones are not merged into one.
         site = sum(other.target is torch.ops.slipstream.product.default for other in graph.graph.nodes)
-        ours = graph.graph.call_function(torch.ops.slipstream.product.default, (found, weight, bias, transposed, site))
+        ours = graph.graph.call_function(torch.ops.slipstream.product.default, (factor, weight, bias, transposed, site))
         ours.meta = dict(node.meta)
     node.replace_all_uses_with(ours)
     graph.graph.erase_node(node)
@@ -118,7 +120,7 @@ def _defer(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> No
 
 @torch.library.custom_op("slipstream::product", mutates_args=())
 def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """A product with a parameter, in the value's dtype."""
+    """Compute a product with a parameter, in the value's dtype."""
     return multiplied(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
 
 
@@ -130,7 +132,7 @@ def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
 def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
                   transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """The gradient of the value. That this is called leaves the weight's to W."""
+    """Return the gradient of the value. A call of this op leaves the weight's gradient to W."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 

@@ -1,6 +1,6 @@
-"""Cross entropy of the next token, a few rows of logits at a time: of logits in bfloat16, no whole float32 copy exists.
+"""Cross entropy of the next token, a few rows of logits at a time, so that bfloat16 logits are never copied as a whole.
 
-Shapes: N tokens of a micro-batch, V vocabulary, or of it what a rank of the worker has.
+Shapes: N tokens of a micro-batch, V vocabulary, or the part of it that a rank of the worker has.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from torch import Tensor
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 IGNORED = -100
-"""A target that does not count, as in torch's own cross entropy."""
+"""Target that does not count, as in torch's own cross entropy."""
 CHUNK = 2**25
-"""Logits at a time: enough to keep a device busy, 128 MiB in float32."""
+"""Number of logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
 
 
 def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK) -> Tensor:
-    """The mean over the tokens that count; a scalar, computed in float32 or better.
+    """Return the mean loss over the tokens that count: a scalar, computed in float32 or better.
 
     Parameters
     ----------
@@ -26,9 +26,9 @@ def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = No
     target
         [...], token numbers or `IGNORED`.
     """
-    found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, -2), target.flatten(), group, max(1, chunk // logits.shape[-1]))
-    return found
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        """Of each logit its share of the softmax, less 1 at the target."""
+        """Return the gradients of the logits: the softmax, less 1 at the target."""
         logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         weight_N = counted_N * (scale / count)

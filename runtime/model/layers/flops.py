@@ -1,4 +1,4 @@
-"""How many floating-point operations a model's training takes, counted and not estimated from its size."""
+"""Floating-point operations of a model's training, counted and not estimated from its size."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,31 +8,31 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 BACKWARD = 2
-"""A matrix product in the forward takes two in the backward: for its input and for its weights."""
+"""Matrix products in the backward for each one in the forward: one for its input, one for its weights."""
 
 
 class ForwardFlops:
-    """Counts the operations of matrix products and attention, as torch's FlopCounterMode does; other ops count nothing.
+    """Operations of matrix products and attention, as torch's FlopCounterMode counts them; other ops count nothing.
 
-    What is computed again (activation recomputation) is not the model's work, and is not counted either.
+    Activation recomputation is not part of the model's work and is not counted.
     """
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self._counter = counter
 
     def training(self, microbatches: int) -> float:
-        """Of forward and backward of so many micro-batches, where one forward was counted."""
+        """Return the operations of forward and backward of some micro-batches, from those counted in one forward."""
         return float(self._counter.get_total_flops()) * (1 + BACKWARD) * microbatches
 
 
 @contextmanager
 def counted() -> Iterator[ForwardFlops]:
-    """Count what is computed within; also on tensors without memory."""
+    """Count the operations within the context, also on tensors without memory."""
     with FlopCounterMode(display=False, custom_mapping={
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}) as counter:
         yield ForwardFlops(counter)
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """The CPU's kernel, which torch does not count."""
+    """Return the operations of the CPU's attention kernel, which torch does not count."""
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]

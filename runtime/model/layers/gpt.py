@@ -1,6 +1,6 @@
-"""A GPT as a list of layers: embedding, blocks, head; whole, or as one of the ranks of a worker has them.
+"""A GPT as a list of layers: embedding, blocks, head; whole, or the part of it that one of a worker's ranks has.
 
-Between layers a rank has its part of the sequence (sequence parallelism), and within them its heads, its part of the
+Between layers a rank has its part of the sequence (sequence parallelism), and within them its heads and its part of the
 MLP and of the vocabulary. The numbers, and the names of parameters, are those of whole layers: without a group,
 collectives (`runtime.model.layers.tensor_parallel`) do nothing.
 
@@ -33,7 +33,7 @@ Ranks = WorkerGroup | None
 
 
 class Embedding(nn.Module):
-    """Tokens to features: the sum of what the token and its position stand for. Of both, a rank has some rows."""
+    """Embedding of tokens: the sum of a token's and its position's features. A rank has some rows of both tables."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -42,20 +42,20 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
-        """Tokens [B, T] to features [B, S, C]."""
+        """Embed tokens [B, T] as features [B, S, C]."""
         tokens_BTC, positions_BT = self._mine(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
             x_BSC = x_BSC + self.positions.weight[:x_BSC.shape[1]]
-        else:  # any rank may have those of this part of the sequence
+        else:  # the rows of these positions may be on any rank
             x_BSC = sum_parts(tokens_BTC + self._mine(positions_BT, self.positions), 1, self.group)
         return _dropped(x_BSC, self.dropout, self.group, self.training)
 
     def _mine(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """The features [B, T, C] of those numbers whose rows this rank has, else 0."""
+        """Return the features [B, T, C] of the numbers whose rows this rank has, and zeros for the others."""
         if self.group is None:
-            found: Tensor = rows(number_BT)
-            return found
+            features: Tensor = rows(number_BT)
+            return features
         known = rows.weight.shape[0]
         local_BT = number_BT - self.group.rank() * known
         mine_BT = (local_BT >= 0) & (local_BT < known)
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Features [B, T, C] to features [B, S, C]; each token sees itself and those before it in its document."""
+        """Attend from features [B, T, C] to [B, S, C]; a token sees itself and the tokens before it in its document."""
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
@@ -84,9 +84,10 @@ class Attention(nn.Module):
         return _summed(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
 
     def _attend_dropping(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-        """Attention of whose weights [B, N, T, T] some are dropped: those that one process would drop.
+        """Compute attention with dropout of its weights [B, N, T, T], the same dropout as in one process.
 
-        A fused kernel draws by the place of an element among the heads that it is given, and takes no other.
+        A fused kernel cannot be used: it draws random numbers by an element's position among the heads that it is
+        given.
         """
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
         ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
@@ -95,7 +96,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normed before and added to what came in; norms and biases on a part of the sequence."""
+    """Attention and MLP, each with a norm and a residual connection; norms and biases act on a part of the sequence."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
 
     def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
-        """Features [B, S, C] to features [B, S, C]."""
+        """Return features [B, S, C] from features [B, S, C]."""
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
@@ -116,19 +117,19 @@ class Block(nn.Module):
 
     def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
                   positions_BT: Tensor | None) -> Tensor:
-        """What attention adds to features."""
+        """Return the residual that attention adds to features."""
         y_BSC: Tensor = self.attention(_normed(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
                                        out_bias)
         return _dropped(y_BSC, self.dropout, self.group, self.training)
 
     def _fed(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
-        """What the MLP adds to features."""
+        """Return the residual that the MLP adds to features."""
         y_BTC = functional.gelu(self.up(_normed(x_BSC, self.mlp_norm, norm, bias, self.group)))
         return _dropped(_summed(y_BTC, self.down, down_bias, self.group), self.dropout, self.group, self.training)
 
 
 class Head(nn.Module):
-    """Features to the logits of the next token; of a rank, those of a part of the vocabulary."""
+    """Norm and projection of features to the logits of the next token; a rank has a part of the vocabulary."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Features [B, S, C] to logits [B, T, V / R]."""
+        """Project features [B, S, C] to logits [B, T, V / R]."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
         logits_BTV: Tensor = self.logits(_normed(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
@@ -153,24 +154,24 @@ _SHARDS: Mapping[type[nn.Module], Shards] = {
 
 @dataclass(frozen=True, slots=True)
 class GPT:
-    """A `LayeredModel`: layer 0 the embedding, then one layer a block, the last layer the head."""
+    """GPT as a `LayeredModel`: layer 0 is the embedding, then each block is a layer, and the last layer is the head."""
 
     config: ModelConfig
     seed: int
     dtype: torch.dtype
-    """Of the parameters."""
+    """Dtype of the parameters."""
     device: torch.device
-    """Where layers run."""
+    """Device on which layers run."""
     group: Ranks = None
-    """The ranks over which layers are cut."""
+    """Ranks over which layers are cut; None if a worker is one process."""
 
     @property
     def layers(self) -> int:
-        """Embedding, blocks and head."""
+        """Number of layers: embedding, blocks and head."""
         return self.config.blocks + 2
 
     def build(self, layer: int) -> nn.Module:
-        """Make one layer, or what this rank has of it. Raises IndexError when there is no such layer."""
+        """Build one layer, or this rank's part of it. Raises IndexError if there is no such layer."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
@@ -183,11 +184,11 @@ class GPT:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy, mean over tokens, of logits [B, T, V / R] and tokens [B, T]; never in less than float32."""
+        """Return the mean cross entropy, at least in float32, of logits [B, T, V / R] and tokens [B, T]."""
         return cross_entropy(output, target, self.group)
 
     def _initialise(self, module: nn.Module) -> None:
-        """Normal weights, zero biases; what adds to the residual stream is scaled down by its number of additions."""
+        """Initialise weights normally, scaled down where they add to the residual stream, and biases to zero."""
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
                 adds = name.endswith(("attention.out.weight", "down.weight"))
@@ -198,7 +199,7 @@ class GPT:
 
 
 def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
-    """The GPT, or what a rank of a worker has of it. Raises ConfigError where it cannot be cut evenly."""
+    """Build the GPT, or this rank's part of it. Raises ConfigError if it cannot be cut evenly."""
     group = worker_group()
     ranks = 1 if group is None else group.size()
     for name in ("heads", "context", "vocabulary"):
@@ -209,23 +210,23 @@ def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
 
 
 def _normed(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Features of the whole sequence [B, T, C], normed; with weight and bias as all ranks use them."""
+    """Apply a norm, with weight and bias from `for_all_ranks`, and return the whole sequence [B, T, C]."""
     if group is None:
-        found: Tensor = norm(x_BSC)
-        return found
+        normed: Tensor = norm(x_BSC)
+        return normed
     return gather_parts(functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias), 1, group)
 
 
 def _summed(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
-    """A product, of whose columns each rank has some: features [B, S, C]. The bias is as all ranks use it."""
+    """Apply a linear layer with columns cut over the ranks, and a bias from `for_all_ranks`; return [B, S, C]."""
     if group is None:
-        found: Tensor = product(x_BTC)
-        return found
+        result: Tensor = product(x_BTC)
+        return result
     return sum_parts(functional.linear(x_BTC, product.weight), 1, group) + bias
 
 
 def _dropped(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
-    """Dropout; on a rank's part, along dimension 1, of what one process would have: what that would drop."""
+    """Apply dropout to `x`, a rank's part along dimension 1; the same elements are dropped as in one process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)
     whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))

@@ -1,7 +1,6 @@
-"""Products of rows with the matrices of their groups, as experts need them: rows are sorted by group, so that no shape
-depends on how they are routed.
+"""Products of rows, sorted by group, with the matrices of their groups, for experts: no shape depends on the routing.
 
-Other than torch's grouped_mm they take any dtype, and leave the gradients of the matrices to W.
+Unlike torch's grouped_mm, they support any dtype, and leave the gradients of the matrices to W.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from slipstream.runtime.model.layers.split import weight_work
 
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
-    """Rows [S, n] times the matrix of their group [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E].
+    """Multiply rows [S, n] by the matrices of their groups [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E].
 
-    Rows behind the last group hold anything. `expected` is how many rows are in groups on average.
+    Rows behind the last group have arbitrary values. `expected` is the average number of rows in groups.
     """
     if _is_native(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
@@ -38,28 +37,29 @@ def _(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # 
 
 @register_flop_formula(torch.ops.slipstream.grouped_product)
 def _flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[int], expected: int, **__: Any) -> int:
-    """For MFU (`runtime.model.layers.flops`): two for each product of a number with a weight."""
+    """Return the operations for MFU (`runtime.model.layers.flops`): two for each product of a number with a weight."""
     return 2 * expected * value[1] * weight[2]
 
 
 class Groups(NamedTuple):
-    """The rows that each expert takes."""
+    """Rows of each expert."""
 
     ends: Tensor
-    """int32 [E]: where those of each expert end."""
+    """Row at which each expert's rows end: int32 [E]."""
     outside: Tensor | None
-    """bool [S, 1]: whether a row belongs to an expert of another rank; None: all experts are here."""
+    """True for each row that belongs to an expert of another rank, bool [S, 1]; None if all experts are on this
+    rank."""
     expected: int
-    """How many rows belong to these experts on average."""
+    """Average number of rows that belong to these experts."""
 
     def product(self, value: Tensor, weight: Tensor) -> Tensor:
-        """Rows [S, n] times the matrices of their experts [E, n, m]; zeros outside."""
+        """Multiply rows [S, n] by their experts' matrices [E, n, m]; rows of other ranks' experts become zero."""
         result: Tensor = grouped_product(value, weight, self.ends, self.expected)
         return result if self.outside is None else result.masked_fill_(self.outside, 0)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """`functional.linear` by group: weights [E, m, n]."""
+    """Linear layer by group, as `functional.linear`: weights [E, m, n]."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, groups: Groups) -> Tensor:
@@ -83,14 +83,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(value: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Return rows [S, n] times the transposed matrices of their groups [E, m, n], computed in the rows' dtype: [S, m].
-    """
+    """Multiply rows [S, n] by the transposed matrices of their groups [E, m, n], in the rows' dtype: [S, m]."""
     result: Tensor = _GroupedLinear.apply(value, weight, groups)  # type: ignore[no-untyped-call]
     return result
 
 
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradients of the groups' matrices [E, m, n]."""
     if _is_native(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
@@ -100,6 +100,7 @@ def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tens
 
 
 def _add(weight: Tensor, find: Any) -> None:
+    """Add the gradient that `find` computes to that of the weight."""
     if weight.grad is None:
         weight.grad = find()
     else:
@@ -107,9 +108,10 @@ def _add(weight: Tensor, find: Any) -> None:
 
 
 def _is_native(value: Tensor, width: int) -> bool:
-    """Whether torch has one kernel for all groups, which does not ask the GPU where they end."""
+    """Return whether torch has one kernel for all groups, which needs no synchronization to learn where they end."""
     return value.is_cuda and value.dtype == torch.bfloat16 and value.shape[1] % 8 == 0 and width % 8 == 0
 
 
 def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+    """Return the first row and the end of each group."""
     return list(pairwise([0, *ends.tolist()]))

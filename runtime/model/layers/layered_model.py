@@ -1,4 +1,4 @@
-"""A model as a list of layers: a stage is a range of them, and any worker can build any layer."""
+"""Models as lists of layers: a stage is a range of them, and any worker can build any layer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,46 +15,46 @@ from slipstream.runtime.model.seeds import derive_seed, seeded
 
 
 class LayeredModel(Protocol):
-    """What the runtime asks of a model. Layer 0 takes tokens, the last layer's output goes to `loss`.
+    """Interface of a model. Layer 0 takes tokens, and `loss` takes the output of the last layer.
 
-    A layer's forward takes what the layer before it gave, a tensor or a tuple of tensors, and, where it has a parameter
-    `batch`, what belongs to the micro-batch (`runtime.model.data.data.Data`). docs/own-model.md states the whole
-    contract.
+    A layer's forward takes the output of the layer before, a tensor or a tuple of tensors. If it has a parameter
+    `batch`, it also gets the data of the micro-batch (`runtime.model.data.data.Data`). docs/own-model.md states the
+    whole contract.
     """
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
 
     @property
     def device(self) -> torch.device:
-        """Where layers run."""
+        """Device on which layers run."""
 
-    # Where layers share parameters, it also has
+    # If layers share parameters, the model also has
     # shared: Sequence[Sequence[str]]
-    #     Groups of parameters that are one, each as "LAYER.NAME", of different layers (`runtime.model.layers.sharing`).
+    # Groups of parameters of different layers that are one, each as "LAYER.NAME" (`runtime.model.layers.sharing`).
 
     def build(self, layer: int) -> nn.Module:
-        """Make one layer. Its parameters depend on the seed and `layer` alone; the global random state is left alone.
+        """Build one layer. Its parameters depend on the seed and `layer` alone; the global random state is unchanged.
 
-        It is built on torch's default device, so that every device gets the numbers that the CPU draws; the caller
-        moves it to `device`. Any worker may build any layer, at any time and in any order.
+        It is built on torch's default device, so that it gets the numbers that the CPU draws, whatever device it will
+        run on; the caller moves it to `device`. Any worker may build any layer, at any time and in any order.
         """
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """The mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T].
+        """Return the mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T].
 
-        It may have a third parameter `batch`, as a layer's forward.
+        It may have a third parameter `batch`, as a layer's forward may.
         """
 
 
 Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
 MODELS: dict[str, Factory] = {"gpt": gpt}
-"""Models by the name that `[model] name` gives; one of the user's own is named `module:function`, a `Factory`."""
+"""Factories of models by the value of `[model] name`. A user's own factory is named `module:function` there."""
 
 
 def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
-    """The model that a configuration names, its layers on `device`. Raises ConfigError when it cannot be had."""
+    """Build the model that a configuration names, with layers on `device`. Raises ConfigError if that is impossible."""
     if config.hugging_face is not None:
         return _hugging_face(config, seed, dtype, device)
     if config.torchtitan is not None:
@@ -71,12 +71,13 @@ def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
         return _checked(config.name, factory(config, seed, dtype, device))
     except ConfigError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"model.name is {config.name!r}, which fails: {type(error).__name__}: {first_line(error)}"
                           ) from error
 
 
 def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
+    """Build a model of transformers. Raises ConfigError if a package that it needs is missing."""
     try:
         from slipstream.runtime.model.layers.hugging_face.model import HuggingFace
     except ModuleNotFoundError as error:
@@ -86,25 +87,25 @@ def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: to
 
 
 def _checked(name: str, model: LayeredModel) -> LayeredModel:
-    """A user's model. Raises ConfigError unless it has what the runtime asks for."""
+    """Return a user's model if it has the attributes of `LayeredModel`; otherwise raise ConfigError."""
     wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "layers": (lambda found: isinstance(found, int) and found > 0, "a number above 0"),
-        "device": (lambda found: isinstance(found, torch.device), "the torch.device that it was given"),
+        "layers": (lambda value: isinstance(value, int) and value > 0, "a number above 0"),
+        "device": (lambda value: isinstance(value, torch.device), "the torch.device that it was given"),
         "build": (callable, "a function of a layer's number"),
         "loss": (callable, "a function of the last layer's output and the target")}
     for attribute, (fits, expected) in wanted.items():
-        found = getattr(model, attribute, None)
-        if not fits(found):
-            shown = f"its {attribute} is {found!r}" if hasattr(model, attribute) else f"it has no {attribute}"
+        value = getattr(model, attribute, None)
+        if not fits(value):
+            shown = f"its {attribute} is {value!r}" if hasattr(model, attribute) else f"it has no {attribute}"
             raise ConfigError(f"model.name is {name!r}: {shown}; expected {expected}")
     return model
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Cut layers into half-open ranges, one a stage, whose lengths differ by at most one; the middle gets the extra.
+    """Divide layers into half-open ranges, one a stage, whose lengths differ by at most one, longer in the middle.
 
-    The first and the last layer of a model (embedding, head) are seldom like the others, so the stages that hold them
-    get no extra one. Raises ConfigError when there are more stages than layers.
+    The first and the last layer of a model (embedding, head) usually differ from the others, so the stages that hold
+    them get no extra layer. Raises ConfigError if there are more stages than layers.
     """
     if not 1 <= stages <= layers:
         raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
@@ -120,25 +121,28 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def parameter_dtype(config: TrainingConfig) -> torch.dtype:
-    """The dtype of parameters: bf16 autocast keeps them in float32, master weights are kept by the optimizer."""
+    """Return the dtype of parameters.
+
+    It is bfloat16 if the optimizer keeps master weights, float64 for dtype float64, otherwise float32, which bf16
+    autocast casts.
+    """
     if config.master_weights:
         return torch.bfloat16
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The arithmetic a forward runs under: bfloat16 autocast for "bf16", else that of the parameters."""
-    wanted = config.dtype == "bf16" and not config.master_weights
-    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
+    """Return the context that a forward runs in: bfloat16 autocast for "bf16", otherwise none."""
+    is_cast = config.dtype == "bf16" and not config.master_weights
+    return torch.autocast(device.type, torch.bfloat16) if is_cast else nullcontext()
 
 
 def layer_seed(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int) -> int:
-    """What to seed the generators with for one layer's forward of one micro-batch: its dropout is the same on any
-    worker."""
+    """Return the seed of one layer's forward of one micro-batch, so that its dropout is the same on any worker."""
     return derive_seed("layer", seed, iteration, pipeline, microbatch, layer)
 
 
 def layer_randomness(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
                      device: torch.device) -> AbstractContextManager[None]:
-    """Run one layer's forward of one micro-batch in here."""
+    """Return a context that seeds torch's generators for one layer's forward of one micro-batch."""
     return seeded(layer_seed(seed, iteration, pipeline, microbatch, layer), device)

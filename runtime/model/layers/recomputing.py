@@ -1,7 +1,7 @@
-"""What of the layers is not kept after their forward but computed again before their backward: whole layers, or parts.
+"""Activation recomputation: layers, or parts of them, whose activations are computed again before their backward.
 
-Chen et al., arXiv 1604.06174; of parts alone ("selective"): Korthikanti et al., arXiv 2205.05198. A part's dropout is
-the same both times, as its random numbers are drawn from the same states of the generators.
+Chen et al., arXiv 1604.06174; for parts alone ("selective"): Korthikanti et al., arXiv 2205.05198. A part has the same
+dropout both times, because its random numbers are drawn from the same generator states.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,30 +17,31 @@ from slipstream.runtime.model.seeds import drawing_from, generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Of a layer, each with the norm before it where the layer has that within the part."""
+"""Parts of a layer that can be recomputed, each including the norm before it if the layer computes that within the
+part."""
 Result = TypeVar("Result")
 
 
 class Recomputed(NamedTuple):
-    """What is computed again."""
+    """Layers and parts that are recomputed."""
 
     layers: frozenset[int] = frozenset()
     parts: frozenset[str] = frozenset()
-    """Of all other layers that have them."""
+    """Parts that are recomputed in all layers that have them, except in `layers`."""
 
 
 def recomputed(config: TrainingConfig, layers: int) -> Recomputed:
-    """What `[training] recompute` names. Raises ConfigError where the model has no such layer."""
+    """Return what `[training] recompute` names. Raises ConfigError if the model has no such layer."""
     named = config.recompute
     if isinstance(named, str):
         if named in PARTS:
             return Recomputed(parts=frozenset([named]))
         return Recomputed(frozenset(range(layers) if named == "full" else ()))
-    numbers = [one for one in named if isinstance(one, int)]
+    numbers = [item for item in named if isinstance(item, int)]
     wrong = [layer for layer in numbers if layer >= layers]
     if wrong:
         raise ConfigError(f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}")
-    return Recomputed(frozenset(numbers), frozenset(one for one in named if isinstance(one, str)))
+    return Recomputed(frozenset(numbers), frozenset(item for item in named if isinstance(item, str)))
 
 
 class _Chosen(NamedTuple):
@@ -54,7 +55,7 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Run layers in here, with the generators (`runtime.model.seeds.seeding`), and these parts are not kept."""
+    """Recompute these parts of layers that run within the context. Requires `runtime.model.seeds.seeding`."""
     before = _CHOSEN.set(_Chosen(parts, device) if parts else None)
     try:
         yield
@@ -64,7 +65,7 @@ def recomputing(parts: frozenset[str], device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def seen_parts() -> Iterator[set[str]]:
-    """Run layers in here; the parts that they have get into the set."""
+    """Yield a set that collects the names of the recomputable parts of the layers that run within the context."""
     seen: set[str] = set()
     before = _SEEN.set(seen)
     try:
@@ -74,11 +75,12 @@ def seen_parts() -> Iterator[set[str]]:
 
 
 def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """To be called in a layer's forward: what a part of it gives, of which `[training] recompute` may keep nothing.
+    """Return the result of a part of a layer, which is recomputed if `[training] recompute` names the part.
 
-    `function` must depend on its arguments, on parameters and on torch's generators alone.
+    To be called in a layer's forward. The result of `function` must depend on its arguments, on parameters and on
+    torch's generators alone.
     """
-    if torch.compiler.is_compiling():  # nothing is chosen then
+    if torch.compiler.is_compiling():  # no part is chosen then
         return function(*args, **kwargs)
     seen, chosen = _SEEN.get(), _CHOSEN.get()
     if seen is not None:

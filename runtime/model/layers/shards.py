@@ -1,7 +1,8 @@
-"""Shards: what a rank of a worker has of a layer's parameters, and the whole of it.
+"""Shards: the part of a layer's parameters that a rank of a worker has, and the whole of them.
 
-A layer whose module has an attribute `shards`, by the names of parameters, is cut over the ranks of a worker: each has
-equal parts of these, and all of the others. What is saved is whole, so that any number of ranks can go on from it.
+A layer whose module has an attribute `shards` is cut over the ranks of a worker: each rank has equal parts of the
+parameters named there, and the others whole. Saved layers are whole, so that a run with any number of ranks can resume
+from them.
 """
 
 from collections.abc import Mapping
@@ -16,82 +17,83 @@ from slipstream.runtime.torch_private import all_gather_single
 
 
 class Shard(NamedTuple):
-    """How a parameter lies on the ranks of a worker."""
+    """Division of a parameter over the ranks of a worker."""
 
     dim: int
-    """Which is cut."""
+    """Dimension that is cut."""
     blocks: int = 1
-    """It is so many blocks of equal length, one after the other, each cut by itself: 3 for q, k and v in one matrix."""
+    """Number of blocks of equal length along the dimension, each of which is cut by itself: 3 for q, k and v in one
+    matrix."""
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """What a rank has: a copy."""
+        """Return a copy of the part of a whole parameter that a rank has."""
         parts = in_parts(in_parts(whole, self.dim, self.blocks), self.dim + 1, ranks).select(self.dim + 1, rank)
         return parts.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def joined(self, parts: Tensor) -> Tensor:
-        """The whole, from the parts of all ranks [ranks, ...]."""
+        """Return the whole parameter, from the parts of all ranks [ranks, ...]."""
         blocks = in_parts(parts, self.dim + 1, self.blocks)
         return blocks.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 def in_parts(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """A dimension as two: so many equal parts, and what lies within each."""
+    """Split a dimension into two: the number of equal parts, and the length of each."""
     return tensor.reshape(*tensor.shape[:dim], parts, -1, *tensor.shape[dim + 1:])
 
 
 Shards = Mapping[str, Shard]
-"""By the names of a layer's parameters; the others are whole on each rank."""
+"""Shards by the names of a layer's parameters; parameters without one are whole on each rank."""
 
 
 def shards_of(module: nn.Module) -> Shards:
-    """What a layer says of its parameters."""
-    found: Shards = getattr(module, "shards", {})
-    return found
+    """Return the shards that a layer declares in its attribute `shards`."""
+    shards: Shards = getattr(module, "shards", {})
+    return shards
 
 
 def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> None:
-    """Put this rank's parts in the place of whole parameters."""
+    """Replace whole parameters of a layer by this rank's parts."""
     for name, shard in shards.items():
         part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
         put_tensor(module, name, nn.Parameter(part))
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """What this rank has of a layer's whole state (`part_state.whole`)."""
+    """Return this rank's part of a layer's whole state (`part_state.whole`)."""
     return dict(state) if group is None else state_of_rank(state, shards, group.rank(), group.size())
 
 
 def state_of_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, ranks: int) -> dict[str, Tensor]:
-    """A layer's state as one of so many ranks has it; what is not cut is whole at each."""
+    """Return the part of a layer's whole state that one of `ranks` ranks has; tensors that are not cut stay whole."""
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
             else shard.cut(tensor, rank, ranks) for key, tensor in state.items()}
 
 
 def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """A layer's whole state from what the ranks have of it. All of them must call this together."""
+    """Return a layer's whole state from the parts of all ranks, which must call this function together."""
     if group is None:
         return dict(state)
-    # Slots of an optimizer that has been loaded may be in another order than on other ranks.
+    # Slots of an optimizer with a loaded state may be ordered differently on other ranks.
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
             else shard.joined(gathered(tensor.detach(), group)) for key, tensor in sorted(state.items())}
 
 
 def whole_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """A layer's whole parameters and buffers. All ranks of a worker must call this together."""
-    found = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    return found if group is None else {
+    """Return a layer's whole parameters and buffers. All ranks of the worker must call this function together."""
+    tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    return tensors if group is None else {
         name: tensor if (shard := shards_of(module).get(name)) is None else shard.joined(gathered(tensor, group))
-        for name, tensor in found.items()}
+        for name, tensor in tensors.items()}
 
 
 def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
-    """The tensors of all ranks, [ranks, ...]."""
-    found = tensor.new_empty((group.size(), *tensor.shape))
-    all_gather_single(found, tensor.contiguous(), group)
-    return found
+    """Return the tensors of all ranks, [ranks, ...]."""
+    all_parts = tensor.new_empty((group.size(), *tensor.shape))
+    all_gather_single(all_parts, tensor.contiguous(), group)
+    return all_parts
 
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
-    """How a tensor of a state is cut: as its parameter is, if it has an element for each of the parameter's."""
+    """Return the shard of the parameter to which a state's tensor belongs; None if the tensor lacks that dimension."""
     shard = shards.get(name_of(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard

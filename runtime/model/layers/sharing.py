@@ -1,8 +1,8 @@
 """Parameters that several layers share, such as an embedding and the head that is tied to it.
 
-Each of the layers has the parameter, under a name of its own, so that any worker can hold any of them. Where a worker
-holds several, they are one tensor. Gradients are summed over all workers that hold any, before they step; optimizers
-are elementwise, so that all copies stay equal bit for bit. Files and digests have the first name of a group.
+Each of the layers has the parameter under a name of its own, so that any worker can hold any of them. On a worker that
+holds several, they are one tensor. Gradients are summed over all workers that hold any of them before these step.
+Optimizers are elementwise, so all copies stay equal bit for bit. Files and digests use the first name of a group.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,7 +14,7 @@ from slipstream.runtime.config import ConfigError
 
 
 class Place(NamedTuple):
-    """A parameter of a layer."""
+    """Parameter of a layer, by the layer's number and the name within the layer."""
 
     layer: int
     name: str
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Sharing:
-    """Which parameters are one: groups of places, each in another layer; of a model whose last layer is `last`."""
+    """Groups of parameters of different layers that are one parameter; `last` is the model's last layer."""
 
     def __init__(self, groups: tuple[tuple[Place, ...], ...] = (), last: int | None = None) -> None:
         self.groups = groups
@@ -32,40 +32,40 @@ class Sharing:
         self._first = {place: group[0] for group in groups for place in group}
 
     def first(self, layer: int, name: str) -> Place:
-        """The first of its group; itself where it is not shared."""
+        """Return the first parameter of the group that this one is in; the parameter itself if it is not shared."""
         place = Place(layer, name)
         return self._first.get(place, place)
 
     def is_shared(self, layer: int, name: str) -> bool:
-        """Whether another layer has it, too."""
+        """Return whether another layer shares this parameter."""
         return (layer, name) in self._first
 
     def copies(self, layer: int) -> dict[str, Place]:
-        """A layer's parameters that belong to another one, each with its first place."""
+        """Return a layer's parameters that belong to other layers, each with the first parameter of its group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def held(self, layers: Collection[int]) -> Iterator[tuple[Place, list[Place]]]:
-        """The groups that some layers have part in: the first place, and those in these layers."""
+        """Yield each group that has parameters in `layers`: its first parameter, and those in these layers."""
         for group in self.groups:
-            mine = [place for place in group if place.layer in layers]
-            if mine:
-                yield group[0], mine
+            places = [place for place in group if place.layer in layers]
+            if places:
+                yield group[0], places
 
     def tie(self, layers: Mapping[int, nn.Module]) -> None:
-        """Make what these layers share one tensor: that of the first of them."""
-        for _, (one, *others) in self.held(layers):
-            parameter = layers[one.layer].get_parameter(one.name)
+        """Make the parameters that these layers share one tensor, that of the first of these layers."""
+        for _, (source, *others) in self.held(layers):
+            parameter = layers[source.layer].get_parameter(source.name)
             for other in others:
                 put_tensor(layers[other.layer], other.name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's whole state (`part_state.whole`) as it is written: without what belongs to another layer."""
+        """Return a layer's whole state (`part_state.whole`) without parameters that belong to another layer."""
         copies = self.copies(layer)
         return {key: tensor for key, tensor in state.items() if name_of(key) not in copies}
 
     def with_copies(self, layer: int, state: Mapping[str, Tensor],
                     read: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """A layer's state from what was written: with what belongs to other layers, whose states `read` gives."""
+        """Return a written state completed by parameters that belong to other layers, whose states `read` returns."""
         whole = dict(state)
         for name, first in self.copies(layer).items():
             for key, tensor in read(first.layer).items():
@@ -75,10 +75,11 @@ class Sharing:
 
 
 NOTHING_SHARED = Sharing()
+"""Sharing of a model whose layers share no parameters."""
 
 
 def sharing_of(model: Any) -> Sharing:
-    """What a model's layers share: its `shared`, groups of "LAYER.NAME". Raises ConfigError where that is no such."""
+    """Return the groups of a model's attribute `shared`. Raises ConfigError unless these are groups of "LAYER.NAME"."""
     groups = getattr(model, "shared", ())
     try:
         return Sharing(tuple(tuple(_place(text, model.layers) for text in group) for group in groups), model.layers - 1)
@@ -88,6 +89,7 @@ def sharing_of(model: Any) -> Sharing:
 
 
 def _place(text: str, layers: int) -> Place:
+    """Parse "LAYER.NAME". Raises ValueError if it is malformed or the model has no such layer."""
     layer, _, name = text.partition(".")
     if not name or not 0 <= int(layer) < layers:
         raise ValueError(text)
@@ -95,12 +97,12 @@ def _place(text: str, layers: int) -> Place:
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or a buffer in the place of the one of this name."""
+    """Replace the parameter or buffer of this name in a module."""
     owner, _, own = name.rpartition(".")
     setattr(module.get_submodule(owner), own, tensor)
 
 
 def name_of(key: str) -> str:
-    """The parameter's name in that of a state's tensor."""
+    """Return the name of the parameter that a tensor of a layer's state belongs to."""
     kind, _, name = key.partition(".")
     return name if kind == "model" else name.partition(".")[2]

@@ -1,12 +1,13 @@
-"""The backward in two: I, which gives the gradient of the input, and W, which gives those of the weights.
+"""The backward in two: I computes the gradient of the input, and W computes those of the weights.
 
-While a stage's forward runs under `deferring`, every matrix product with a parameter is recorded as one whose backward
-gives the gradient of its input only and leaves its weight gradient as work for later. I is then an ordinary backward,
-and frees the graph as one; W runs the work that it left. Nothing else is changed: a parameter used in any other way
-(norms, embeddings, inside `nn.MultiheadAttention`) gets its gradient in I, earlier than it might but exactly.
+While a stage's forward runs under `deferring`, every matrix product with a parameter is recorded as a product whose
+backward computes the gradient of its input only, and leaves its weight gradient as work for later. I is then an
+ordinary backward, and frees the graph as one; W runs the work that I left. Nothing else is changed: a parameter used in
+any other way (norms, embeddings, inside `nn.MultiheadAttention`) gets its gradient in I, earlier than necessary but
+exactly.
 
-The idea of the split is Zero Bubble's (Qi et al., ICLR 2024, arXiv 2401.10241). torch's own
-stage_backward_input and stage_backward_weight keep the graph alive from I to W, and refuse outputs that are views.
+The idea of the split is from Zero Bubble (Qi et al., ICLR 2024, arXiv 2401.10241). torch's own stage_backward_input and
+stage_backward_weight keep the graph alive from I to W, and refuse outputs that are views.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from slipstream.runtime.torch_private import has_gradient_hooks, run_backward
 
 WeightWork = deque[Callable[[], None]]
-"""What W has to run, in the order in which I left it."""
+"""Calls that W has to run, in the order in which I left them."""
 
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
@@ -31,9 +32,9 @@ _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None
 
 @contextmanager
 def deferring(work: WeightWork) -> Iterator[None]:
-    """Run a forward in here, and weight gradients will become entries of `work` when its backward runs.
+    """Defer weight gradients of the forward that runs within the context: its backward appends them to `work`.
 
-    Parameters that carry hooks are left alone, so that the hooks see what they expect.
+    Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
     """
     before = _CURRENT.set(work)
     try:
@@ -44,31 +45,32 @@ def deferring(work: WeightWork) -> Iterator[None]:
 
 
 def weight_work() -> WeightWork | None:
-    """Where an autograd.Function of one's own may leave what belongs into W; to be asked for in its forward.
+    """Return the list to which a user's autograd.Function can append the work of W; None if its backward must do it.
 
-    Its backward appends calls that add to `.grad`. None: it has to do all at once.
+    To be called in the function's forward. Its backward appends calls that add to `.grad`.
     """
     return _CURRENT.get()
 
 
 def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
-    """I: an ordinary backward from outputs computed under `deferring(work)`, each with its gradient.
+    """Run I: an ordinary backward from outputs computed under `deferring(work)`, each with its gradient.
 
-    Activation checkpointing works, reentrant or not: its recomputation must see what the forward saw, so the mode has
-    to be active within the backward. torch.autograd.backward would suspend it, the engine that it calls does not.
+    Activation checkpointing works, reentrant or not. Its recomputation must run under the same mode as the forward, so
+    the mode has to be active within the backward. torch.autograd.backward would suspend the mode; the engine that it
+    calls, which is used here, does not.
     """
     with deferring(work):
         run_backward(outputs, gradients)
 
 
 def backward_weight(work: WeightWork) -> None:
-    """W: add the deferred weight gradients to the parameters' `.grad`, freeing each entry as it is done."""
+    """Run W: add the deferred weight gradients to the parameters' `.grad`, and free each entry when it is done."""
     while work:
         work.popleft()()
 
 
 class _Product(NamedTuple):
-    """A product of a value with a parameter: value @ weight^T + bias, or value @ weight + bias when `transposed`."""
+    """Product of a value with a parameter: value @ weight^T + bias, or value @ weight + bias if `transposed`."""
 
     value: Tensor
     weight: Tensor
@@ -98,13 +100,14 @@ PRODUCTS: Mapping[Callable[..., Any], Callable[..., _Product]] = {
     torch.mm: _mm, Tensor.mm: _mm,
     torch.addmm: _addmm,
 }
+"""Functions of torch whose weight gradients are deferred, each with a function that parses its arguments."""
 
 
 _LEAVING: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
 
 
 def leaves_work(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
-    """Whenever compiled code calls an op in its backward, I leaves what `work` makes of its arguments."""
+    """Register an op of compiled backwards: when I calls it, `work` makes a call for W from the op's arguments."""
     _LEAVING[op] = work
 
 
@@ -116,12 +119,12 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LEAVING and type(args[0]) is Tensor:  # else it is compiled at this moment
+        if func in _LEAVING and type(args[0]) is Tensor:  # otherwise it is being compiled
             self._work.append(_LEAVING[func](*args))
         elif func in PRODUCTS and torch.is_grad_enabled():
             try:
                 product = PRODUCTS[func](*args, **kwargs)
-            except TypeError:  # an argument of the less usual kind (out, alpha, ...)
+            except TypeError:  # a less usual argument (out, alpha, ...)
                 return func(*args, **kwargs)
             if _deferrable(product):
                 return _DeferredProduct.apply(  # type: ignore[no-untyped-call]
@@ -130,19 +133,20 @@ class _Deferring(TorchFunctionMode):
 
 
 def _deferrable(product: _Product) -> bool:
+    """Return whether the weight gradient of a product can be deferred."""
     value, weight, bias, _ = product
     return (isinstance(value, Tensor) and _trained(weight) and weight.dim() == 2 and value.dim() >= 1
             and (bias is None or (_trained(bias) and bias.dim() == 1)))
 
 
 def _trained(tensor: Tensor) -> bool:
-    """Whether a gradient may be added to `tensor.grad` behind autograd's back."""
+    """Return whether a gradient may be added to `tensor.grad` directly, without autograd."""
     return (isinstance(tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.requires_grad
             and not tensor.is_complex() and not has_gradient_hooks(tensor))
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """The cast that autocast would make of a matrix product's operand."""
+    """Return a matrix product's operand, cast as autocast would cast it."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -157,8 +161,8 @@ class _DeferredProduct(torch.autograd.Function):
         ctx.save_for_backward(value, used)
         ctx.weight, ctx.bias, ctx.transposed, ctx.work = weight, bias, transposed, work
         product = multiplied(value, used, bias, transposed)
-        # Of three and more dimensions it is a view of a matrix, which a following in-place op would refuse: `.data`,
-        # other than `.detach()`, is none.
+        # With three or more dimensions it is a view of a matrix, which an in-place op after it would refuse. `.data`,
+        # unlike `.detach()`, is not a view.
         return product.data
 
     @staticmethod
@@ -172,14 +176,14 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def multiplied(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """A `_Product` of operands of one dtype."""
+    """Compute a `_Product` whose operands have the same dtype."""
     if not transposed:
         return functional.linear(value, weight, bias)
     return value @ weight if bias is None else torch.addmm(bias, value, weight)
 
 
 class ProductWork(NamedTuple):
-    """One deferred weight gradient: what went in, the gradient of what came out, and whose gradient it is."""
+    """Deferred weight gradient of one product: its input, the gradient of its output, and the parameters."""
 
     value: Tensor
     gradient: Tensor
@@ -189,7 +193,7 @@ class ProductWork(NamedTuple):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add it to the weight's, and that of the bias to the bias'."""
+        """Compute the gradients of the weight and the bias, and add them to `.grad`."""
         value = self.value.reshape(-1, self.value.shape[-1])
         gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
         _accumulate(self.weight, value.t() @ gradient if self.transposed else gradient.t() @ value)
@@ -198,7 +202,7 @@ class ProductWork(NamedTuple):
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad` as autograd would: the product is rounded before it is added, so the sums agree bit for bit."""
+    """Add a gradient to `.grad` as autograd would: rounded before it is added, so the sums are equal bit for bit."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

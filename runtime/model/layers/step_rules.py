@@ -1,8 +1,9 @@
-"""Parameters that a rule of their layer steps, in place of the optimizer: what follows from what a layer counts.
+"""Parameters that a rule of their layer steps, in place of the optimizer, from values that the layer counts.
 
-Such a parameter is state like any other: its "gradient" may be no derivative, such as the tokens that each expert was
-given (`leave_gradient`), but it is summed over all micro-batches and workers, and what steps by it is undone, moves and
-is saved with the layer. It is never cut, scaled, or counted in the norm of gradients.
+Such a parameter is state like any other. Its "gradient" need not be a derivative: it can be the tokens that each expert
+was given (`leave_gradient`). The gradient is summed over all micro-batches and workers, and the parameter's steps can
+be undone, and are moved and saved with the layer. The parameter is never sharded, its gradient never scaled or counted
+in the norm of gradients.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError
 
 StepRule = Callable[[Tensor, Tensor], None]
-"""Changes a parameter in place by the sum of its gradients, in the parameter's own dtype; it depends on nothing else.
+"""Function that changes a parameter in place from the sum of its gradients, in the parameter's own dtype.
+
+It must depend on nothing else.
 """
 
 
@@ -25,9 +28,9 @@ def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
 
 
 def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless each rule is one of a trained parameter that no other layer shares.
+    """Raise ConfigError unless each rule belongs to a trained parameter that no other layer shares.
 
-    `trained` are the names of the layer's trained parameters, and whether other layers share them.
+    The last argument maps the names of the layer's trained parameters to whether other layers share them.
     """
     for name in rules:
         if trained.get(name) is not False:
@@ -37,12 +40,12 @@ def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained:
 
 
 def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the value; the backward through it adds `gradient` to the parameter's, once for each micro-batch.
+    """Return the value; the backward through it adds a gradient to the parameter's, once for each micro-batch.
 
-    The gradient is taken as it is: what a micro-batch's loss counts does not scale it.
+    The gradient is added as it is: the weight of the micro-batch's loss does not scale it.
     """
-    left: Tensor = _Left.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
-    return left
+    passed: Tensor = _Left.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
+    return passed
 
 
 class _Left(torch.autograd.Function):

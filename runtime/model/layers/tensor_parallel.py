@@ -1,7 +1,7 @@
-"""Collectives over the ranks of a worker that a backward goes through, for tensor-parallel layers.
+"""Collectives over the ranks of a worker with a backward, for tensor-parallel layers.
 
 They come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv 1909.08053; sequence parallelism:
-Korthikanti et al., arXiv 2205.05198). Where a worker is one process, they do nothing.
+Korthikanti et al., arXiv 2205.05198). They do nothing if a worker is one process.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,30 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """The parts of all ranks, one after the other along a dimension; backward: `sum_parts`."""
+    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`."""
     return _with_parts(_gather, _sum, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """This rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
+    """Return this rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
     return _with_parts(_sum, _gather, tensor, dim, group)
 
 
 def gather_whole(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """The parts of all ranks, with which all do the same from here to `own_part`; backward: this rank's part."""
+    """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient.
+
+    All ranks must compute the same with the result, up to `own_part`.
+    """
     return _with_parts(_gather, _own, tensor, dim, group)
 
 
 def own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """This rank's part of what all have computed; backward: the gradients of all parts, for all."""
+    """Return this rank's part of a tensor that all ranks computed; backward: the gradients of all parts."""
     return _with_parts(_own, _gather, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
-    """The sum over all ranks, which all have; backward: each has the gradient of the sum."""
+    """Return the sum over all ranks, on every rank; backward: each rank gets the gradient of the sum."""
     if group is None:
         return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -46,7 +49,7 @@ def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
 
 
 def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Parameters that all ranks have and each uses on its part of the data; backward: gradients summed over all."""
+    """Return parameters that all ranks have and use on their parts of the data; backward: gradients are summed."""
     if group is None:
         return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
@@ -54,7 +57,7 @@ def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tenso
 
 
 def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """This rank's part of what all ranks have; nothing is sent."""
+    """Return this rank's part, along a dimension, of a tensor that all ranks have. Nothing is communicated."""
     return tensor if group is None else in_parts(tensor, dim, group.size()).select(dim, group.rank())
 
 
@@ -70,12 +73,12 @@ def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _own(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-    # A copy: torch refuses to change a view that a function of one's own gives.
+    # A copy: torch does not allow in-place changes of a view that a custom autograd.Function returns.
     return part_of(tensor, dim, group).clone(memory_format=torch.contiguous_format)
 
 
 def _with_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return what `forward` gives, whose gradient is passed on by `backward`; without ranks, the tensor as it is."""
+    """Apply `forward` to the tensor, and `backward` to the result's gradient; without a group, do nothing."""
     if group is None:
         return tensor
     result: Tensor = _Parts.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]
@@ -113,7 +116,7 @@ class _ForAllRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.cat([gradient.flatten() for gradient in gradients])  # of the widest dtype
+        total = torch.cat([gradient.flatten() for gradient in gradients])  # in the widest dtype
         distributed.all_reduce(total, group=ctx.group)
         parts = torch.split(total, [gradient.numel() for gradient in gradients])
         return None, *(part.view_as(gradient).to(gradient.dtype)

@@ -1,6 +1,6 @@
-"""Layers that are about to be filled with somebody's state: nothing is drawn for them, and nothing is read.
+"""Layers built to be filled with received or stored state: no initial values are drawn or read for them.
 
-Their parameters hold anything. Buffers, of which a state may lack some, are computed as ever.
+Their parameters have arbitrary values. Buffers are computed as usual, since a state may lack some.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ _CURRENT: ContextVar[bool] = ContextVar("unfilled", default=False)
 
 
 def is_unfilled() -> bool:
-    """Whether a model that builds a layer may leave its parameters as they happen to be."""
+    """Return whether a model that builds a layer may leave its parameters uninitialized."""
     return _CURRENT.get()
 
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Build a layer in here, and no call changes its parameters in place."""
+    """Build layers without initial values within the context: no call changes a parameter in place."""
     before = _CURRENT.set(True)
     try:
         with _Unchanged():
@@ -32,7 +32,7 @@ def unfilled() -> Iterator[None]:
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """A layer that is not filled, on a device: nothing of its parameters is copied there."""
+    """Move an uninitialized layer to a device. The values of its parameters are not copied."""
     for parameter in module.parameters():
         if parameter.device != device:
             parameter.data = torch.empty_like(parameter, device=device)
@@ -40,7 +40,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Unchanged(TorchFunctionMode):
-    """Calls that would change a parameter in place do nothing: to draw billions of numbers takes seconds."""
+    """Mode that skips in-place changes of parameters, because drawing billions of numbers takes seconds."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -1,11 +1,12 @@
-"""The ranks of a worker that is a group of processes, with `[training] tensor_parallel`: one process group for layers.
+"""Process group of a worker's ranks, for layers: with `[training] tensor_parallel` a worker is several processes.
 
-Layers keep this one group for as long as their process lives (a DeviceMesh of torch's can be made of it), whereas what
-carries tensors is made anew for each order (`runtime.replay.links`), and put in here with `connect`. While
-nothing is, this rank stands for all: collectives give the shapes of the real ones, as if each rank had what this one
-has. So the forms of what passes between layers are found without any process, and an op is measured by itself.
+Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made of it. The
+connection that carries its tensors is rebuilt for each order (`runtime.replay.links`), and set here with `connect`.
+Without a connection, collectives compute results of the right shapes, as if each rank had the same tensors as this one.
+So the forms of the values between layers can be found in a single process, and an op can be measured by itself.
 
-Collectives are over, or on the device's stream, when they return. What fails raises the `guard`'s error.
+When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the error of the
+connection's `guard`.
 """
 
 import contextlib
@@ -21,39 +22,41 @@ from torch import Tensor, distributed
 from slipstream.runtime.torch_private import HashStore, without_process_groups
 
 NAME = "slipstream"
-"""Of the backend, for torch.distributed."""
+"""Name of the backend in torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What carries the tensors of an order."""
+    """Connection that carries the group's tensors during one order."""
 
     backend: Any
-    """One of torch.distributed, for these ranks: calls are passed on to it."""
+    """Backend of torch.distributed for these ranks, to which calls are passed on."""
     guard: Callable[[str], AbstractContextManager[None]]
-    """Made with what is done, and entered for each collective: turns errors into those of the caller."""
+    """Function that takes a description of a collective and returns a context for it, which converts errors for the
+    caller."""
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     staged: bool
-    """Whether its tensors pass through the host's memory."""
+    """True if tensors pass through host memory."""
 
 
 class _Done(distributed.Work):
-    """A collective that is over."""
+    """Collective that has ended."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
-        """Returns at once."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class WorkerGroup(distributed.ProcessGroup):
-    """A torch.distributed process group of the ranks of one worker: `all_reduce`, `all_gather_single`,
-    `reduce_scatter_single`, `broadcast` and `barrier`, and what torch makes of these, such as DTensor's redistributions
-    between shards, replicas and partial sums.
+    """Process group of torch.distributed for the ranks of one worker.
+
+    It supports `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `broadcast` and `barrier`, and what torch
+    builds on these, such as DTensor's redistributions between shards, replicas and partial sums.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -64,33 +67,33 @@ class WorkerGroup(distributed.ProcessGroup):
         self._group_name = NAME
 
     def connect(self, connection: Connection | None) -> None:
-        """From now on, tensors go this way; None: this rank stands for all."""
+        """Set the connection that carries tensors from now on; None: this rank simulates all ranks."""
         with self._lock:
             self._connection = connection
 
     def disconnect(self, connection: Connection) -> None:
-        """Unless they go another way by now, from now on this rank stands for all."""
+        """Remove a connection, unless it has been replaced by now; then this rank simulates all ranks."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
 
     def getBackendName(self) -> str:
-        """As torch.distributed knows it."""
+        """Return the name of the backend in torch.distributed."""
         return NAME
 
     def getGroupName(self) -> str:
-        """By which compiled code finds it."""
+        """Return the name by which compiled code finds the group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch.distributed."""
+        """Set the name of the group. Called by torch.distributed."""
         self._group_name = name
 
     _set_group_name = setGroupName
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """By which compiled code finds it."""
+        """Name by which compiled code finds the group."""
         return self._group_name
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor],  # type: ignore[override]
@@ -107,7 +110,7 @@ class WorkerGroup(distributed.ProcessGroup):
         return self.allreduce(tensors, _reduce_options(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
-        """Send one rank's tensors to all."""
+        """Send one rank's tensors to all ranks."""
         for tensor in tensors:
             with self._carried("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -115,12 +118,12 @@ class WorkerGroup(distributed.ProcessGroup):
         return _Done()
 
     def scatter(self, *_: Any, **__: Any) -> distributed.Work:
-        """Layers are built by all ranks alike, and before these are connected."""
+        """Raise RuntimeError, because layers are built identically on all ranks, and before these are connected."""
         raise RuntimeError("parameters cannot be scattered while layers are built: all ranks build the same, so give "
                            "parallelize_module src_data_rank=None")
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:  # noqa: ARG002
-        """Gather the tensors of all ranks, one after the other in `output`."""
+        """Gather the tensors of all ranks, concatenated in `output`."""
         with self._carried("gathering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(self._size, -1).copy_(given.reshape(1, -1).expand(self._size, -1))
@@ -129,7 +132,7 @@ class WorkerGroup(distributed.ProcessGroup):
         return _Done()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:
-        """Reduce what is in `input`, and give each rank its part of that."""
+        """Reduce `input` over all ranks, and write this rank's part of the result to `output`."""
         with self._carried("reducing and scattering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(-1).copy_(given.reshape(self._size, -1)[self._index])
@@ -140,34 +143,34 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
-        """`all_gather_single`, several times."""
+        """Call `all_gather_single` for each pair of tensors."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts)
         return _Done()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
-        """`reduce_scatter_single`, several times."""
+        """Call `reduce_scatter_single` for each pair of tensors."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
         return _Done()
 
     def barrier(self, opts: Any = None) -> distributed.Work:  # noqa: ARG002
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this method."""
         connection = self._connection
         return self.allreduce(torch.zeros(
             1, dtype=torch.float32, device=None if connection is None else connection.device))
 
     def all_ready(self, ready: bool) -> bool:
-        """Whether this is so at all ranks, which must ask together."""
+        """Return whether `ready` is true on all ranks, which must call this method together."""
         connection = self._connection
         if connection is None:
             return ready
-        found = torch.tensor([float(ready)], dtype=torch.float32, device=connection.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MIN, self)
-        return bool(found.item())
+        lowest = torch.tensor([float(ready)], dtype=torch.float32, device=connection.device)
+        distributed.all_reduce(lowest, distributed.ReduceOp.MIN, self)
+        return bool(lowest.item())
 
-    # As compiled code calls them.
+    # Names by which compiled code calls them.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
@@ -176,13 +179,13 @@ class WorkerGroup(distributed.ProcessGroup):
     @contextlib.contextmanager
     def _carried(self, what: str, outputs: Sequence[Tensor], input: Tensor
                  ) -> Iterator[tuple[Connection | None, list[Tensor]]]:
-        """The connection, and outputs and input as it carries them; at the end, the outputs are as they should be."""
-        connection, given = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
+        """Yield the connection, with tensors in memory that it can carry, and then copy results to the outputs."""
+        connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
         if connection is None:
-            yield None, given
+            yield None, tensors
             return
         with connection.guard(f"{what} among the ranks of this worker"):
-            carried = [tensor.cpu() for tensor in given] if connection.staged else given
+            carried = [tensor.cpu() for tensor in tensors] if connection.staged else tensors
             yield connection, carried
         for output, arrived in zip(outputs, carried, strict=False):
             if arrived is not output:
@@ -190,7 +193,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
 
 def _reduce_options(options: Any) -> Any:
-    """Those of one of several reductions that were asked for together."""
+    """Return the options of a single reduction from those of several reductions requested together."""
     single = distributed.AllreduceOptions()
     if options is not None:
         single.reduceOp = options.reduceOp
@@ -198,29 +201,29 @@ def _reduce_options(options: Any) -> Any:
 
 
 class _Present(threading.local):
-    """The group that a thread stands in for."""
+    """Group that a thread simulates a rank of."""
 
     group: WorkerGroup | None = None
 
 
 _PRESENT = _Present()
 _OWN: list[WorkerGroup] = []
-"""That of this process, where it has one."""
+"""Group of this process, if it has one."""
 
 
 def worker_group() -> WorkerGroup | None:
-    """The ranks of this worker, for collectives in layers; None where a worker is one process."""
+    """Return the process group of this worker's ranks, for collectives in layers; None if a worker is one process."""
     return _PRESENT.group or (_OWN[-1] if _OWN else None)
 
 
 def first_rank() -> bool:
-    """Whether this process speaks for its worker in what all ranks have alike."""
+    """Return whether this process is the first rank of its worker, which reports values that are equal on all ranks."""
     group = worker_group()
     return group is None or group.rank() == 0
 
 
 def enter_group(rank: int, size: int) -> WorkerGroup | None:
-    """This process is one of the ranks of a worker, for good; the group is torch.distributed's default one, too."""
+    """Make this process a rank of a worker permanently; its group also becomes torch.distributed's default one."""
     if size == 1:
         return None
     group = WorkerGroup(rank, size)
@@ -231,9 +234,9 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
 
 @contextlib.contextmanager
 def standing_in(size: int, rank: int = 0) -> Iterator[None]:
-    """In here, this thread stands for one of so many ranks, to find out what that would hold and pass.
+    """Let this thread simulate one of `size` ranks within the context, to find out what that rank would hold.
 
-    A process group that the program has by itself is not torch.distributed's default one meanwhile.
+    A process group that the program itself has is not torch.distributed's default group meanwhile.
     """
     if size == 1:
         yield
@@ -251,7 +254,7 @@ def standing_in(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _make_default(rank: int, size: int) -> None:
-    """The present group becomes torch.distributed's default one."""
+    """Make the current group torch.distributed's default group."""
     if NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
     distributed.init_process_group(NAME, rank=rank, world_size=size, store=HashStore())

@@ -1,20 +1,20 @@
-"""The layers that a worker holds, their gradients, and the optimizer that steps them.
+"""Layers that a worker holds, their gradients, and the optimizer that steps them.
 
     holding           layers, gradients, one optimizer
-    undoable_steps    steps that can be undone exactly; the optimizers there are
-    parameter_groups  which options of the optimizer each parameter has
-    muon              Muon, and AdamW beside it
+    undoable_steps    steps that can be undone exactly; the built-in optimizers
+    parameter_groups  the options of the optimizer that each parameter has
+    muon              Muon, with AdamW for the parameters that it does not step
     learning_rate     the learning rate of an iteration
-    clipping          how far to scale a step down, or not to make it
+    clipping          the factor of the gradients in a step, or that there is no step
     steps             steps that depend on the gradients of all layers, validated afterwards
-    parts             which worker keeps which part of a layer's optimizer state, and a copy of which
+    parts             the worker that owns each part of a layer's optimizer state, and its buddy
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer, of parts of layers, and of float32 master weights
     late_steps        steps of copies of others' parts, made once their iteration is committed
-    copied_sums       where the gradients for them come
-    followed_part     parts that another worker keeps, on their way here while it trains
-    layer_sizes       how large layers are that another worker needs
-    version           which iteration some state is that after, and whether it is whole
+    copied_sums       buffers for the gradient sums of these copies
+    followed_part     parts that another worker owns, received while it trains
+    layer_sizes       sizes of layers that another worker needs
+    version           the iteration that some state is the result of, and whether it is whole
     digest            a short text for a set of tensors
-    checksum          a number for tensors, by which copies are compared while all train
+    checksum          a number for tensors, by which copies are compared during training
 """

@@ -1,4 +1,4 @@
-"""What the gradients of the whole model say about a step: how far to scale it down, or not to make it."""
+"""Factor by which a step scales the gradients of the whole model, or the decision to skip the step."""
 
 import math
 from collections.abc import Iterable
@@ -9,29 +9,33 @@ from torch import Tensor
 from slipstream.runtime.config import TrainingConfig
 
 CHUNK = {"cpu": 2**18, "cuda": 2**22}
-"""Elements of a gradient that are in float64 at a time: 2 MiB of the host, which stay in its cache (with 32 MiB, which
-are new pages each time, the sum took three times as long); on a GPU fewer and larger kernels."""
+"""Number of gradient elements converted to float64 at a time.
+
+On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three times as long. On a
+GPU, chunks are larger, for fewer and larger kernels.
+"""
 ADDED = 1e-6
-"""To the norm that gradients are divided by: torch.nn.utils.clip_grad_norm_ does so, and all who call it."""
+"""Number added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_ and its users."""
 
 
 def squares_of(gradient: Tensor) -> Tensor:
-    """The sum of squares, in float64; no whole copy of the gradient is made."""
+    """Return the sum of squares of a gradient, in float64, without a whole copy of the gradient."""
     flat = gradient.detach().reshape(-1)
     sums = [chunk.to(torch.float64, copy=True).square_().sum() for chunk in torch.split(flat, CHUNK[flat.device.type])]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 
 def watches_gradients(config: TrainingConfig) -> bool:
-    """Whether a step depends on the gradients of other stages."""
+    """Return whether a step depends on the gradients of other stages."""
     return config.clip_norm is not None or config.skip_nonfinite
 
 
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
-    """What to multiply all gradients by; None: make no step.
+    """Return the factor of all gradients; None if the step is skipped.
 
-    `squares` are the sums of squares of each layer's gradients (`PartOptimizer.squares`). Their sum is rounded
-    once, so that neither their order nor who holds which layer matters: all workers come to the same bits.
+    Its argument `squares` is the sum of squares of each layer's gradients (`PartOptimizer.squares`). Their sum is
+    rounded once, so it depends neither on their order nor on which worker holds which layer: all workers get the same
+    bits.
     """
     norm = math.sqrt(_total(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
@@ -41,6 +45,7 @@ def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | Non
 
 
 def _total(squares: Iterable[float]) -> float:
+    """Return the sum of squares, rounded once; infinity if it overflows."""
     try:
         return math.fsum(squares)
     except OverflowError:

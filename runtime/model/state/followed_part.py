@@ -1,11 +1,12 @@
-"""Parts of layers that another worker keeps, on their way here while it trains.
+"""Parts of layers that another worker owns, received while it trains.
 
-Of a part with optimizer state the state comes once, and then the gradients of each step. It is a whole part of whoever
-sends it, and stepped by itself, as there: the ends of a vector are computed otherwise than its middle, so that steps
-of other spans would not end in the same bits. Of a part without state, the parameters come anew after each step.
+Of a part with optimizer state, the state is received once, and then the gradients of each step. It is a whole part of
+the sender, and is stepped separately, as on the sender: the ends of a vector are computed differently from its middle,
+so steps of other spans would not give the same bits. Of a part without state, the parameters are received again after
+each step.
 
-What follows lies in host memory, as plans leave no room for it on a device. Each tensor is stepped by itself on the
-device that computes, as CPUs would not end in the same bits: only one at a time is there.
+Received parts lie in host memory, because plans leave no room for them on a device. Each tensor is stepped by itself on
+the device that computes, as CPUs would not give the same bits; only one tensor at a time is on the device.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ HOST = torch.device("cpu")
 
 
 class SteppedPart(UndoableSteps):
-    """With the optimizer's state. `module` is the layer, of which nothing is changed; `device` is what computes."""
+    """Received part with the optimizer's state; `module`, the layer, stays unchanged, and `device` computes steps."""
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -48,13 +49,15 @@ class SteppedPart(UndoableSteps):
                 self.states[piece][slot] = tensor.view(piece.shape) if flat else tensor
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """The sender has stepped by these gradients; none: it made no step. Raises ValueError where they do not fit,
-        and VersionError where they are not those of the next step."""
+        """Make the step that the sender made with these gradients; without any, the sender made no step.
+
+        Raises ValueError if the gradients do not fit, and VersionError if they are not those of the next step.
+        """
         if not tensors:
             self.step(iteration, None)
             return
-        if {name: one.numel() for name, one in tensors.items()} != {
-                name: one.numel() for name, one in self._pieces.items()}:
+        if {name: tensor.numel() for name, tensor in tensors.items()} != {
+                name: tensor.numel() for name, tensor in self._pieces.items()}:
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
         for name, piece in self._pieces.items():
             piece.grad = tensors[name].to(HOST, piece.dtype).view(piece.shape)
@@ -63,6 +66,7 @@ class SteppedPart(UndoableSteps):
             piece.grad = None
 
     def _make_step(self, factor: float) -> None:
+        """Save copies, and step the tensors one by one. Gradients arrive scaled."""
         assert factor == 1.0, "what comes are the gradients that were stepped by"
         stepped = self._stepped()
         self._save(stepped)
@@ -74,7 +78,7 @@ class SteppedPart(UndoableSteps):
                 self._step_on_device(piece, gradient)
 
     def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
-        """Step one tensor; what is live stays in the same host memory."""
+        """Step one tensor on the device, and copy it back to the same host memory."""
         parameter, slots = piece.data, self.tensors_of(piece)
         piece.data = parameter.to(self._device)
         for slot, value in slots.items():
@@ -86,44 +90,47 @@ class SteppedPart(UndoableSteps):
             self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
 
     def state(self) -> PartState:
-        """The part; the tensors themselves."""
-        found = dict(self._part.tensors)
+        """Return the part, with the live tensors."""
+        tensors = dict(self._part.tensors)
         for name, piece in self._pieces.items():
-            found[f"model.{name}"] = piece.detach().view(-1)
-            found |= {f"optimizer.{slot}.{name}": flattened(value, piece)
-                      for slot, value in self.tensors_of(piece).items()}
-        return self._part._replace(tensors=found, after=self.version.after)
+            tensors[f"model.{name}"] = piece.detach().view(-1)
+            tensors |= {f"optimizer.{slot}.{name}": flattened(value, piece)
+                        for slot, value in self.tensors_of(piece).items()}
+        return self._part._replace(tensors=tensors, after=self.version.after)
 
 
 class CopiedPart:
-    """Parameters alone; or what does not change, where the sender waits. They are as they are before an iteration."""
+    """Received part without the optimizer's state, or one that does not change because its sender waits.
+
+    Its tensors are those from before an iteration until that iteration's tensors arrive.
+    """
 
     def __init__(self, part: PartState) -> None:
         assert part.after is not None
         self._part = part
         self._last: Mapping[int, Mapping[str, Tensor]] = {part.after: part.tensors}
-        """By the iteration after which they were so: the last two."""
+        """Tensors of the last two iterations, by the iteration after which they are the state."""
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """The sender has stepped: these are the parameters after that. Raises ValueError where they do not fit."""
-        if {key: one.shape for key, one in tensors.items()} != {
-                key: one.shape for key, one in self._part.tensors.items()}:
+        """Store the parameters after the sender's next step. Raises ValueError if they do not fit, and VersionError."""
+        if {key: tensor.shape for key, tensor in tensors.items()} != {
+                key: tensor.shape for key, tensor in self._part.tensors.items()}:
             raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
         before = max(self._last)
         Version(before).require(iteration - 1, f"a part of layer {self._part.layer}")
         self._last = {before: self._last[before], iteration: tensors}
 
     def go_back(self, committed: int) -> None:
-        """Be as it is after an iteration: the last one, or the one before. Raises VersionError."""
+        """Return to the tensors after one of the last two iterations. Raises VersionError for any other."""
         Version(committed if committed in self._last else max(self._last)).require(
             committed, f"a part of layer {self._part.layer}")
         self._last = {committed: self._last[committed]}
 
     def state(self) -> PartState:
-        """The part; the tensors themselves."""
+        """Return the part, with the live tensors."""
         after = max(self._last)
         return self._part._replace(tensors=self._last[after], after=after)
 
 
 FollowedPart = SteppedPart | CopiedPart
-"""What has come of a part until now."""
+"""Received part, with or without the optimizer's state."""

@@ -1,9 +1,9 @@
-"""Optimizer steps that are made late: each once its iteration is committed, so that none is ever undone.
+"""Optimizer steps that are made late: each after its iteration is committed, so that none is ever undone.
 
-A buddy steps its copies of another worker's parts like this, so that nobody waits for them. The gradients of an
-iteration lie in a buffer of their own until all workers are known to have stepped it. Then the step is made in a
-thread, beside what is computed, and on a GPU on a stream of its own. There are two such buffers, in the place of copies
-by which steps are undone, and what is stepped stays at an iteration that is committed.
+A buddy steps its copies of another worker's parts in this way, so that no worker waits for them. The gradients of an
+iteration stay in a buffer of their own until all workers are known to have stepped it. Then the step is made in a
+thread, concurrently with computation, and on a GPU on a stream of its own. Two such buffers replace the copies by which
+steps are undone; the copies themselves are always the state after a committed iteration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,12 @@ from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 from slipstream.runtime.model.state.version import Version
 
 BUFFERS = 2
-"""Of gradients: those of the iteration that all are in, and of the one before, by which the thread steps."""
+"""Number of gradient buffers: one for the current iteration, one for the iteration before, whose step the thread
+makes."""
 
 
 class _Due(NamedTuple):
-    """A step that is to be made."""
+    """Step that is to be made."""
 
     iteration: int
     factor: float | None
@@ -32,65 +33,68 @@ class _Due(NamedTuple):
 
 
 class LateSteps(OptimizerSteps):
-    """`gradients` are, for each of the buffers, those of each tensor that is stepped."""
+    """Optimizer that steps one iteration late, by the gradients of each stepped tensor in one of its buffers."""
 
     def __init__(self, groups: Groups, config: TrainingConfig,
                  gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
         super().__init__(groups, config)
         self._gradients = gradients
         self._due: _Due | None = None
-        """The last step: made once it is known to stand."""
+        """Last step, made once its iteration is committed."""
         self._stands: _Due | None = None
-        """The one before it, until it is begun."""
+        """Step before it, whose iteration is committed, until it is started."""
         self.version = Version(-1)
-        """Of what is stepped: the steps that have been made cannot be undone."""
+        """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
         self._beside = Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")),
                               "steps of copies")
 
     @property
     def free(self) -> int:
-        """The buffer for the gradients of the next step; waits for what is stepped by it."""
+        """Buffer for the gradients of the next step. Waits until no step reads from it."""
         self._wait()
         return self._buffer
 
     def step(self, iteration: int, factor: float | None) -> None:
-        """A step by the gradients in the free buffer, times a factor; the one before it stands, and may begin. None:
-        there is no step."""
+        """Register a step with the gradients in the free buffer times `factor`; the step before it is committed.
+
+        If `factor` is None, the step is skipped.
+        """
         self._wait()
         self._stands, self._due = self._due, _Due(iteration, factor, self._buffer)
         self._buffer = (self._buffer + 1) % BUFFERS
 
     def begin(self) -> None:
-        """What stands is stepped from now on, beside what is computed."""
-        stands, self._stands = self._stands, None
-        if stands is not None:
-            self._beside.begin(partial(self._make, stands))
+        """Start to make the committed step, concurrently with computation."""
+        committed, self._stands = self._stands, None
+        if committed is not None:
+            self._beside.begin(partial(self._make, committed))
 
     def undo(self, iteration: int) -> None:
-        """That iteration's step is not made. It may be made otherwise, by the same gradients."""
+        """Cancel that iteration's step. It may be registered again, with another factor and the same gradients."""
         if self._due is not None and self._due.iteration == iteration:
             self._buffer, self._due = self._due.buffer, None
 
     def catch_up(self) -> None:
-        """Make all steps: the last one stands, too."""
+        """Make all registered steps; the last one must be committed, too."""
         self._wait()
         due, self._due = self._due, None
         if due is not None:
             self._make(due)
 
     def bytes(self) -> int:
-        """Memory of all that is kept."""
+        """Return the memory of the copies, their buffers and their optimizer state, in bytes."""
         self._wait()
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
         return sum(tensor.nbytes for tensor in (*self._stepped(), *buffers)) + self._remembered_bytes()
 
     def _wait(self) -> None:
-        """Until all that stands is stepped."""
+        """Make the committed step, and wait until it is made."""
         self.begin()
         self._beside.wait()
 
     def _make(self, due: _Due) -> None:
+        """Make a step. Raises VersionError unless the copies are the state after the iteration before."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
         if due.factor is None:
             self.version = Version(due.iteration)
@@ -98,14 +102,14 @@ class LateSteps(OptimizerSteps):
         self.version = Version(due.iteration, whole=False)
         gradients = list(self._gradients[due.buffer].items())
         self._set_rates(due.iteration)
-        # Gradients of fewer bits are made longer one by one, so that there is no second buffer of them.
-        alike = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)
-        for some in [gradients] if alike else [[pair] for pair in gradients]:
-            for stepped, gradient in some:
+        # Gradients of fewer bits are converted one by one, so that there is no second buffer of them.
+        same_dtype = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)
+        for batch in [gradients] if same_dtype else [[pair] for pair in gradients]:
+            for stepped, gradient in batch:
                 stepped.grad = gradient.to(stepped.dtype)
                 if due.factor != 1.0:
                     stepped.grad.mul_(due.factor)
             self._update()
-            for stepped, _ in some:
+            for stepped, _ in batch:
                 stepped.grad = None
         self.version = Version(due.iteration)

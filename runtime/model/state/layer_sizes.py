@@ -1,4 +1,4 @@
-"""How large layers are that another worker needs."""
+"""Sizes of layers, for a worker that does not hold them yet."""
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.layered_model import LayeredModel
@@ -10,17 +10,20 @@ from slipstream.runtime.model.state.parameter_groups import is_stepped_by_muon
 
 
 def slots_of(config: TrainingConfig, *, by_muon: bool = False) -> int:
-    """How many numbers an optimizer remembers of each element. Those of one's own are taken to be like AdamW."""
+    """Return the number of values that an optimizer keeps of each element; a user's own counts like AdamW."""
     if by_muon:
         return 1
     return 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
 
 
 def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
-    """About what a process of another worker needs of each layer: parameters, buffers, and of the optimizer's state
-    what it keeps beside so many holders."""
+    """Return an estimate of the memory that each layer needs on a process of another worker, in bytes.
+
+    It covers parameters, buffers, and the optimizer state that the worker would store, for a layer with `holders`
+    holders.
+    """
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
-    found, sharing = [], sharing_of(model)
+    sizes, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         with standing_in(config.tensor_parallel):
             module = without_memory(model, layer)
@@ -31,5 +34,5 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
                 continue
             by_muon = is_stepped_by_muon(str(sharing.first(layer, name)), one, config, sharing.last)
             state += slots_of(config, by_muon=by_muon) * (4 * one.numel() if config.master_weights else one.nbytes)
-        found.append(sum(one.nbytes for one in (*module.buffers(), *module.parameters())) + round(share * state))
-    return found
+        sizes.append(sum(one.nbytes for one in (*module.buffers(), *module.parameters())) + round(share * state))
+    return sizes

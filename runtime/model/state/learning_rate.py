@@ -1,7 +1,7 @@
-"""The learning rate of an iteration: a function of the iteration's number and the configuration alone.
+"""Learning rate of an iteration: a function of the iteration's number and the configuration alone.
 
-So a step that is undone, one that is repeated after a failure, and one of a run that goes on from a checkpoint have the
-learning rate that they would have had.
+So a step that is undone, one that is repeated after a failure, and one of a run that resumes from a checkpoint all use
+the learning rate that they would have had without these.
 """
 
 import functools
@@ -17,23 +17,25 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
     "wsd": lambda progress: 1 - progress,
 }
-"""What is left of the way down, 1 to 0, by the share of the decay that is over."""
+"""Share of the decay that is still ahead, from 1 to 0, by the share of the decay's iterations that have passed."""
 
 
 def learning_rate(config: TrainingConfig, iteration: int) -> float:
-    """What an iteration steps with. Equal to torch's LinearLR over warm-up, followed by ConstantLR, LinearLR or
-    CosineAnnealingLR; "wsd" is that of MiniCPM (Hu et al., 2024).
+    """Return the learning rate of an iteration.
+
+    It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or CosineAnnealingLR; "wsd" is the
+    schedule of MiniCPM (Hu et al., 2024).
     """
     return config.learning_rate * scale(config, iteration)
 
 
 def is_scheduled(config: TrainingConfig) -> bool:
-    """Whether the learning rate changes at all."""
+    """Return whether the learning rate changes during the run."""
     return config.learning_rate_schedule != "constant" or config.warmup_iterations > 1
 
 
 def scale(config: TrainingConfig, iteration: int) -> float:
-    """The learning rate of an iteration as a multiple of `config.learning_rate`."""
+    """Return the learning rate of an iteration as a multiple of `config.learning_rate`."""
     if ":" in config.learning_rate_schedule:
         return _own(config, iteration)
     warmup = config.warmup_iterations
@@ -50,13 +52,13 @@ def scale(config: TrainingConfig, iteration: int) -> float:
 
 
 def _own(config: TrainingConfig, iteration: int) -> float:
-    """What a function of the user's own gives. Raises ConfigError."""
+    """Return the factor that a user's schedule gives. Raises ConfigError if it fails, or is negative or not finite."""
     name = config.learning_rate_schedule
     try:
         found = float(_function(name)(config, iteration))
     except ConfigError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"training.learning_rate_schedule is {name!r}, which fails: {type(error).__name__}: "
                           f"{first_line(error)}") from error
     if not 0 <= found < math.inf:
@@ -67,5 +69,6 @@ def _own(config: TrainingConfig, iteration: int) -> float:
 
 @functools.cache
 def _function(name: str) -> Callable[[TrainingConfig, int], float]:
+    """Load a user's own schedule."""
     found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
     return found

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024): steps along gradients' momentum whose matrices have been made orthogonal.
+"""Muon (Jordan et al., 2024): steps along the gradients' momentum, whose matrices are made orthogonal.
 
-In bfloat16 it ends in the bits of `torch.optim.Muon`, which has neither float32 nor stacks of matrices, as those of
-experts. Embeddings, heads and vectors are stepped by AdamW.
+In bfloat16 the result is bit for bit that of `torch.optim.Muon`, which supports neither float32 nor stacks of matrices,
+as those of experts. Embeddings, heads and vectors are stepped by AdamW.
 """
 
 import math
@@ -16,19 +16,19 @@ from slipstream.runtime.model.state.parameter_groups import Groups
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps the groups that are marked with "muon", and the others by AdamW. Each matrix must be whole."""
+    """Optimizer that steps groups marked with "muon" by Muon, the others by AdamW. Each matrix must be whole."""
 
     def __init__(self, groups: Groups, config: TrainingConfig,
                  adamw: Callable[[Groups, TrainingConfig], torch.optim.Optimizer]) -> None:
         self._options, self._maximize = config.muon, config.maximize
-        # Both have the same groups and the same state: whoever sets a rate, or keeps state, sees one optimizer.
+        # Both share groups and state, so that code that sets rates or stores state sees a single optimizer.
         self._adamw = adamw([group for group in groups if not group.get("muon")], config)
         super().__init__(groups, {**self._adamw.defaults, "muon": False})
         self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step all that has a gradient."""
+        """Step all parameters that have a gradient."""
         assert closure is None
         self._adamw.step()
         for group in self.param_groups:
@@ -50,15 +50,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def made_orthogonal(matrices: Tensor, options: MuonConfig) -> Tensor:
-    """About the nearest matrix with orthonormal rows or columns [..., M, N], by a polynomial of odd powers that brings
-    all singular values near 1."""
+    """Return approximately the nearest matrices with orthonormal rows or columns [..., M, N].
+
+    A polynomial of odd powers brings all singular values near 1.
+    """
     a, b, c = options.coefficients
     add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32, copy=True)
     x = x.mT if tall else x
-    # A matrix has the norm of torch.optim.Muon, to the bit, which the sum over two dimensions of a stack has not.
-    norms = torch.stack([one.norm() for one in x.reshape(-1, *x.shape[-2:])]).reshape(*x.shape[:-2], 1, 1)
+    # The norm of each matrix equals that of torch.optim.Muon to the bit, unlike a sum over two dimensions of a stack.
+    norms = torch.stack([matrix.norm() for matrix in x.reshape(-1, *x.shape[-2:])]).reshape(*x.shape[:-2], 1, 1)
     x = x / norms.clamp(min=options.epsilon)
     for _ in range(options.steps):
         gram = x @ x.mT
@@ -67,7 +69,7 @@ def made_orthogonal(matrices: Tensor, options: MuonConfig) -> Tensor:
 
 
 def _scale(shape: torch.Size, options: MuonConfig) -> float:
-    """What the shape of matrices [..., M, N] scales their learning rate by."""
+    """Return the factor of the learning rate that depends on the shape of matrices [..., M, N]."""
     rows, columns = shape[-2:]
     if options.adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -1,4 +1,4 @@
-"""Parameter groups: which options of the optimizer each parameter has."""
+"""Parameter groups: the options of the optimizer that each parameter has."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -17,51 +17,53 @@ Groups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""
 _OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
             "momentum": "momentum"}
-"""Our names of options, and torch's."""
+"""Torch's names of options by the job file's names."""
 NO_RULES: Mapping[str, StepRule] = {}
+"""Empty table of rules."""
 
 
 def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
             rules: Mapping[str, StepRule] = NO_RULES) -> Groups:
-    """Parameters, by `LAYER.NAME`, in groups: matrices and vectors of no pattern, those of each pattern, then each that
-    one of the rules steps.
+    """Return parameters in groups: matrices and vectors of no pattern, those of each pattern, and one group a rule.
 
-    A group names only what differs from the optimizer's defaults, and its weight decay. Where no pattern says
-    otherwise, matrices decay and vectors (norms, biases) do not. With Muon, it says whether Muon steps it; `last` is
-    the model's last layer.
+    A group names only the options that differ from the optimizer's defaults, and its weight decay. Unless a pattern
+    sets it, matrices decay and vectors (norms, biases) do not. With Muon, a group says whether Muon steps it. `last` is
+    the number of the model's last layer.
     """
-    found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
+    members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
         (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
         for muon in (False, True)}
     for name, parameter in parameters.items():
         if name in rules:
             continue
         number = _group_of(name, config.parameter_groups)
-        found[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
+        members_of[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
     return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0,
              **(_muon_options(config) if muon else {}), **_options(number, config)}
-            for (number, matrix, muon), members in found.items() if members or (number < 0 and not muon)] + [
+            for (number, matrix, muon), members in members_of.items() if members or (number < 0 and not muon)] + [
         {"params": [parameters[name]], "rule": rule} for name, rule in rules.items() if name in parameters]
 
 
 def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
-    """Whether Muon steps a parameter, by its `LAYER.NAME`: where nothing else is said, a matrix, or a stack of them (no
-    kernels of a convolution by channel, which are vectors), of any layer but the first and the last, which hold
-    embeddings and heads. Raises ConfigError for a vector."""
+    """Return whether Muon steps the parameter `LAYER.NAME`. Raises ConfigError if a pattern assigns a vector to Muon.
+
+    By default, Muon steps matrices and stacks of matrices of all layers except the first and the last, which hold
+    embeddings and heads. Kernels of a convolution by channel count as vectors.
+    """
     if config.optimizer != "muon":
         return False
     number = _group_of(name, config.parameter_groups)
-    asked = config.parameter_groups[number].optimizer if number >= 0 else None
-    if asked == "muon" and parameter.dim() not in (2, 3):
+    assigned = config.parameter_groups[number].optimizer if number >= 0 else None
+    if assigned == "muon" and parameter.dim() not in (2, 3):
         raise ConfigError(f"training.parameter_groups[{number}].optimizer is 'muon', and {name} has "
                           f"{parameter.dim()} dimensions; expected matrices, or stacks of them")
-    hidden = int(name.partition(".")[0]) not in (0, last)
-    matrices = parameter.dim() == 2 or (parameter.dim() == 3 and min(parameter.shape[1:]) > 1)
-    return asked == "muon" or (asked is None and hidden and matrices)
+    is_hidden = int(name.partition(".")[0]) not in (0, last)
+    has_matrices = parameter.dim() == 2 or (parameter.dim() == 3 and min(parameter.shape[1:]) > 1)
+    return assigned == "muon" or (assigned is None and is_hidden and has_matrices)
 
 
 def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
-    """Raises ConfigError where a pattern matches no parameter of the model, or only those of groups before it."""
+    """Raise ConfigError if a pattern matches no parameter of the model, or only parameters of groups before it."""
     if not config.parameter_groups:
         return
     names = list(_names(model))
@@ -76,7 +78,7 @@ def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
 
 
 def _names(model: LayeredModel) -> Iterable[str]:
-    """Of all parameters that the optimizer steps; what layers share has the first of its names."""
+    """Yield the names of all parameters that the optimizer steps; a shared parameter has its first name."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
@@ -91,16 +93,18 @@ def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
-    """The number of the first group that matches; -1: none does."""
+    """Return the number of the first group whose pattern matches; -1 if none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
 
 
 def _muon_options(config: TrainingConfig) -> dict[str, Any]:
+    """Return the options of a group that Muon steps."""
     rate = {} if config.muon.learning_rate is None else {"lr": config.muon.learning_rate}
     return {"muon": True, "momentum": config.muon.momentum, **rate}
 
 
 def _options(number: int, config: TrainingConfig) -> dict[str, Any]:
+    """Return the options that the job file gives to a group."""
     if number < 0:
         return {}
     group = config.parameter_groups[number]

@@ -1,11 +1,12 @@
-"""The optimizer of one worker: steps that can be undone bit for bit, and state that moves by parts of layers.
+"""Optimizer of one worker: steps can be undone bit for bit, and its state moves by parts of layers.
 
-Most optimizers are elementwise, so that it matters to no parameter who holds it. Where nothing is sharded, a worker
-keeps all of its layers. It steps *pieces*: what a part has of one parameter, flat, or in the parameter's shape where it
-has all of it, as optimizers of whole matrices need. Without master weights a piece is a view of the parameter; with
-them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a part that is
-another worker's, of which this one is the buddy, are copies, too, and stepped late (`runtime.model.state.late_steps`):
-the parameter itself comes from the other worker, as all that is not kept here.
+Most optimizers are elementwise, so the result for a parameter does not depend on which worker steps it. If nothing is
+sharded, a worker stores the state of all of its layers. It steps *pieces*: the elements of one parameter that a part
+has, flat, or in the parameter's shape if these are all, as optimizers of whole matrices need. Without master weights, a
+piece is a view of the parameter. With them, it is a float32 copy, from which the bfloat16 parameter is rounded after
+each step. Pieces of a part of which this worker is the buddy are copies, too, and are stepped late
+(`runtime.model.state.late_steps`): the parameter itself comes from the owner, like all elements that are not stored
+here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,45 +43,46 @@ from slipstream.runtime.model.state.version import Version
 
 
 class _Piece(NamedTuple):
-    """What a part has of a parameter."""
+    """Elements of one parameter that a part has."""
 
     layer: int
     name: str
     parameter: nn.Parameter
     part: Span
     whole: Span
-    """Elements of the layer: those of the parameter."""
+    """Span of the parameter within the layer's elements."""
     span: Span
-    """And these."""
+    """Span of the piece within the layer's elements."""
     stepped: nn.Parameter
     late: Sequence[Tensor] = ()
-    """Of a copy, the buffers for its gradients."""
+    """Buffers for the gradients, if the piece is a copy of another worker's."""
 
     def of_parameter(self) -> Tensor:
-        """These elements of the parameter itself."""
+        """Return these elements of the parameter itself, as a view."""
         return shaped(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def gradient(self) -> Tensor | None:
-        """Of these elements, in the dtype that is stepped: a view where that is the gradients' own."""
+        """Return the gradient of these elements in the dtype that is stepped; a view if it has that dtype."""
         gradient = self.parameter.grad
         return None if gradient is None else shaped(
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled(self, factor: float) -> Tensor:
-        """The gradient as it was stepped by: times a factor, which a view has been multiplied by."""
+        """Return the gradient that the last step used: times `factor`, by which a view has already been multiplied."""
         gradient, parameter = self.gradient(), self.parameter
         assert gradient is not None and parameter.grad is not None
         return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
 
 
 NO_SUMS: Sums = {}
+"""Empty table of buffers, for an optimizer without copies."""
 
 
 class PartOptimizer(UndoableSteps):
-    """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`, and some are copies, with
-    `sums` of gradients that come from their owners.
+    """Optimizer of the parts `kept` of some layers: some are this worker's `own`, some copies with buffers in `sums`.
 
-    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
+    The owners send the sums of gradients into these buffers. Other elements of the parameters come from other workers
+    after each step; the caller then calls `gathered`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
@@ -91,72 +93,79 @@ class PartOptimizer(UndoableSteps):
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
-        """Of parameters that layers share, what is stepped: once where several of these layers are here."""
+        """Stepped tensor of each parameter that layers share, which is stepped once if several of these layers are
+        held."""
         pieces = [piece for layer, spans in kept.items() for part in spans
                   for piece in self._cut(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
-        """Those that are stepped at once."""
+        """Pieces that are stepped within the iteration."""
         self._copies = [piece for piece in pieces if piece.late]
         super().__init__(self._groups(self._pieces, config), config)
         self._late = LateSteps(self._groups(self._copies, config), config, [
             {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(BUFFERS)])
         self._factor: float | None = 1.0
-        """Of the last step."""
+        """Factor of the last step."""
         self.parameters = Version(-1, whole=False)
-        """Of all elements of the parameters, those that come from other workers, too."""
+        """Version of all elements of the parameters, including those that come from other workers."""
 
     @property
     def buffer(self) -> int:
-        """Of the sums of copies' gradients, where those of the next step are to come."""
+        """Index of the buffer for the copies' gradient sums of the next step."""
         return self._late.free
 
     @property
     def whole_after(self) -> int | None:
-        """The iteration after which all elements of the parameters are as they should be; None: they are not."""
+        """Iteration after which all elements of the parameters are the state; None while they are being changed."""
         return self.parameters.after if self.parameters.whole else None
 
     @property
     def cannot_undo(self) -> int:
-        """The last iteration whose step cannot be undone any more: a later one has been made, or that of copies has."""
+        """Last iteration whose step can no longer be undone, because a later one or that of copies was made."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
-        """Those of all that is trained, as it is after an iteration, which must stand: of each layer's parameters, and,
-        with True, of each part that is kept with its optimizer's state. Raises VersionError."""
+        """Yield the checksum of each layer's parameters, and of each part that is stored with its optimizer's state.
+
+        Each is a tuple of layer, span, whether it is of a part with state, and the checksum. The state must be that
+        after a committed iteration. Raises VersionError if it is not.
+        """
         self.require(after)
         self.parameters.require(after, "what this worker has of the parameters")
         for layer, module in self._modules.items():
-            mine = trained(module)
+            trained_names = trained(module)
             for span in self.kept.get(layer, ()):
                 tensors = self.part_state(layer, span).tensors
-                if kept := [tensor for key, tensor in sorted(tensors.items()) if name_of(key) in mine]:
+                if kept := [tensor for key, tensor in sorted(tensors.items()) if name_of(key) in trained_names]:
                     yield layer, span, True, checksum(kept)
             if parameters := list(module.parameters()):
                 yield layer, (0, elements_of(module).total), False, checksum(parameters)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Change one bit of what is kept, as broken memory does: of the `parameters` or the `state` of what is stepped
-        here, or of both of a `copy`. It is a high bit of a mantissa: the next step may round a low one away, and
-        nothing is wrong then. Autograd does not hear of it. Return whether there was any."""
+        """Flip one bit of a stored tensor, as broken memory would, and return whether there was one.
+
+        With `what` one of "parameters", "state" or "copy", it is in the stepped parameters, in their optimizer state,
+        or in either of a copy. It is a high bit of the mantissa, because the next step may round a low one away, and
+        then nothing is wrong. Autograd does not notice the change.
+        """
         pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
         piece = rng.choice(pieces) if pieces else None
-        found = [] if piece is None or what == "state" else [piece.stepped.detach()]
-        found += [] if piece is None or what == "parameters" else [
+        tensors = [] if piece is None or what == "state" else [piece.stepped.detach()]
+        tensors += [] if piece is None or what == "parameters" else [
             tensor for tensor in self._steps_of(piece).tensors_of(piece.stepped).values() if tensor.dim()]
-        if found:
-            tensor = rng.choice(found)
+        if tensors:
+            tensor = rng.choice(tensors)
             lowest = tensor.itemsize * 3 // 8
             byte = rng.randrange(tensor.numel()) * tensor.itemsize + rng.randrange(
                 lowest, max(lowest + 1, tensor.itemsize - 2))
             tensor.data.view(-1).view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
-        return bool(found)
+        return bool(tensors)
 
     def squares(self) -> dict[int, float]:
-        """The sum of squares of the gradients of each layer's own parts, computed in float64.
+        """Return the sum of squares of the gradients of each layer's own parts, computed in float64.
 
-        What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
-        What rules step counts nothing.
+        A parameter that layers share counts for the first of them; one that all ranks of a worker have counts on the
+        first rank. Parameters with rules do not count.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
@@ -165,13 +174,15 @@ class PartOptimizer(UndoableSteps):
                    and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [squares_of(gradient) for piece in counted
                 if (gradient := piece.gradient()) is not None]
-        found = dict.fromkeys(self._modules, 0.0)
+        sum_of_layer = dict.fromkeys(self._modules, 0.0)
         for piece, value in zip(counted, torch.stack(sums).tolist() if sums else (), strict=True):
-            found[piece.layer] += value
-        return found
+            sum_of_layer[piece.layer] += value
+        return sum_of_layer
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Step what is kept, by the parameters' gradients times `factor`; None: there is no step. Undoable from now on.
+        """Make an iteration's step with the parameters' gradients times `factor`; it can be undone from now on.
+
+        If `factor` is None, the step is skipped.
         """
         self.gathering(iteration)
         self._factor = factor
@@ -179,15 +190,15 @@ class PartOptimizer(UndoableSteps):
         self._late.step(iteration, factor)
 
     def gathering(self, iteration: int) -> None:
-        """Elements of the parameters come from others, on the way to those after an iteration."""
+        """Mark the parameters as being received from other workers, to become those after an iteration."""
         self.parameters = Version(iteration, whole=False)
 
     def gathered(self, iteration: int) -> None:
-        """All other elements of the parameters have come, as they are after an iteration."""
+        """Mark all elements of the parameters as those after an iteration."""
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
-        """Put what is stepped here back, bit for bit, to before the open step."""
+        """Restore all stored state, bit for bit, from before the open step."""
         assert self.open_iteration is not None, "no step is open"
         self._late.undo(self.open_iteration)
         self.gathering(self.open_iteration - 1)
@@ -195,7 +206,7 @@ class PartOptimizer(UndoableSteps):
         self._round(self._pieces)
 
     def go_back(self, committed: int) -> None:
-        """See `UndoableSteps.go_back`: copies are then as their owners' parts."""
+        """Undo the open step or make it final, see `UndoableSteps.go_back`; copies then equal their owners' parts."""
         super().go_back(committed)
         self._late.catch_up()
         if self._copies:
@@ -206,11 +217,11 @@ class PartOptimizer(UndoableSteps):
                     piece.of_parameter().copy_(piece.stepped)
 
     def as_after(self, iteration: int) -> None:
-        """What is kept is known to be the state after an iteration, whatever it was before."""
+        """Declare all stored state to be that after an iteration, whatever it was before."""
         self.version = self._late.version = Version(iteration)
 
     def require(self, after: int) -> None:
-        """Raise VersionError unless all that is kept is the state after an iteration."""
+        """Raise VersionError unless all stored state is that after an iteration."""
         if self._pieces:
             self.version.require(after, "what this worker keeps")
         if self._copies:
@@ -218,106 +229,110 @@ class PartOptimizer(UndoableSteps):
             self._late.version.require(after, "the copies that this worker keeps of others' parts")
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
-        """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
-        alone. Where they are a copy, the last step must stand."""
+        """Return the live tensors of a span that lies in one stored part; without `state`, the parameters alone.
+
+        If the part is a copy, the last step must be committed.
+        """
         tensors: dict[str, Tensor] = {}
-        part = next((one for one in self.kept.get(layer, ()) if one[0] <= span[0] and span[1] <= one[1]), span)
+        part = next((kept for kept in self.kept.get(layer, ()) if kept[0] <= span[0] and span[1] <= kept[1]), span)
         if (layer, part) in self._copied:
             self._late.catch_up()
         for piece in (*self._pieces, *self._copies):
-            both = common(piece.span, span) if piece.layer == layer and piece.part == part else None
-            if both is None:
+            overlap = common(piece.span, span) if piece.layer == layer and piece.part == part else None
+            if overlap is None:
                 continue
-            tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach().view(-1), piece.span, both)
+            tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach().view(-1), piece.span, overlap)
             for slot, value in self._steps_of(piece).tensors_of(piece.stepped).items() if state else ():
                 flat = flattened(value, piece.stepped)
-                tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(flat, piece.span, both)
+                tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(flat, piece.span, overlap)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
         version = self._late.version if (layer, part) in self._copied else self.version
         return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """By what the elements of one part that is no copy were stepped last; mostly the tensors themselves. Nothing
-        where there was no step."""
+        """Return the gradients that the last step used for a part, mostly the live tensors; empty if it was skipped."""
         if self._factor is None:
             return {}
         return {piece.name: piece.scaled(self._factor).view(-1) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
-        """This worker's own parts of a layer."""
+        """Return this worker's own parts of a layer."""
         return [self.part_state(layer, span) for span in self.own.get(layer, ())]
 
     def kept_states(self) -> list[PartState]:
-        """All that is kept."""
+        """Return all stored parts."""
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
     def load(self, parts: Iterable[PartState]) -> None:
-        """Take over, by copies, what others have of the parts that are kept here. No step may be open."""
+        """Copy the state in `parts` into the parts that are stored here. No step may be open."""
         self._load_pieces((*self._pieces, *self._copies), parts)
 
     def take_over(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
-        """Go on from what another one keeps, which must not be used any more, and from what others have given.
+        """Take over the state of another optimizer, which must not be used afterwards, and the state in `parts`.
 
-        What is cut as before goes over with its memory; else it is copied. No step may be open here or there.
+        Pieces with equal spans keep their memory; others are copied. No step may be open in either optimizer.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
-        lacking = []
+        missing = []
         for piece in (*self._pieces, *self._copies):
             old = theirs.get((piece.layer, piece.name, piece.span))
             if old is None:
-                lacking.append(piece)
+                missing.append(piece)
                 continue
             if slots := before._steps_of(old).states.get(old.stepped, {}):
                 self._steps_of(piece).states[piece.stepped] = slots
             if piece.stepped.data_ptr() != old.stepped.data_ptr():
                 with torch.no_grad():
                     piece.stepped.copy_(old.stepped)
-        self._load_pieces(lacking, before.kept_states() if lacking else ())
+        self._load_pieces(missing, before.kept_states() if missing else ())
         self.load(parts)
 
     def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
+        """Copy the state in `parts` into pieces."""
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
                 for piece in pieces:
-                    both = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
-                    if both is not None:
-                        self._load(piece, part, both)
+                    overlap = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
+                    if overlap is not None:
+                        self._load(piece, part, overlap)
 
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state, of what is stepped apart from parameters, and of copies of others' parts."""
-        apart = self._stepped() if self._masters else ()
-        return sum(tensor.nbytes for tensor in apart) + self._remembered_bytes() + self._late.bytes()
+        """Return the memory, in bytes, of the optimizer's state, of master weights, and of copies of others' parts."""
+        masters = self._stepped() if self._masters else ()
+        return sum(tensor.nbytes for tensor in masters) + self._remembered_bytes() + self._late.bytes()
 
     def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
+        """Yield the pieces of a part of a layer."""
         for name, parameter, span in placed(module):
-            both = common(span, part)
-            if both is None:
+            overlap = common(span, part)
+            if overlap is None:
                 continue
-            view = shaped(slice_of(parameter.detach().view(-1), span, both), parameter)
-            late = [shaped(slice_of(one, part, both), parameter) for one in sums.get((layer, part), ())]
+            view = shaped(slice_of(parameter.detach().view(-1), span, overlap), parameter)
+            late = [shaped(slice_of(buffer, part, overlap), parameter) for buffer in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
                 stepped = nn.Parameter(view.float() if self._masters else view.clone() if late else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
-            yield _Piece(layer, name, parameter, part, span, both, stepped, late)
+            yield _Piece(layer, name, parameter, part, span, overlap, stepped, late)
 
     def _groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> Groups:
-        """Pieces in the groups of their parameters."""
+        """Return the stepped tensors of pieces in the parameter groups of their parameters."""
         by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
         names = dict[str, nn.Parameter]()
         for piece in pieces:
-            mine = by_parameter.setdefault(piece.parameter, [])
-            if piece.parameter not in self._tied or not mine:
-                mine.append(piece.stepped)
+            members = by_parameter.setdefault(piece.parameter, [])
+            if piece.parameter not in self._tied or not members:
+                members.append(piece.stepped)
             names[str(self._sharing.first(piece.layer, piece.name))] = piece.parameter
-        return [{**group, "params": [one for parameter in group["params"] for one in by_parameter[parameter]]}
+        return [{**group, "params": [stepped for parameter in group["params"] for stepped in by_parameter[parameter]]}
                 for group in grouped(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
+        """Step the pieces with their parameters' gradients, and round the parameters."""
         for piece in self._pieces:
             piece.stepped.grad = piece.gradient()
         super()._make_step(factor)
@@ -326,21 +341,22 @@ class PartOptimizer(UndoableSteps):
         self._round(self._pieces)
 
     def _steps_of(self, piece: _Piece) -> OptimizerSteps:
-        """What steps a piece, and has its state once it has been stepped."""
+        """Return the optimizer that steps a piece and has its state."""
         return self._late if piece.late else self
 
     def begin_copies(self) -> None:
-        """Step copies of others' parts from now on, as far as their steps stand, beside what is computed."""
+        """Start the committed steps of copies of others' parts, concurrently with computation."""
         self._late.begin()
 
     def _round(self, pieces: Iterable[_Piece]) -> None:
-        """Where copies are stepped, they become the parameters: master weights in fewer bits."""
+        """Round master weights to the parameters; does nothing without master weights."""
         if self._masters:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)
 
     def _load(self, piece: _Piece, part: PartState, both: Span) -> None:
+        """Copy a part's tensors into a piece and its optimizer state."""
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._steps_of(piece).states
         slots = states[stepped]

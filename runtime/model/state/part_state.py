@@ -1,4 +1,4 @@
-"""Parts of layers' states: what one worker gives another, or a checkpoint holds."""
+"""Parts of layers' states, which workers send to each other and checkpoints store."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from slipstream.runtime.model.tensor_codec import decode, encode
 
 
 class PartState(NamedTuple):
-    """The elements [start, stop) of a layer.
+    """State of the elements [start, stop) of a layer.
 
-    Tensors are flat, and have the elements of their parameter that are in the span; what an optimizer remembers of a
-    parameter as a whole, such as a counter, is as it is. Names are
-    `model.NAME` as in the layer's state_dict, and `optimizer.SLOT.NAME`; where the optimizer has master weights,
-    `model.NAME` are those. What is not trained is whole, and in the part that begins with element 0.
+    Tensors are flat, and have the elements of their parameter that are in the span. An optimizer's tensor for a
+    parameter as a whole, such as a counter, is unchanged. Names are `model.NAME` as in the layer's state_dict, and
+    `optimizer.SLOT.NAME`; if the optimizer has master weights, `model.NAME` are those. Untrained tensors are whole, and
+    belong to the part that begins with element 0.
     """
 
     layer: int
@@ -26,50 +26,50 @@ class PartState(NamedTuple):
     stop: int
     tensors: Mapping[str, Tensor]
     state: bool = True
-    """With the optimizer's state, else parameters alone."""
+    """True if the part includes the optimizer's state; False for parameters alone."""
     after: int | None = None
-    """The iteration that it is the state after; None: nobody has said."""
+    """Iteration that the part is the state after; None if unknown."""
 
     def require(self, after: int) -> None:
-        """Raise VersionError unless it is the state after this iteration."""
+        """Raise VersionError unless the part is the state after this iteration."""
         if self.after != after:
             raise VersionError(f"a part of layer {self.layer} is that after iteration {self.after}; needed is that "
                                f"after iteration {after}")
 
 
 def keep_whole(module: nn.Module, names: Collection[str]) -> None:
-    """From now on, these parameters of a layer are not cut."""
+    """Mark parameters of a layer as not cut."""
     module.kept_whole = frozenset(names)  # type: ignore[assignment]
 
 
 def kept_whole(module: nn.Module) -> Collection[str]:
-    """The parameters of a layer that are not cut."""
+    """Return the names of the layer's parameters that are not cut."""
     names: Collection[str] = getattr(module, "kept_whole", ())
     return names
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose elements are counted, in their order: those that are not cut are the last."""
-    whole, found = kept_whole(module), dict(module.named_parameters())
-    return {name: parameter for last in (False, True) for name, parameter in found.items()
+    """Return the trained parameters, whose elements are counted, in order: those that are not cut come last."""
+    whole, parameters = kept_whole(module), dict(module.named_parameters())
+    return {name: parameter for last in (False, True) for name, parameter in parameters.items()
             if parameter.requires_grad and (name in whole) is last}
 
 
 def untrained(module: nn.Module) -> dict[str, Tensor]:
-    """All else that a layer's state_dict has."""
-    mine = trained(module)
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in mine}
+    """Return all other tensors of the layer's state_dict."""
+    parameters = trained(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
 def elements_of(module: nn.Module) -> Elements:
-    """How many a layer has."""
-    sizes, whole = {name: one.numel() for name, one in trained(module).items()}, kept_whole(module)
+    """Return the numbers of trained elements of a layer."""
+    sizes, whole = {name: parameter.numel() for name, parameter in trained(module).items()}, kept_whole(module)
     return Elements(sum(size for name, size in sizes.items() if name not in whole),
                     tuple(size for name, size in sizes.items() if name in whole))
 
 
 def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
-    """Each trained parameter with the elements of the layer that it is."""
+    """Yield each trained parameter with its name and its span of the layer's elements."""
     start = 0
     for name, parameter in trained(module).items():
         yield name, parameter, (start, start + parameter.numel())
@@ -77,38 +77,38 @@ def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Some elements of a flat tensor that has these; what is of the parameter as a whole is for all of them."""
+    """Return the elements `wanted` of a tensor with elements `has`; unchanged if it is for the parameter as a whole."""
     return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
 
 
 def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Elements of a parameter: in its shape where these are all of them, which some optimizers need; else flat."""
+    """Return all elements of a parameter in its shape, as some optimizers need them; fewer elements stay flat."""
     whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
     return elements.view(parameter.shape) if whole else elements
 
 
 def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor flat if it has the shape of another one, as states of its elements have; else as it is."""
+    """Return a tensor flat if it has the shape of `like`, as elementwise states have; otherwise unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
-    """Whether a tensor of a part has a number for each of these elements; else it is of their parameter as a whole."""
+    """Return whether a tensor has a number for each of these elements; otherwise it is for the parameter as a whole."""
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
 def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """A layer's whole state (`whole`), which is that after an iteration. Raises ValueError where that does not fit."""
-    mine = trained(module)
+    """Return a layer's whole state (`whole`) after an iteration as a part. Raises ValueError if it does not fit."""
+    parameters = trained(module)
     part = PartState(layer, 0, elements_of(module).total, {
-        key: flattened(tensor, mine[name_of(key)]) if name_of(key) in mine else tensor
+        key: flattened(tensor, parameters[name_of(key)]) if name_of(key) in parameters else tensor
         for key, tensor in state.items()}, after=after)
     require_fits(module, part)
     return part
 
 
 def require_fits(module: nn.Module, part: PartState) -> None:
-    """Raise ValueError unless a part has what it says of its layer's parameters."""
+    """Raise ValueError unless a part has all tensors of its span, with the right numbers of elements, and no others."""
     expected = {f"model.{name}": both[1] - both[0] for name, _, span in placed(module)
                 if (both := common(span, (part.start, part.stop))) is not None}
     if part.start == 0:
@@ -122,65 +122,67 @@ def require_fits(module: nn.Module, part: PartState) -> None:
 
 
 def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
-    """What some elements of a part are; without `state`, the parameters alone."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of some elements of a part; without `state`, the parameters alone."""
+    tensors: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in placed(module)}
     for key, tensor in part.tensors.items():
         name = name_of(key)
-        both = common(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
-        if both is None or not (state or key.startswith("model.")):
+        overlap = common(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
+        if overlap is None or not (state or key.startswith("model.")):
             continue
         has = max(spans.get(name, wanted)[0], part.start), min(spans.get(name, wanted)[1], part.stop)
-        found[key] = slice_of(tensor, has, both) if name in spans else tensor
-    return found
+        tensors[key] = slice_of(tensor, has, overlap) if name in spans else tensor
+    return tensors
 
 
 def put(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
-    """Put what parts have of a layer's parameters in their place, by copies."""
+    """Copy the tensors of parts into a layer's parameters, and with `untrained_too` into its untrained tensors."""
     with torch.no_grad():
         for part in parts:
             for name, parameter, span in placed(module):
-                both = common(span, (part.start, part.stop))
+                overlap = common(span, (part.start, part.stop))
                 tensor = part.tensors.get(f"model.{name}")
-                if both is None or tensor is None:
+                if overlap is None or tensor is None:
                     continue
-                slice_of(parameter.detach().view(-1), span, both).copy_(tensor)
+                slice_of(parameter.detach().view(-1), span, overlap).copy_(tensor)
             for name, own in untrained(module).items() if untrained_too else ():
                 if f"model.{name}" in part.tensors:
                     own.copy_(part.tensors[f"model.{name}"])
 
 
 def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
-    """A layer's whole state in host memory, from parts that have all elements: copies. Those from a GPU are there once
-    its present stream is done."""
-    found: dict[str, Tensor] = {}
+    """Return a layer's whole state in host memory, copied from parts that together have all elements.
+
+    Copies from a GPU are complete when its current stream has finished.
+    """
+    state: dict[str, Tensor] = {}
     shapes = {name: (parameter.shape, span) for name, parameter, span in placed(module)}
     for part in parts:
         for key, tensor in part.tensors.items():
             shape, span = shapes.get(name_of(key), (tensor.shape, (0, 0)))
             has = max(span[0], part.start), min(span[1], part.stop)
             if name_of(key) not in shapes or not is_elementwise(tensor, has):
-                found[key] = tensor.detach().to("cpu", copy=True)
+                state[key] = tensor.detach().to("cpu", copy=True)
                 continue
-            if key not in found:
-                found[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            slice_of(found[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
+            if key not in state:
+                state[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            slice_of(state[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
     for name, tensor in untrained(module).items():
-        found.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
-    return found
+        state.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
+    return state
 
 
 def pack_parts(parts: Iterable[PartState]) -> bytes:
-    """Parts as bytes, for `unpack_parts`."""
+    """Encode parts as bytes, for `unpack_parts`."""
     return b"".join(encode({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
                             for part in parts for key, tensor in part.tensors.items()}))
 
 
 def unpack_parts(data: bytes) -> list[PartState]:
-    """What `pack_parts` has packed."""
-    found: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
+    """Decode the parts that `pack_parts` has encoded."""
+    tensors_of: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
     for name, tensor in decode(data).items():
         layer, start, stop, after, key = name.split("/", 4)
-        found.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
+        tensors_of.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
     return [PartState(layer, start, stop, tensors, after=after)
-            for (layer, start, stop, after), tensors in found.items()]
+            for (layer, start, stop, after), tensors in tensors_of.items()]

@@ -1,17 +1,17 @@
-"""The optimizer steps of one worker when a step depends on the gradients of all layers: validated afterwards.
+"""Optimizer steps of one worker that depend on the gradients of all layers, made on a guess and validated afterwards.
 
-Clipping by the global norm, and skipping what is not finite, make every worker's step wait for the gradients of all
-layers, which takes back what staggering gains. So a worker steps right away, on the guess that nothing is clipped; the
-sums of squares of all layers travel meanwhile, and when they are there and say otherwise, the step is undone and done
-again. The idea is Zero Bubble's (Qi et al., ICLR 2024, section 4); undoing by copies keeps it exact.
+Clipping by the global norm, and skipping steps with non-finite gradients, make every worker's step wait for the
+gradients of all layers, which loses the gain of staggering. So a worker steps at once, on the guess that nothing is
+clipped, while the sums of squares of all layers travel. If these show that the guess was wrong, the step is undone and
+made again. The idea is from Zero Bubble (Qi et al., ICLR 2024, section 4); undoing by copies keeps it exact.
 
-While the sums travel, the worker runs the forwards that begin the next iteration. Those that ran on a wrong guess are
-void: from there on all workers pass empty tensors to each other to the end of the iteration, computing nothing, and
-run it once more. They all know alike, from the same bits, and before any backward (which needs the last layer's step),
-so that gradients of two iterations never meet. Where workers keep parts of layers' states, they gather the parameters
-of the second step at the end of the void iteration, where all are together. After an iteration that was clipped, no
-guess is made for a while: where clipping is the rule, timing is that of a synchronous optimizer, and nothing runs
-twice.
+While the sums travel, the worker runs the first forwards of the next iteration. Forwards that ran on a wrong guess are
+void: until the end of the iteration all workers then pass empty tensors to each other and compute nothing, and they run
+the iteration once more. All workers decide this alike, from the same bits, and before any backward (which needs the
+last layer's step), so gradients of two iterations never mix. Workers that own parts of layers' states gather the
+parameters of the second step at the end of the void iteration, which all of them reach. After an iteration that was
+clipped, no guess is made for some iterations. So if clipping is frequent, timing is that of a synchronous optimizer,
+and nothing runs twice.
 """
 
 import math
@@ -26,37 +26,38 @@ from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.version import VersionError
 
 UNCLIPPED = 4
-"""Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""
+"""Number of iterations without clipping after which guessing is worthwhile again: a wrong guess costs less than one
+iteration."""
 
 
 class Sums(Protocol):
     """Numbers that are being summed over all workers."""
 
     def arrived(self) -> bool:
-        """Whether `take` returns at once."""
+        """Return whether `take` would return at once."""
 
     def take(self) -> Sequence[float]:
-        """Wait for the sums. Raises CommunicationError."""
+        """Wait for the sums and return them. Raises CommunicationError if they cannot be received."""
 
 
 Share = Callable[[Sequence[float]], Sums]
-"""Starts to sum numbers over all workers; computing goes on."""
+"""Function that starts to sum numbers over all workers while computation continues."""
 
 
 class Steps:
-    """Makes the steps of what one worker holds.
+    """Steps of the layers that one worker holds, validated with the gradients of all workers.
 
     Parameters
     ----------
     layers
-        How many the whole model has.
+        Number of layers of the whole model.
     share
-        None where `watches_gradients` is false.
+        Starts to sum numbers over all workers; None if `watches_gradients` is false.
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
-        Called with each iteration whose step has been made for good, or for which it is known that there is none, while
-        the gradients are still those it was made by.
+        Called with each iteration whose step is final, or is known to be skipped, while the gradients are still those
+        that it was made with.
     """
 
     def __init__(self, holding: Holding, config: TrainingConfig, *, layers: int, share: Share | None, staggered: bool,
@@ -70,26 +71,32 @@ class Steps:
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
-        """The sum of squares of the gradients of the last iteration, before clipping, of this worker's own parts."""
+        """Sum of squares of the last iteration's gradients, before clipping, over the parts that this worker owns."""
         self._sums: Sums | None = None
         self._iteration = 0
         self._others_guess = False
         self._guessed = False
         self.wrong = False
-        """Whether the last step that has been validated was another one than others had guessed."""
+        """True if the last validated step differs from the guess that the workers had made."""
         self._agreed = True
-        """Whether the ranks of this worker go by that already."""
+        """True if all ranks of this worker already act on the validation."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """The last iteration of which it is known how to step, with its `clip_factor`; None where all are 1."""
+        """Last iteration whose step is known, with its `clip_factor`; None if every step has factor 1."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
-        """The last iterations whose sums have arrived, each with its mean loss."""
+        """Last iterations whose sums have arrived, each with its mean loss."""
         self.void = False
-        """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
+        """True if all that the workers compute until the next step is void, because it is based on a wrong guess.
+
+        The caller resets it at the next step.
+        """
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """O: step all layers, for good or on a guess. `loss` is this worker's part; `until_unread` waits until no other
-        worker takes anything from the gradients any more. Raises CommunicationError, as that may."""
+        """Run O: step all layers, finally or on a guess.
+
+        This worker's share of the mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
+        gradients. Raises CommunicationError, as `until_unread` may.
+        """
         self._iteration = iteration
         if self._share is None:
             self.squares = self._holding.squares()
@@ -97,13 +104,13 @@ class Steps:
             until_unread()
             self._end()
             return
-        until_unread()  # there may be no step, and gradients are zero afterwards
+        until_unread()  # the gradients are set to zero below, even if the step is skipped
         squares = self._holding.layer_squares()
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if first_rank() else 0.0])
         self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED
-        # What this worker holds may already be too much: then the guess is known to be wrong.
+        # This worker's own gradients may already exceed the norm: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
         self._agreed = worker_group() is None or not self._others_guess
         if self._guessed:
@@ -113,28 +120,29 @@ class Steps:
 
     @property
     def iteration(self) -> int:
-        """The one that has been stepped last, or is being stepped."""
+        """Iteration whose step is being made, or was made last."""
         return self._iteration
 
     def poll(self) -> None:
-        """Validate the step if that can be done without waiting: before a forward. Raises CommunicationError.
+        """Validate the step before a forward, if that is possible without waiting. Raises CommunicationError.
 
-        The ranks of a worker agree on it: they meet within the op, unless it is void.
+        The ranks of a worker agree on it: they communicate within the op, unless it is void.
         """
         arrived, group = self._sums is None or self._sums.arrived(), worker_group()
         if arrived if group is None or self._agreed else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
-        """Wait until it is known how to step, and see to it that this was done. Raises CommunicationError.
+        """Wait until the step is known, and correct it if the guess was wrong. Raises CommunicationError.
 
-        Needed before a backward: until then the gradients of the iteration before are kept for a second step.
+        Required before a backward, because the gradients of the iteration before are kept for a second step until then.
         """
         self._take()
         if not self._agreed:
             self._agreed, self.void = True, self.wrong
 
     def _take(self) -> None:
+        """Wait for the sums, if there are any under way, and make the step final."""
         if self._sums is None:
             return
         *squares, loss = self._sums.take()
@@ -142,11 +150,11 @@ class Steps:
         self._conclude(clip_factor(squares, self._config))
 
     def go_back(self, committed: int, factor: float | None, *, known: bool = True) -> None:
-        """After a failure: see to it that exactly the iterations up to `committed` have been stepped, for good.
+        """Recover from a failure: make exactly the steps of all iterations up to `committed`, finally.
 
-        `factor` is the one of that iteration, if it is `known`, for the case that this worker has not heard of it. At
-        most one step has been made after it, by anyone. Gradients are zero afterwards. Raises VersionError where this
-        cannot be done.
+        If it is `known`, `factor` is that of iteration `committed`, in case the sums have not reached this worker. At
+        most one later step has been made by any worker. Gradients are zero afterwards. Raises VersionError if recovery
+        is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
@@ -156,9 +164,10 @@ class Steps:
         self._holding.go_back(committed)
         self._sums, self._agreed = None, True
         self.void = False
-        self._unclipped = UNCLIPPED  # as with a worker that joins now: all must guess alike
+        self._unclipped = UNCLIPPED  # a worker that joins now also starts with this: all must guess alike
 
     def _conclude(self, factor: float | None) -> None:
+        """Make the step with this factor final: keep a right guess, otherwise undo it and step again."""
         right = self._guessed and factor == 1.0
         if self._guessed and not right:
             self._holding.undo()
@@ -173,13 +182,14 @@ class Steps:
         self._end()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call as soon as the last step is for good: now, or when it has been validated."""
+        """Call a function as soon as the last step is final: now, or when it is validated."""
         if self._sums is None:
             call()
         else:
             self._when_validated.append(call)
 
     def _end(self) -> None:
+        """Report that the step is final, set the gradients to zero, and make the calls that waited for it."""
         self._stepped(self._iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []

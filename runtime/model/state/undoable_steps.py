@@ -1,9 +1,9 @@
 """Optimizer steps that can be undone bit for bit.
 
-With a staggered optimizer a worker steps before it knows that all others will: until that is known, it keeps what it
-takes to go back. It goes back by copies, one of what is stepped and one of the optimizer's state: computing backwards
-(as in Zero Bubble, Qi et al., ICLR 2024) needs no copy but is not exact in floating point, and then a worker that undid
-a step would drift from its peers.
+With a staggered optimizer a worker steps before it knows that all others will. Until it knows, it keeps copies of the
+parameters and of the optimizer's state from before the step, and undoes the step by copying them back. Computing the
+step backwards (as in Zero Bubble, Qi et al., ICLR 2024) needs no copies but is not exact in floating point, so a worker
+that undid a step would drift from its peers.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,14 +41,20 @@ def _muon(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
 
 _muon.whole_parameters = True  # type: ignore[attr-defined]
 OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
-"""By the name that `[training] optimizer` gives. One of your own is named `module:function`, and remembers only
-tensors, in its `state`. Unless the function has an attribute `whole_parameters` that is true, it must update each
-element of a parameter from that element's gradient and state alone."""
+"""Factories of optimizers by the value of `[training] optimizer`.
+
+A user's own factory is named `module:function` there. Its optimizer remembers only tensors, in its `state`. It must
+update each element of a parameter from that element's gradient and state alone, unless the function has a true
+attribute `whole_parameters`.
+"""
 
 
 def optimizer_factory(config: TrainingConfig) -> Factory:
-    """What makes the optimizer of a configuration. Raises ConfigError, also where it needs whole parameters that
-    workers or their ranks have parts of."""
+    """Return the factory of the configured optimizer.
+
+    Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but workers or their
+    ranks have parts.
+    """
     name = config.optimizer
     if name not in OPTIMIZERS and not is_reference(name):
         raise ConfigError(f"training.optimizer is {name!r}; expected one of {', '.join(map(repr, OPTIMIZERS))}, or "
@@ -64,46 +70,47 @@ def optimizer_factory(config: TrainingConfig) -> Factory:
 
 
 class OptimizerSteps:
-    """An optimizer over some tensors, in parameter groups, which steps by their `.grad`, at each iteration's rate."""
+    """Optimizer over tensors in parameter groups, which steps by `.grad` with the learning rate of each iteration."""
 
     def __init__(self, groups: Groups, config: TrainingConfig) -> None:
         self._config = config
         self._rules: dict[nn.Parameter, StepRule] = {
             parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
-        """What is stepped by a rule of its layer, and not by the optimizer."""
+        """Rules of parameters that a rule of their layer steps, and not the optimizer."""
         self._optimizer = optimizer_factory(config)([group for group in groups if "rule" not in group], config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
-        """Of each tensor, what the optimizer remembers of it."""
+        """State that the optimizer keeps of each tensor."""
 
     def _stepped(self) -> Sequence[nn.Parameter]:
-        """What is stepped: each tensor once."""
-        return [*(one for group in self._optimizer.param_groups for one in group["params"]), *self._rules]
+        """Return all tensors that are stepped, each once."""
+        return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Step all that has a gradient."""
+        """Step all tensors that have a gradient."""
         self._optimizer.step()
         for parameter, rule in self._rules.items():
             if parameter.grad is not None:
                 rule(parameter, parameter.grad)
 
     def tensors_of(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """The tensors that the optimizer remembers of one that it steps, by slot: none before its first step."""
+        """Return the optimizer's tensors for a parameter, by slot; empty before its first step."""
         return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
 
     def _remembered_bytes(self) -> int:
-        """Memory of all of these."""
+        """Return the memory of the optimizer's tensors for all parameters, in bytes."""
         return sum(value.nbytes for stepped in self._stepped() for value in self.tensors_of(stepped).values())
 
     def _set_rates(self, iteration: int) -> None:
+        """Set the learning rates of an iteration."""
         for group, rate in self._rates:
             group["lr"] = rate * scale(self._config, iteration)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Each group with its highest learning rate; none where the learning rate is constant.
+        """Return each group with its highest learning rate; empty if the learning rate is constant.
 
-        Raises ConfigError where the optimizer, one of the user's own, has none that could be set.
+        Raises ConfigError if the groups of a user's optimizer have no learning rate that could be set.
         """
         if not is_scheduled(self._config):
             return []
@@ -114,19 +121,19 @@ class OptimizerSteps:
         return [(group, group["lr"]) for group in groups]
 
     def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
-        """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""
+        """Return the device of a slot: that of the parameter, but the CPU for step counters of unfused kernels."""
         options = self._optimizer.defaults
-        beside = slot != "step" or options.get("fused") or options.get("capturable")
-        return parameter.device if beside else torch.device("cpu")
+        with_parameter = slot != "step" or options.get("fused") or options.get("capturable")
+        return parameter.device if with_parameter else torch.device("cpu")
 
 
 class UndoableSteps(OptimizerSteps):
-    """Steps some tensors, in parameter groups, by their `.grad`.
+    """Optimizer whose last step can be undone bit for bit.
 
-    An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
-    iteration commits the one before, because a worker gets there only after all others have validated that one. So
-    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: what is stepped
-    and its state are bit for bit those after iteration c.
+    An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping the
+    next iteration commits the one before, because a worker only gets there after all others have validated that one.
+    So, if c is the last iteration that all have committed, each survivor recovers with `go_back(c)`. Parameters and
+    their state are then bit for bit those after iteration c.
     """
 
     def __init__(self, groups: Groups, config: TrainingConfig) -> None:
@@ -134,20 +141,24 @@ class UndoableSteps(OptimizerSteps):
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the open step."""
         self._spare: dict[int, tuple[Tensor, Tensor]] = {}
-        """Those of the step before, by the ids of the live ones: memory for copies."""
+        """Tensors and copies of the step before, by the ids of the live tensors, whose memory is reused for new
+        copies."""
         self._stepped_open = False
-        """Whether there was anything to step by in the open step."""
+        """True if the open step changed anything; False if it was skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
+        """Optimizer's state of each saved parameter before the open step, with the live tensors; None if there was
+        none."""
         self.open_iteration: int | None = None
-        """The iteration whose step can be undone."""
+        """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
-        """Of what is stepped, and its state."""
+        """Version of the parameters and of their state."""
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Step with the gradients times `factor`, which `.grad` then holds, and by rules with gradients as they are;
-        None: there is no step. Undoable from now on. Raises VersionError unless what is stepped is that after the
-        iteration before."""
+        """Make an iteration's step, with gradients times `factor`; it can be undone from now on.
+
+        Afterwards `.grad` holds the scaled gradients. Rules get their gradients unscaled. If `factor` is None, the step
+        is skipped. Raises VersionError unless the parameters are those after the iteration before.
+        """
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
         self._spare = {id(pair[0]): pair for pair in self._saved}
@@ -160,6 +171,7 @@ class UndoableSteps(OptimizerSteps):
         self._spare, self.version = {}, Version(iteration)
 
     def _make_step(self, factor: float) -> None:
+        """Save copies, scale the gradients, and step."""
         self._save(self._stepped())
         if factor != 1.0:
             for parameter in self._stepped():
@@ -168,7 +180,7 @@ class UndoableSteps(OptimizerSteps):
         self._update()
 
     def undo(self) -> None:
-        """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
+        """Restore parameters and state, bit for bit, from before the open step; gradients stay as they are."""
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)
@@ -183,8 +195,10 @@ class UndoableSteps(OptimizerSteps):
         self.open_iteration, self.version = None, Version(after)
 
     def go_back(self, committed: int) -> None:
-        """Undo the open step where it is of a later iteration than the last committed one; else it is final. Raises
-        VersionError where that does not lead there."""
+        """Undo the open step if its iteration is later than the last committed one; otherwise make it final.
+
+        Raises VersionError if the parameters are then not those after the committed iteration.
+        """
         if self.open_iteration is not None and self.open_iteration > committed:
             self.undo()
         self.commit()
@@ -192,15 +206,15 @@ class UndoableSteps(OptimizerSteps):
             self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
-        """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
+        """Make the open step, if any, final. The memory of the copies is kept for the next step."""
         self.open_iteration = None
 
     def undo_bytes(self) -> int:
-        """Memory that the way back takes."""
+        """Return the memory of the copies, in bytes."""
         return sum(copy.nbytes for _, copy in self._saved)
 
     def _save(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Copy what is about to be stepped, and its state."""
+        """Copy the parameters that are about to be stepped, and their state."""
         live: list[Tensor] = [*stepped]
         for parameter in stepped:
             slots = self.states.get(parameter)

@@ -1,26 +1,27 @@
-"""Versions: which iteration some state is that after, and whether all of it is.
+"""Versions: the iteration that some state is the result of, and whether all of it is.
 
-Parameters, optimizer states, copies of others' parts, and what is on its way between workers each have one. Whoever
-uses state says which version it needs, so that parts of two iterations never meet.
+Each of these has a version: parameters, optimizer states, copies of others' parts, and state sent between workers. Code
+that uses state names the version that it needs, so parts of two iterations are never mixed.
 """
 
 from typing import NamedTuple
 
 
 class VersionError(RuntimeError):
-    """State is not that which is needed. The message is one line."""
+    """State of another version than the one needed. The message is one line."""
 
 
 class Version(NamedTuple):
-    """That of some state."""
+    """Version of some state."""
 
     after: int
-    """The iteration that it is the state after; -1: as it is before the first one."""
+    """Iteration that it is the state after; -1 for the state before the first iteration."""
     whole: bool = True
-    """Whether all of it is; else it is on its way there, and parts of it may be anything."""
+    """True if all of the state has this version; False while it is being changed, when any part of it may have any
+    value."""
 
     def require(self, after: int, what: str) -> None:
-        """Raise VersionError unless it is whole, and the state after this iteration."""
+        """Raise VersionError unless the state is whole, and that after this iteration."""
         if self != Version(after):
             found = f"is that after iteration {self.after}" if self.whole else \
                 f"is on its way to that after iteration {self.after}"

@@ -1,11 +1,12 @@
-"""Decoder models of transformers, by name: they become layers, take pretrained weights, and are written back.
+"""Decoder models of transformers, by name: cut into layers, loaded with pretrained weights, and exported.
 
-    configuration  what `[model] hugging_face` names: the model's config.json; which kinds of models are known
+    configuration  the model that `[model] hugging_face` names: its config.json; the supported kinds of models
     layers         transformers' own modules as layers
+    attention      attention within documents
     parallel       decoder layers cut over the ranks of a worker
     experts        mixtures of experts whose shapes do not depend on the routing
     weights        pretrained safetensors, read layer by layer
     model          the `LayeredModel`
 
-Only `configuration` can be imported where transformers is not installed.
+Only `configuration` can be imported if transformers is not installed.
 """

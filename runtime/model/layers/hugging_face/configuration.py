@@ -1,4 +1,4 @@
-"""What `[model] hugging_face` names: a model's config.json, as plain data. transformers is not needed to read it."""
+"""Model that `[model] hugging_face` names: its config.json, read as plain data without transformers."""
 
 import json
 from collections.abc import Mapping
@@ -8,24 +8,25 @@ from typing import Any, NamedTuple
 from slipstream.runtime.config import ConfigError, ModelConfig
 
 KEY = "model.hugging_face"
+"""Key of the job file, for error messages."""
 CONFIG = "config.json"
 
 
 class Family(NamedTuple):
-    """How the models of a kind name their parts, within what transformers calls the base model."""
+    """Names of the parts of a kind of models, within the module that transformers calls the base model."""
 
     decoders: str
-    """The list of decoder layers."""
+    """List of decoder layers."""
     embedding: tuple[str, ...]
-    """What makes features of tokens: the tokens' embedding first, then what is added or done after it."""
+    """Modules that turn tokens into features: the token embedding first, then the modules applied after it."""
     norm: str
     attention: str = "self_attn"
-    """Of a decoder layer."""
+    """Name of the attention within a decoder layer."""
     mlp: str = "mlp"
     experts: bool = False
-    """Whether layers are mixtures of experts."""
+    """True if layers are mixtures of experts."""
     can_be_cut: bool = True
-    """Whether a worker of several ranks can share a layer (`runtime.model.layers.hugging_face.parallel`)."""
+    """True if the ranks of a worker can share a layer (`runtime.model.layers.hugging_face.parallel`)."""
 
 
 _LLAMA = Family("layers", ("embed_tokens",), "norm")
@@ -34,41 +35,42 @@ _GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn", can_be_cut=False)
 FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
                                   "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
                                   "olmoe": _MIXTURE}
-"""By `model_type` of the config. Each of them is trained by a test, beside transformers' own model."""
+"""Supported models by `model_type` of the config. A test trains each of them and compares it with transformers' own
+model."""
 
 
 def folder_of(path: str) -> Path | None:
-    """The folder whose weights a model begins with; None where the job file names a config.json: random weights."""
+    """Return the folder of pretrained weights; None if the job file names a config.json, for random weights."""
     return Path(path) if Path(path).is_dir() else None
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """The model's config.json with the changes of `[model.options]`. Raises ConfigError."""
+    """Return the config.json with the changes of `[model.options]`. Raises ConfigError for unsupported models."""
     assert config.hugging_face is not None
     path = Path(config.hugging_face)
     source = path / CONFIG if path.is_dir() else path
-    wrong = f"{KEY} is {config.hugging_face!r}"
+    subject = f"{KEY} is {config.hugging_face!r}"
     try:
         document = json.loads(source.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{wrong}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
+        raise ConfigError(f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
                           f"{CONFIG}") from None
     except ValueError as error:
-        raise ConfigError(f"{wrong}: {source} is no JSON: {error}") from None
+        raise ConfigError(f"{subject}: {source} is no JSON: {error}") from None
     kind = document.get("model_type") if isinstance(document, dict) else None
     if kind not in FAMILIES:
-        raise ConfigError(f"{wrong}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
+        raise ConfigError(f"{subject}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
     return {**document, **config.options}
 
 
 def is_dense(config: Any, index: int) -> bool:
-    """True where a decoder layer of a mixture has no experts, by a config of transformers."""
+    """Return whether a decoder layer of a mixture has no experts, according to a config of transformers."""
     dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
     return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
 def vocabulary_of(config: ModelConfig) -> int:
-    """How many different tokens a model of either kind has. Raises ConfigError."""
+    """Return the size of a model's vocabulary. Raises ConfigError if its config does not say it."""
     if config.torchtitan is not None:
         from slipstream.runtime.model.layers.torchtitan.specification import trainer_config
 

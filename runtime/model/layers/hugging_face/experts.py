@@ -1,9 +1,9 @@
-"""Experts as grouped products: tokens are sorted by expert, so that no shape depends on how they are routed.
+"""Experts as grouped products: tokens are sorted by expert, so that no shape depends on the routing.
 
 A rank of a worker may have some of the experts (`runtime.model.layers.hugging_face.parallel`). Tokens that have chosen
-others are sorted behind its own, as there may be any number of them, and add nothing.
+experts of other ranks, of which there may be any number, are sorted behind those of this rank and add nothing.
 
-transformers runs it for `experts_implementation = "slipstream"`, which is what a model has unless it names another.
+transformers uses this implementation for `experts_implementation = "slipstream"`, which is the default of models here.
 """
 
 from typing import Any
@@ -16,17 +16,18 @@ from transformers.integrations.moe import ExpertsInterface
 from slipstream.runtime.model.layers.grouped_products import Groups, grouped_linear
 
 NAME = "slipstream"
+"""Name of this implementation in transformers."""
 
 
 def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Features [N, C] through the experts [N, k] that each token has chosen, weighted [N, k]: [N, C].
+    """Run features [N, C] through the experts [N, k] that each token has chosen: their weighted [N, k] sum, [N, C].
 
-    Where the module has some of the experts, from `first_expert` on, it is what these add.
+    If the module has only some of the experts, beginning with `first_expert`, the result is the share of these.
     """
     experts: Any = self
     (tokens, choices), every, here = top_k_index.shape, experts.num_experts, experts.gate_up_proj.shape[0]
     own_first = (top_k_index - getattr(experts, "first_expert", 0)) % every
-    rows = tokens * min(choices, here)  # the choices of a token differ
+    rows = tokens * min(choices, here)  # a token chooses an expert at most once
     order = own_first.flatten().argsort(stable=True)[:rows]
     ends = functional.one_hot(own_first, every).sum((0, 1))[:here].cumsum(0).int()
     outside = None if here == every else torch.arange(rows, device=ends.device)[:, None] >= ends[-1]
@@ -43,5 +44,5 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def register() -> None:
-    """Have transformers know of this."""
+    """Register this implementation with transformers."""
     ExpertsInterface.register(NAME, run_experts)

@@ -1,8 +1,8 @@
 """transformers' own modules as layers: embedding, each decoder layer, norm and head.
 
-Positions and masks are made from the micro-batch, where data give `position_ids` or `attention_mask`; else tokens stand
-one after the other, and attention is causal. Where routers balance the load of experts, their counts pass from layer to
-layer, since transformers takes that loss of the means over all layers.
+Positions and masks are built from the `position_ids` or `attention_mask` of the micro-batch. If data give neither,
+positions are consecutive and attention is causal. If routers balance the load of experts, their counts pass from layer
+to layer, because transformers computes that loss from the means over all layers.
 """
 
 import functools
@@ -21,17 +21,18 @@ from slipstream.runtime.model.layers.recomputing import Part, recomputable
 
 
 class Routed(NamedTuple):
-    """Features [B, T, C], and what the routers of the layers so far have done."""
+    """Features [B, T, C], with the counts of the routers in the layers so far."""
 
     features: Tensor
     chosen: Tensor
-    """int64 [k, E]: how many tokens have each expert as their first, second, ... choice, over the layers so far."""
+    """Number of tokens with each expert as their first, second, ... choice, summed over the layers so far: int64 [k,
+    E]."""
     wanted: Tensor
-    """float32 [E]: the sum of the probabilities of each expert."""
+    """Sum of the probabilities of each expert: float32 [E]."""
 
 
 class Embedding(nn.Module):
-    """Tokens to features."""
+    """Embedding of tokens, and of positions if the model has such."""
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Embedding(nn.Module):
         self._names = tuple(parts)
 
     def forward(self, tokens: Tensor, batch: Batch | None = None) -> Tensor:
-        """Tokens [B, T] to features [B, T, C]."""
+        """Embed tokens [B, T] as features [B, T, C]."""
         of_tokens, *more = (self.get_submodule(name) for name in self._names)
         features: Tensor = of_tokens(tokens)
         if more:
@@ -50,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer of transformers."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
                  family: Family) -> None:
@@ -69,26 +70,26 @@ class DecoderLayer(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """What `runtime.model.layers.compiling` compiles: positions and masks are made outside."""
+        """Module that `runtime.model.layers.compiling` compiles; positions and masks are built outside of it."""
         return self.layer
 
     def forward(self, given: Tensor | Routed, batch: Batch | None = None) -> Tensor | Routed:
-        """Features, with what routers have done, to the same."""
+        """Return features from features, with the routers' counts if the model balances the load of experts."""
         features = given if isinstance(given, Tensor) else given[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self.rotary is not None:
-            more["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
+            extra["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
         mask = None
         if padding is not None or position_ids is None or not attends_by_document(self._config, self._slides):
-            # By position: the fourth, no cache, has other names in other versions.
+            # Positional: the name of the fourth parameter (no cache) differs between versions.
             mask = self._mask(self._config, features, padding, None, position_ids=position_ids)
         logits: list[Tensor] = []
         router = router_of(self.layer) if self._balances else None
         hook = None if router is None else router.register_forward_hook(
             lambda _, __, output: logits.append(output[0]))
         try:
-            features = self.layer(features, attention_mask=mask, position_ids=position_ids, use_cache=False, **more)
+            features = self.layer(features, attention_mask=mask, position_ids=position_ids, use_cache=False, **extra)
         finally:
             if hook is not None:
                 hook.remove()
@@ -97,7 +98,7 @@ class DecoderLayer(nn.Module):
         return self._routed(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
     def _routed(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> Routed:
-        """Add what this layer's router has done, as `load_balancing_loss_func` of transformers counts it."""
+        """Add the counts of this layer's router, computed as in `load_balancing_loss_func` of transformers."""
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
         best = functional.one_hot(weights.topk(top, -1).indices, experts)
@@ -111,7 +112,7 @@ class DecoderLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """Features to the logits of the next token."""
+    """Norm and projection of features to the logits of the next token."""
 
     def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Head(nn.Module):
         self._norm = name
 
     def forward(self, given: Tensor | Routed) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, T, V]; where routers balance the load, with their loss."""
+        """Return logits [B, T, V]; with the balance loss if routers balance the load of experts."""
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
         return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
@@ -128,7 +129,7 @@ class Head(nn.Module):
 
 @functools.cache
 def _as_part(name: Part, kind: Any) -> Any:
-    """A class of transformers' whose objects are a part of a layer: what they keep from forward to backward."""
+    """Return a subclass of a transformers class whose forward is the recomputable part `name` of a layer."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputable(name, kind.forward, self, *args, **kwargs)
 
@@ -136,27 +137,27 @@ def _as_part(name: Part, kind: Any) -> Any:
 
 
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
-    """Experts x the sum over them of their share of tokens x their mean probability, over all layers.
+    """Return the routers' loss over all layers: experts x sum over experts of (share of tokens x mean probability).
 
-    Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as transformers has it.
+    Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented in transformers.
     """
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
 
 
 def router_of(layer: nn.Module) -> nn.Module | None:
-    """The router of a decoder layer with experts."""
+    """Return the router of a decoder layer with experts; None for other layers."""
     mlp = getattr(layer, "mlp", None)
     return getattr(mlp, "gate", None) if hasattr(mlp, "experts") else None
 
 
 def _slides(config: PreTrainedConfig, index: int) -> bool:
-    """Whether a layer's tokens see no further than a window."""
+    """Return whether a layer's attention is limited to a sliding window."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
 
 
 def _positions(of: Tensor, batch: Batch | None) -> Tensor:
-    """[B or 1, T]."""
+    """Return the position ids of the micro-batch, or consecutive ones if data give none: [B or 1, T]."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

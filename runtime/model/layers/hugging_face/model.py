@@ -27,10 +27,12 @@ _RUNNING = ("attn_implementation", "experts_implementation")
 
 
 class HuggingFace:
-    """What `[model] hugging_face` names; see `runtime.model.layers.layered_model.LayeredModel`.
+    """Model that `[model] hugging_face` names, see `runtime.model.layers.layered_model.LayeredModel`.
 
-    Attention is scaled_dot_product_attention, document by document, and experts run as their module says
-    (`runtime.model.layers.hugging_face.attention`, `.experts`); `[model.options]` can name others. Raises ConfigError.
+    Attention is scaled_dot_product_attention for each document separately
+    (`runtime.model.layers.hugging_face.attention`), and experts run as grouped products
+    (`runtime.model.layers.hugging_face.experts`); `[model.options]` can name other implementations. Raises ConfigError
+    if the model cannot be used.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,14 +59,14 @@ class HuggingFace:
             if self._config.tie_word_embeddings else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Make one layer, with pretrained weights where there are any. Raises IndexError and ConfigError."""
+        """Build one layer, with pretrained weights if there are any. Raises IndexError and ConfigError."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         with seeded(derive_seed("parameters", self._seed, layer)):
             module, is_filled = self._made(layer).train(), torch.get_default_device().type != "meta"
             if is_filled:
                 self._initialise(module)
-            for parameter in module.parameters():  # buffers stay as they are: angles of positions are float32 always
+            for parameter in module.parameters():  # buffers stay as they are: angles of positions are always float32
                 parameter.data = torch.empty_like(parameter, dtype=self._dtype) if is_unfilled() \
                     else parameter.data.to(self._dtype)
             if is_filled and self._weights is not None and not is_unfilled():
@@ -75,18 +77,18 @@ class HuggingFace:
         return module
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """transformers' own loss: cross entropy, mean over tokens, and that of routers where they have one."""
+        """Return transformers' own loss: mean cross entropy, plus the routers' balance loss if the model has one."""
         logits, balance = (output, None) if isinstance(output, Tensor) else output
-        if logits.dtype in (torch.bfloat16, torch.float16):  # of which transformers would make a float32 copy
+        if logits.dtype in (torch.bfloat16, torch.float16):  # transformers would copy these logits to float32
             loss = cross_entropy(logits, target)
         else:
-            target = target.contiguous()  # which is viewed flat
+            target = target.contiguous()  # the loss function views it flat
             loss = self._sample.loss_function(logits=logits, labels=target, vocab_size=self._config.vocab_size,
                                               shift_labels=target)
         return loss if balance is None else loss + self._config.router_aux_loss_coef * balance
 
     def _made(self, layer: int) -> nn.Module:
-        """A layer whose tensors hold anything."""
+        """Build a layer without initial values."""
         base, family, index = self._sample.base_model, self._family, layer - 1
         if layer == 0:
             return _emptied(Embedding({name: _copy(base.get_submodule(name)) for name in family.embedding}))
@@ -94,16 +96,17 @@ class HuggingFace:
             return _emptied(Head(family.norm, _copy(base.get_submodule(family.norm)),
                                  _copy(self._sample.get_output_embeddings())))
         kind, rotary = type(getattr(base, family.decoders)[0]), getattr(base, "rotary_emb", None)
-        made: nn.Module = kind(self._config, index)
-        return DecoderLayer(made, None if rotary is None else type(rotary)(self._config), self._config, index, family)
+        inner: nn.Module = kind(self._config, index)
+        return DecoderLayer(inner, None if rotary is None else type(rotary)(self._config), self._config, index, family)
 
     def _initialise(self, module: nn.Module) -> None:
-        """As transformers does: its model walks over what is a part of it for the moment."""
+        """Initialise a layer as transformers does, as the only module of a copy of the sample model."""
         whole = copy.copy(self._sample)
         whole._modules, whole.config = {"part": module}, self._config  # deviations depend on the number of layers
         whole.initialize_weights()
 
     def _load(self, module: nn.Module, layer: int, weights: Weights) -> None:
+        """Load the pretrained weights of a layer. Raises ConfigError if they do not fit."""
         if isinstance(module, DecoderLayer):
             state = weights.decoder(layer - 1)
             target: nn.Module = module.layer
@@ -122,7 +125,9 @@ class HuggingFace:
 
 
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """The config of transformers that a config.json describes. transformers is quiet from then on. Raises ConfigError.
+    """Build the transformers config that a config.json describes. Raises ConfigError if transformers refuses it.
+
+    Silences the log messages and progress bars of transformers from then on.
     """
     chosen = {"experts_implementation": experts.NAME} if FAMILIES[document["model_type"]].experts else {}
     experts.register()
@@ -131,41 +136,41 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
     logging.disable_progress_bar()
     try:
         return AutoConfig.for_model(**{"attn_implementation": attention.NAME, **chosen, **document, "use_cache": False})
-    except Exception as error:  # each class checks its own
+    except Exception as error:  # each config class raises errors of its own
         raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
 
 
 def sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
-    """The model with one decoder layer, that at `index`, on the meta device. May be called from several threads."""
-    # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. Of two
-    # threads that do so at a time, the last to end would leave it changed for good.
+    """Build the model with one decoder layer, that at `index`, on the meta device. Several threads may call this."""
+    # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. If two
+    # threads did so at the same time, the last to end would leave it changed permanently.
     with GENERATORS, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(single(config, index, **changes))
     return model
 
 
 def single(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedConfig:
-    """The config of a model that has one decoder layer only, that at `index`."""
-    one = copy.deepcopy(config)
+    """Return the config of a model with a single decoder layer, that at `index`, and with further `changes`."""
+    reduced = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
-    one.num_hidden_layers = 1
+    reduced.num_hidden_layers = 1
     if kinds is not None:
-        one.layer_types = [kinds[index]]
+        reduced.layer_types = [kinds[index]]
     if hasattr(config, "mlp_only_layers"):
-        one.mlp_only_layers, one.decoder_sparse_step = [0] if is_dense(config, index) else [], 1
+        reduced.mlp_only_layers, reduced.decoder_sparse_step = [0] if is_dense(config, index) else [], 1
     for name, value in changes.items():
-        setattr(one, name, value)
-    return one
+        setattr(reduced, name, value)
+    return reduced
 
 
 def small(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """`single`, with next to no vocabulary: what is of interest is the decoder layer."""
+    """Return the config of `single` with a vocabulary of one token, for uses that only need the decoder layer."""
     return single(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
 def converted(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
               name: str) -> dict[str, Tensor]:
-    """A decoder layer's tensors as its modules have them, from how files have them: experts lie there one by one."""
+    """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules."""
     decoders = FAMILIES[config.model_type].decoders
     try:
         model = kind.from_pretrained(
@@ -179,11 +184,12 @@ def converted(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int,
 
 
 def _copy(module: Any) -> nn.Module:
-    made: nn.Module = copy.deepcopy(module)
-    return made
+    """Return a deep copy of a module."""
+    copied: nn.Module = copy.deepcopy(module)
+    return copied
 
 
 def _emptied(module: nn.Module) -> nn.Module:
-    """Off the meta device, unless that is the default."""
+    """Allocate a module, uninitialized, on the default device; it stays on the meta device if that is the default."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)

@@ -1,9 +1,9 @@
-"""Decoder layers of transformers cut over the ranks of a worker, all of which have all tokens.
+"""Decoder layers of transformers cut over the ranks of a worker, all of which have the features of all tokens.
 
 A rank has a part of the heads and of the MLP's width, as in Megatron-LM (arXiv 1909.08053), and of the experts of a
-mixture. Products are cut by columns, then by rows, and what rows and experts give is summed over the ranks. All else is
-whole on each: embedding, head, norms, routers. Its gradient is whole there, too: where ranks begin to use what all have
-for a part of the work, the backward sums over them.
+mixture. Products are cut by columns, then by rows, and the results of rows and experts are summed over the ranks. The
+rest is whole on each rank: embedding, head, norms, routers. Its gradient is whole there, too: the backward sums over
+the ranks at the point from which each rank uses these tensors for a part of the work only.
 """
 
 import copy
@@ -28,7 +28,7 @@ _NORMS = {"q_norm", "k_norm"}
 
 
 def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
-    """Raises ConfigError where a model's decoder layers cannot be cut over so many ranks."""
+    """Raise ConfigError if a model's decoder layers cannot be cut over this number of ranks."""
     kind = config.model_type
     wrong = f"training.tensor_parallel is {ranks}, and {KEY} names a {kind}"
     if not FAMILIES[kind].can_be_cut:
@@ -46,7 +46,7 @@ def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def _cut_by(config: PreTrainedConfig) -> Iterator[str]:
-    """The keys of what ranks have equal parts of."""
+    """Yield the keys of the sizes of which each rank has an equal part."""
     yield from ("num_attention_heads", "num_key_value_heads")
     mixture = FAMILIES[config.model_type].experts
     if not mixture or any(is_dense(config, index) for index in range(config.num_hidden_layers)):
@@ -58,23 +58,23 @@ def _cut_by(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def cut_over(decoder: nn.Module, group: WorkerGroup) -> None:
-    """Leave of a decoder layer, `decoder.layer`, what this rank has."""
+    """Replace the parameters of `decoder.layer` by this rank's parts, and make its modules sum over the ranks."""
     layer, shards, sharing = decoder.get_submodule("layer"), dict[str, Shard](), dict[str, nn.Module]()
     modules: dict[str, Any] = dict(layer.named_modules())
     for name, module in modules.items():
-        parent, _, own = name.rpartition(".")
-        if own in _COLUMNS | _ROWS:
-            dim = 0 if own in _COLUMNS else 1
-            shards |= {f"layer.{name}.{one}": Shard(dim) for one, tensor in module.named_parameters()
+        parent, _, last_name = name.rpartition(".")
+        if last_name in _COLUMNS | _ROWS:
+            dim = 0 if last_name in _COLUMNS else 1
+            shards |= {f"layer.{name}.{parameter}": Shard(dim) for parameter, tensor in module.named_parameters()
                        if tensor.dim() > dim}
             sharing[parent] = modules[parent]
-            if own in _ROWS:
+            if last_name in _ROWS:
                 module.forward = partial(_sum_rows, module, group)
-        elif own in _NORMS:
+        elif last_name in _NORMS:
             of_heads = module.weight.shape[0] == modules[parent].head_dim
             module.forward = partial(_norm_heads if of_heads else _norm_whole, module, group)
-        elif own == "experts":
-            shards |= {f"layer.{name}.{one}": Shard(0) for one, _ in module.named_parameters()}
+        elif last_name == "experts":
+            shards |= {f"layer.{name}.{parameter}": Shard(0) for parameter, _ in module.named_parameters()}
             module.first_expert = group.rank() * module.num_experts // group.size()
             module.forward = partial(_sum_experts, module, group)
     cut_parameters(decoder, shards, group)
@@ -84,37 +84,39 @@ def cut_over(decoder: nn.Module, group: WorkerGroup) -> None:
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
-    """The sum of what all ranks' rows give, and then the bias."""
+    """Return the sum of the products of all ranks, plus the bias."""
     total = sum_ranks(functional.linear(x, product.weight), group)
     return total if product.bias is None else total + product.bias
 
 
 def _sum_experts(module: Any, group: WorkerGroup, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
                  ) -> Tensor:
-    """The sum of what all ranks' experts add. All ranks' routers have made the same choices."""
+    """Return the sum of the results of all ranks' experts. The routers of all ranks have made the same choices."""
     features, weights = for_all_ranks(group, hidden_states, top_k_weights)
     return sum_ranks(type(module).forward(module, features, top_k_index, weights), group)
 
 
 def _norm_heads(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """A norm of each head, with one weight for all heads."""
+    """Apply a norm to each head, with one weight for all heads."""
     stand_in = copy.copy(norm)
     stand_in._parameters = dict(zip(["weight"], for_all_ranks(group, norm.weight), strict=True))
-    found: Tensor = type(norm).forward(stand_in, hidden_states)
-    return found
+    normed: Tensor = type(norm).forward(stand_in, hidden_states)
+    return normed
 
 
 def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """A norm over all heads together, which all ranks compute: transformers does it in float32, so that sums of the
-    ranks' own squares would give other numbers."""
+    """Apply a norm over all heads together, on every rank.
+
+    transformers computes it in float32, so sums of the ranks' own squares would give other numbers.
+    """
     last = hidden_states.dim() - 1
-    found: Tensor = type(norm).forward(norm, gather_whole(hidden_states, last, group))
-    return own_part(found, last, group)
+    normed: Tensor = type(norm).forward(norm, gather_whole(hidden_states, last, group))
+    return own_part(normed, last, group)
 
 
 def _for_all_ranks(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All ranks begin with the same features, whose gradients are summed."""
+    """Pass a module's input features through `for_all_ranks`, so that their gradients are summed over the ranks."""
     if args:
         return (*for_all_ranks(group, args[0]), *args[1:]), kwargs
     (features,) = for_all_ranks(group, kwargs["hidden_states"])

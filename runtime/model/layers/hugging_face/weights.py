@@ -1,4 +1,4 @@
-"""Pretrained safetensors: the tensors of one layer are read from whichever files have them, and nothing else is."""
+"""Pretrained safetensors, of which only the tensors of one layer are read at a time, from any of the files."""
 
 import json
 import re
@@ -16,7 +16,7 @@ SINGLE = "model.safetensors"
 
 
 class Weights:
-    """The tensors of a folder, by their names. Raises ConfigError where it has none that can be read."""
+    """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are none."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self._folder = folder
@@ -25,24 +25,28 @@ class Weights:
         self._files = self._index()
 
     def decoder(self, index: int) -> dict[str, Tensor]:
-        """The tensors of a decoder layer, by their names within it."""
+        """Return the tensors of a decoder layer, by their names within the layer."""
         names = {name: match[2] for name in self._files
                  if (match := self._decoder.search(name)) and int(match[1]) == index}
         return {names[name]: tensor for name, tensor in self._read(names).items()}
 
     def others(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
-        """Tensors outside the decoder layers: for each name the first of its names in the files that is there."""
+        """Return tensors outside of the decoder layers.
+
+        For each name, `wanted` has the possible endings of the name in the files; the first that exists is read. Raises
+        ConfigError if none exists.
+        """
         outside = [name for name in self._files if not self._decoder.search(name)]
-        found = {}
+        tensors = {}
         for name, endings in wanted.items():
-            source = next((one for ending in endings for one in outside if f".{one}".endswith(f".{ending}")), None)
+            source = next((full for ending in endings for full in outside if f".{full}".endswith(f".{ending}")), None)
             if source is None:
                 raise ConfigError(f"{self._wrong}: its files have no tensor {endings[0]!r}")
-            found[name] = self._read([source])[source]
-        return found
+            tensors[name] = self._read([source])[source]
+        return tensors
 
     def _index(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Return the file of each tensor."""
         try:
             if (self._folder / INDEX).exists():
                 files = json.loads((self._folder / INDEX).read_bytes())["weight_map"]
@@ -54,14 +58,15 @@ class Weights:
                               f"{SINGLE} or {INDEX}; for random weights, name the config.json itself") from None
 
     def _read(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
+        """Read tensors by their names in the files."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)
-        found = {}
+        tensors = {}
         try:
             for path, here in by_file.items():
                 with safe_open(self._folder / Path(path).name, "pt") as file:
-                    found.update({name: file.get_tensor(name) for name in here})
+                    tensors.update({name: file.get_tensor(name) for name in here})
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._wrong}: {' '.join(str(error).split())}") from None
-        return found
+        return tensors

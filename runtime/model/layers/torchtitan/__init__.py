@@ -1,14 +1,14 @@
 """torchtitan's models, by name: each layer is torchtitan's own decoder with all other modules taken out.
 
-    specification  what `[model] torchtitan` names, and which models of it can be cut into layers
+    specification  the model that `[model] torchtitan` names; which of torchtitan's models can be cut into layers
     model          the `LayeredModel`; torchtitan's checkpoints, read layer by layer
-    experts        mixtures of experts: tokens are counted in the backward, and a rule steps what follows from that
+    experts        mixtures of experts: tokens are counted in the backward, and a rule steps the bias from the counts
     ranks          layers over the ranks of a worker, as torchtitan cuts them
     export         a run's checkpoint as one of torchtitan's
-    training       what torchtitan's Trainer is configured to do, as the configuration of a run
+    training       the configuration of torchtitan's Trainer, as the configuration of a run
     trainer_state  the state of that Trainer, as a run's checkpoint, and back
 
-To import any of it raises ConfigError where torchtitan 0.3.0 is not installed, or what it needs.
+Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not installed.
 """
 
 from slipstream.runtime.config import ConfigError

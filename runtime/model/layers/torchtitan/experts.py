@@ -1,11 +1,11 @@
-"""torchtitan's mixtures of experts, as layers here.
+"""torchtitan's mixtures of experts, as layers of this runtime.
 
-torchtitan counts the tokens of each expert in the forward, and before a step moves the bias, by which tokens choose, up
-where there were few. Here the bias is a parameter, the tokens are left as its gradient, and a rule steps it
-(`runtime.model.layers.step_rules`): so they are counted once, though a forward may be void or run again, and are summed
-over all workers, and the bias is undone, moved and saved with the layer.
+torchtitan counts the tokens of each expert in the forward, and before a step raises the bias by which tokens choose
+experts where there were few. Here the bias is a parameter, the token counts are its gradient, and a rule steps it
+(`runtime.model.layers.step_rules`). So tokens are counted once, although a forward may be discarded or run again. The
+counts are summed over all workers, and the steps of the bias can be undone, and are moved and saved with the layer.
 
-Products are torchtitan's, in bfloat16 whatever the dtype of the parameters; gradients of experts' weights come in W.
+Products are torchtitan's, in bfloat16 for any dtype of the parameters; gradients of experts' weights are computed in W.
 """
 
 from functools import cache, partial
@@ -23,7 +23,7 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def with_counted_tokens(layer: nn.Module) -> dict[str, StepRule]:
-    """Change the mixtures of a layer, on the meta device, and return the rules of their biases by name."""
+    """Change the mixtures of a layer on the meta device in place, and return the rules of their biases by name."""
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
         if type(module) is GroupedExperts:
@@ -40,19 +40,20 @@ def with_counted_tokens(layer: nn.Module) -> dict[str, StepRule]:
 
 @cache
 def _counting(kind: Any) -> Any:
+    """Return a subclass of torchtitan's mixture that leaves its token counts as the gradient of the bias."""
     return type(kind.__name__, (_Counting, kind), {})
 
 
 class _Counting(nn.Module):
-    """In front of torchtitan's own class, whose counter is anew in each forward."""
+    """Mixin before torchtitan's own class, with a new counter in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features [B, L, D] to features."""
+        """Return features [B, L, D] from features, and leave the token counts to the backward."""
         bias: nn.Parameter = getattr(self, _BIAS)
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)
-        found: Tensor = super().forward(x)
-        return leave_gradient(found, bias, tokens) if self.training else found
+        output: Tensor = super().forward(x)
+        return leave_gradient(output, bias, tokens) if self.training else output
 
     def _init_self_parameters(self) -> None:
         nn.init.zeros_(getattr(self, _BIAS))
@@ -62,18 +63,18 @@ class _Counting(nn.Module):
 
 
 def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
-    """Move it as torchtitan's optimizer does."""
+    """Step the bias as torchtitan's optimizer does."""
     change = coefficient * torch.sign(tokens.mean() - tokens)
     bias.add_(change - change.mean())
 
 
 class _Experts(GroupedExperts):  # type: ignore[misc]
-    """Computes what torchtitan's own do."""
+    """torchtitan's experts as grouped products whose weight gradients are computed in W."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Features of tokens that are sorted by expert [R, D] to features."""
+        """Return features from the features [R, D] of tokens that are sorted by expert."""
         groups = Groups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
-        # Cast twice, as there, so that the two gradients are not summed in bfloat16.
+        # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
         hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(
             x_RD.bfloat16(), self.w3_EFD, groups)
         return grouped_linear(hidden, self.w2_EDF, groups).type_as(x_RD)

@@ -1,4 +1,4 @@
-"""A run's checkpoint as torchtitan writes its own: parameters by its names, for torch.distributed.checkpoint."""
+"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for torch.distributed.checkpoint."""
 
 import functools
 import warnings
@@ -22,27 +22,28 @@ _META = torch.device("meta")
 
 
 class _Read(DefaultSavePlanner):
-    """Tensors are read when they are written."""
+    """Planner that reads tensors only when they are written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor to write."""
         return self._read(index.fqn)
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint, with one layer of it in memory at a time.
+    """Write the model of a checkpoint to a folder, with one of its layers in memory at a time.
 
-    Raises CheckpointError where it is none of torchtitan's, ConfigError where that cannot be had, and OSError.
+    Raises CheckpointError if it is not a torchtitan model, ConfigError if that model cannot be built, and OSError.
     """
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")
     if not isinstance(name, str):
         raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] torchtitan: its model.name is "
                               f"{identity.get('model.name')!r}")
-    # Parameters are the same whatever attention sees.
+    # The kind of attention does not change the parameters.
     model = Torchtitan(ModelConfig(torchtitan=name, context=identity["model.context"], options={"attention": "sdpa"}),
                        0, getattr(torch, identity["parameters"]), _META)
     sharing, shapes = sharing_of(model), list[Mapping[str, torch.Size]]()
@@ -55,7 +56,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
             layer_of[key], planned[key] = layer, tensor
 
     @functools.lru_cache(maxsize=1)
-    def of_layer(layer: int) -> dict[str, Tensor]:
+    def read_layer(layer: int) -> dict[str, Tensor]:
         state = sharing.with_copies(layer, load(checkpoint, [layer])[layer],
                                     lambda other: load(checkpoint, [other])[other])
         found = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
@@ -65,8 +66,8 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         return model.named_as_written(layer, found)
 
     with new_folder(folder) as draft, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # nor is it asked for
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # torch.distributed is not needed here
         try:
-            save(planned, checkpoint_id=draft, planner=_Read(lambda key: of_layer(layer_of[key])[key]), no_dist=True)
+            save(planned, checkpoint_id=draft, planner=_Read(lambda key: read_layer(layer_of[key])[key]), no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None

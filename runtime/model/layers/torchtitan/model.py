@@ -33,9 +33,9 @@ from slipstream.runtime.torch_private import without_state_hooks
 
 
 class Torchtitan:
-    """What `[model] torchtitan` names; see `slipstream.runtime.model.layers.layered_model.LayeredModel`.
+    """Model that `[model] torchtitan` names, see `slipstream.runtime.model.layers.layered_model.LayeredModel`.
 
-    Parameters have the names that they have in torchtitan. Raises ConfigError.
+    Parameters have the same names as in torchtitan. Raises ConfigError if the model cannot be used.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,12 +53,12 @@ class Torchtitan:
         self._folder = None if folder is None else Path(folder)
         self._kind = type("Layer", (_Part, type(self._sample)), {
             "_masks": _Masks() if needs_masks(self._trainer) else None})
-        # Initialised is the head's, and the embedding is that.
+        # The initial value is that of the head, which the embedding shares.
         self.shared = ((f"{self.layers - 1}.lm_head.weight", "0.tok_embeddings.weight"),) \
             if self._config.enable_weight_tying else ()
 
     def build(self, layer: int) -> nn.Module:
-        """Make one layer, as torchtitan initialises it, or of a checkpoint. Raises IndexError and ConfigError."""
+        """Build one layer, initialised by torchtitan or from a checkpoint. Raises IndexError and ConfigError."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         device = torch.get_default_device()
@@ -73,24 +73,24 @@ class Torchtitan:
             if worker_group() is not None:
                 require_no_experts(self._trainer, "tensor_parallel, which its experts are not cut for", "1")
                 module = cut_over_ranks(module, self._on_meta(layer), device)
-            # Their fused products are written as their parts; the runtime wants each parameter as it is stepped.
+            # Hooks would split fused products in the state; the runtime needs each parameter as it is stepped.
             without_state_hooks(module)
         module.again = functools.partial(self.build, layer)  # type: ignore[assignment]
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy, the mean over the tokens that count."""
+        """Return the cross entropy, mean over the tokens that count."""
         return cross_entropy(output, target)
 
     def named_as_written(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's parameters, by their names in it, by the names that torchtitan's checkpoints have."""
+        """Return a layer's parameters, given by their names in it, by their names in torchtitan's checkpoints."""
         module = self._on_meta(layer)
         for name, parameter in list(module.named_parameters()):
             put_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
         return dict(module.state_dict())
 
     def _on_meta(self, layer: int) -> Any:
-        """torchtitan's model on the meta device, with the modules of one layer in it and no others."""
+        """Build torchtitan's model on the meta device, with only the modules of one layer."""
         module = copy.copy(self._sample)
         first, last, index = layer == 0, layer == self.layers - 1, layer - 1
         with torch.device("meta"):
@@ -100,28 +100,28 @@ class Torchtitan:
                     str(index): self._config.layers[index].build()}),
                 "norm": self._config.norm.build() if last else None,
                 "lm_head": self._config.lm_head.build() if last else None}
-        module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties what is tied
-        for parameter in module.parameters():  # and no buffers: those of rotations are complex
+        module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties shared parameters
+        for parameter in module.parameters():  # not buffers: rotation buffers are complex
             parameter.data = parameter.data.to(self._dtype)
         module.step_rules = with_counted_tokens(module)
         return module.train()
 
 
 class _Part(nn.Module):
-    """In front of torchtitan's own class: positions come from the micro-batch, and masks from them."""
+    """Mixin before torchtitan's own class, which takes positions, and masks made from them, from the micro-batch."""
 
     _masks: "_Masks | None"
     again: Callable[[], nn.Module]
-    """Makes the same layer on the meta device."""
+    """Function that builds the same layer on the meta device."""
     layers: nn.ModuleDict
 
     @property
     def compiled_part(self) -> nn.Module | None:
-        """What `runtime.model.layers.compiling` compiles, as torchtitan does: a decoder layer, where this has one."""
+        """Decoder layer that `runtime.model.layers.compiling` compiles, as torchtitan does; None if there is none."""
         return next(iter(self.layers.values()), None)
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Tokens or features to features or logits; between layers all ranks of a worker have them whole."""
+        """Return features or logits from tokens or features; between layers all ranks of a worker have them whole."""
         return whole(self._forward(on_ranks(given, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:
@@ -129,25 +129,26 @@ class _Part(nn.Module):
             return copied(self, self.again())
 
     def _forward(self, given: Tensor, batch: Batch | None) -> Tensor:
+        """Run torchtitan's decoder with the micro-batch's positions, and with masks if its attention needs them."""
         positions = getattr(batch, "positions", None)
         if not self.layers or self._masks is None:
-            found: Tensor = super().forward(given, positions=positions)
+            output: Tensor = super().forward(given, positions=positions)
         else:
             if positions is None:
                 positions = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
-            found = super().forward(given, positions=positions,
-                                    attention_masks=self._masks.of(self, positions))
-        return found
+            output = super().forward(given, positions=positions,
+                                     attention_masks=self._masks.of(self, positions))
+        return output
 
 
 class _Masks:
-    """Those of the last micro-batch: layers of a worker share them."""
+    """Attention masks of the last micro-batch, which the layers of a worker share."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], Any] | None = None
 
     def of(self, model: Any, positions: Tensor) -> Any:
-        """What torchtitan's decoder makes of positions [B, T], which begin anew where a document does."""
+        """Return the masks that torchtitan's decoder makes of positions [B, T], which restart in each document."""
         last = self._last
         if last is not None and last[0]() is positions:
             return last[1]
@@ -158,12 +159,12 @@ class _Masks:
 
 
 def _load_layer(module: nn.Module, folder: Path) -> None:
-    """Fill a layer's parameters. Raises ConfigError where the checkpoint does not have them, or not so."""
+    """Load a layer's parameters from a checkpoint. Raises ConfigError if it lacks them, or has them in another form."""
     state = module.state_dict()
     try:
         load(state, checkpoint_id=folder, no_dist=True)
         module.load_state_dict(state)
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
+    except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise ConfigError(f"{KEY}: model.options.checkpoint is {str(folder)!r}, of which "
                           f"{next(iter(state), 'nothing')!r} and others of its layer cannot be read: "

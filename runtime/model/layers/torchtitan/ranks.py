@@ -1,4 +1,4 @@
-"""Layers of torchtitan over the ranks of a worker: cut by torchtitan's own declarations, as DTensors."""
+"""torchtitan's layers over the ranks of a worker: cut by torchtitan's own declarations, as DTensors."""
 
 from typing import Any, cast
 
@@ -14,9 +14,9 @@ from slipstream.runtime.model.layers.worker_group import worker_group
 
 
 def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Module:
-    """A layer as this rank of the worker has it: `parts` is the same layer on the meta device.
+    """Return this rank's part of a layer. `parts` is the same layer on the meta device, which is cut and filled.
 
-    All ranks build the same layer, so that nothing is sent. Raises ConfigError where it cannot be cut.
+    All ranks build the same layer, so nothing is sent. Raises ConfigError if the layer cannot be cut.
     """
     group = worker_group()
     assert group is not None
@@ -27,16 +27,16 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
     if device.type == "meta":
         return cast(nn.Module, parts)
     parts.to_empty(device=device)
-    theirs = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    full_tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     with torch.no_grad():
         for name, part in (*parts.named_parameters(), *parts.named_buffers()):
-            _local(part).copy_(_local(distribute_tensor(theirs[name], mesh, part.placements, src_data_rank=None)
-                                      if isinstance(part, DTensor) else theirs[name]))
+            _local(part).copy_(_local(distribute_tensor(full_tensors[name], mesh, part.placements, src_data_rank=None)
+                                      if isinstance(part, DTensor) else full_tensors[name]))
     return cast(nn.Module, parts)
 
 
 def on_ranks(given: Tensor, module: nn.Module) -> Tensor:
-    """What all ranks have alike, as torchtitan's layers want it."""
+    """Wrap features that are equal on all ranks in a replicated DTensor, as a layer that is cut needs them."""
     placed: Placed = getattr(module, "placed", {})
     if not placed or not given.is_floating_point():
         return given
@@ -45,15 +45,16 @@ def on_ranks(given: Tensor, module: nn.Module) -> Tensor:
 
 
 def whole(found: Tensor) -> Tensor:
-    """What all ranks have alike, plain."""
+    """Return a plain tensor, whole on all ranks, from a DTensor."""
     if not isinstance(found, DTensor):
         return found
     return found.full_tensor()
 
 
 def copied(layer: nn.Module, twin: nn.Module) -> nn.Module:
-    """`twin`, the same layer on the meta device, with the parameters and buffers of a layer: torchtitan has given each
-    module a forward that is a function of that module, and not of one that is copied from it.
+    """Give `twin`, the same layer on the meta device, the parameters and buffers of a layer, and return it.
+
+    A deep copy would not do: torchtitan gives each module a forward that is bound to that module, not to its copy.
     """
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         put_tensor(twin, name, tensor)
@@ -62,4 +63,5 @@ def copied(layer: nn.Module, twin: nn.Module) -> nn.Module:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Return the local part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""What `[model] torchtitan` names: a model of torchtitan, or a whole configuration of its Trainer."""
+"""Model that `[model] torchtitan` names: a model of torchtitan, or a whole configuration of its Trainer."""
 
 import functools
 import io
@@ -27,17 +27,22 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.object_reference import search_here
 
 KEY = "model.torchtitan"
+"""Key of the job file, for error messages."""
 OPTIONS = ("arguments", "attention", "checkpoint")
-"""Keys of `[model.options]`: torchtitan's command line, in the place of what its models are by default; "sdpa" for
-attention that sees no documents; a checkpoint of torchtitan to begin with."""
+"""Keys of `[model.options]`.
+
+    arguments   command line of torchtitan, which replaces the defaults of its models
+    attention   "sdpa" for attention that does not separate documents
+    checkpoint  checkpoint of torchtitan to begin with
+"""
 _PARTS = {"tok_embeddings", "layers", "norm", "lm_head"}
 _ALONE = ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)
-"""Plain tensors."""
+"""Parallelism of a single process, with plain tensors."""
 _EAGER = CompileConfig()
 
 
 def trainer_config(config: ModelConfig) -> Trainer.Config:
-    """The configuration of torchtitan's Trainer for a model. Raises ConfigError where the model cannot be had."""
+    """Return the configuration of torchtitan's Trainer for a model. Raises ConfigError if the model cannot be used."""
     for key in config.options:
         if key not in OPTIONS:
             raise ConfigError(f"unknown key model.options.{key}; with {KEY} expected {' or '.join(OPTIONS)}")
@@ -51,36 +56,42 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
 
 
 def as_given(arguments: Sequence[str]) -> Trainer.Config:
-    """What torchtitan makes of its command line. Raises ConfigError."""
+    """Parse torchtitan's command line. Raises ConfigError if torchtitan refuses it."""
     search_here()
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
-            # Its graphs of CUDA's know no pipelines, and ours have none.
-            found: Trainer.Config = ConfigManager().parse_args(["--training.disable_cuda_graphs", *arguments])
-    except SystemExit as ended:
-        if not ended.code:  # it was asked for help
-            sys.stdout.write(said.getvalue())
+        with redirect_stdout(output), redirect_stderr(output):
+            # torchtitan's CUDA graphs do not support pipelines, and this runtime uses none.
+            config: Trainer.Config = ConfigManager().parse_args(["--training.disable_cuda_graphs", *arguments])
+    except SystemExit as exit_:
+        if not exit_.code:  # the user asked for help
+            sys.stdout.write(output.getvalue())
             raise
-        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {_unboxed(said.getvalue())}") from None
-    except Exception as error:  # whatever the user's own module raises
+        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {_unboxed(output.getvalue())}") from None
+    except Exception as error:  # the user's own module may raise anything
         raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {first_line(error)}") from None
-    return found
+    return config
 
 
 def _unboxed(said: str) -> str:
-    """What its parser has said in a box of lines, in one."""
+    """Return the output of torchtitan's parser, which is lines in a box, as one line."""
     return " ".join(re.sub("[╭╮╰╯│─]|-{3,}", " ", said).split())
 
 
 @functools.cache
 def parsed(arguments: Sequence[str]) -> Trainer.Config:
-    """The same training in one process, as the Trainer has it when it builds the model. Raises ConfigError."""
+    """Parse torchtitan's command line for the same training in one process, ready to build the model.
+
+    Raises ConfigError if torchtitan refuses it.
+    """
     return _updated(in_one_process(as_given(arguments)))
 
 
 def in_one_process(config: Trainer.Config) -> Trainer.Config:
-    """The same training without any parallelism: one micro-batch after the other, and a step. Raises ConfigError."""
+    """Return the configuration without any parallelism: one micro-batch after the other, then a step.
+
+    Raises ConfigError if the batch sizes do not fit.
+    """
     training, degrees = config.training, config.parallelism
     size = degrees.pipeline_parallel_microbatch_size if degrees.pipeline_parallel_degree > 1 \
         else training.local_batch_size
@@ -98,6 +109,7 @@ def in_one_process(config: Trainer.Config) -> Trainer.Config:
 
 @functools.cache
 def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
+    """Return the configuration of a model by name, such as "llama3/8B". Raises ConfigError if there is none."""
     family, _, flavour = name.partition("/")
     if family not in _supported_models or not flavour:
         raise ConfigError(f"{KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
@@ -109,7 +121,7 @@ def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
         known = getattr(import_module(f"torchtitan.models.{family}"), f"{family}_configs", ())
         raise ConfigError(f"{KEY} is {name!r}; expected one of {', '.join(f'{family}/{one}' for one in known)}"
                           ) from None
-    except Exception as error:  # each model checks its own
+    except Exception as error:  # each model raises errors of its own
         raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
     for layer in spec.model.layers if causal and isinstance(spec.model, Decoder.Config) else ():
         if getattr(layer, "attention", None) is not None:
@@ -119,32 +131,32 @@ def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
 
 
 def _updated(config: Trainer.Config) -> Trainer.Config:
-    """As the Trainer does before it builds the model."""
+    """Update the model's configuration from that of the Trainer, as the Trainer does before it builds the model."""
     assert config.model_spec is not None
     try:
         config.model_spec.model.update_from_config(config=config)
-    except Exception as error:  # each model checks its own
+    except Exception as error:  # each model raises errors of its own
         raise ConfigError(f"{KEY}: {config.model_spec.name}/{config.model_spec.flavor}, built without parallelism "
                           f"inside layers: {first_line(error)}") from None
     return config
 
 
 def needs_masks(config: Trainer.Config) -> bool:
-    """Whether attention is given masks of the documents that a sample is packed of."""
+    """Return whether attention needs masks of the documents that are packed into a sample."""
     assert config.model_spec is not None
-    found: Any = config.model_spec.model
-    return isinstance(found, Decoder.Config) and not isinstance(
-        getattr(found.first_attention, "inner_attention", None), ScaledDotProductAttention.Config)
+    model: Any = config.model_spec.model
+    return isinstance(model, Decoder.Config) and not isinstance(
+        getattr(model.first_attention, "inner_attention", None), ScaledDotProductAttention.Config)
 
 
 def has_experts(config: Trainer.Config) -> bool:
-    """Whether any layer is a mixture of experts."""
+    """Return whether any layer is a mixture of experts."""
     assert config.model_spec is not None
     return any(getattr(layer, "moe", None) is not None for layer in getattr(config.model_spec.model, "layers", ()))
 
 
 def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> None:
-    """Raise ConfigError where a model with experts is given something that they cannot do."""
+    """Raise ConfigError if a model with experts is combined with a setting that experts do not support."""
     if has_experts(config):
         spec: Any = config.model_spec
         raise ConfigError(f"{KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
@@ -152,7 +164,7 @@ def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> No
 
 
 def sample_of(config: Trainer.Config, device: torch.device) -> Any:
-    """The whole model on the meta device. Raises ConfigError where it is no chain of layers."""
+    """Build the whole model on the meta device. Raises ConfigError unless it is a chain of supported layers."""
     spec = config.model_spec
     assert spec is not None
     wrong = f"{KEY} is '{spec.name}/{spec.flavor}'"

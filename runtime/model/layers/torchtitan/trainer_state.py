@@ -1,6 +1,6 @@
-"""The parameters and the optimizer's state of torchtitan's Trainer, as a checkpoint of a run, and back.
+"""Parameters and optimizer state of torchtitan's Trainer, converted to a run's checkpoint, and back.
 
-The Trainer holds the model in one piece, on the CPU. One layer of it is written or read at a time.
+The Trainer holds the whole model, on the CPU. One layer of it is written or read at a time.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,11 @@ _CPU = torch.device("cpu")
 
 
 def begin(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
-    """Have a run begin where a Trainer is: from a checkpoint in a folder, after `trainer.step` steps; None: from its
-    initial parameters, which `run_config` has said where to look for. Raises ConfigError and CheckpointError.
+    """Save the state of a Trainer so that a run begins with it.
+
+    After `trainer.step` steps, this is a checkpoint in `folder`, which is returned. Before the first step, it is the
+    initial parameters, in the folder that `run_config` has set, and None is returned. Raises ConfigError and
+    CheckpointError.
     """
     if trainer.step == 0:
         save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
@@ -39,21 +42,24 @@ def begin(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
 
 
 def read_state(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Give a Trainer what a run has come to. Raises CheckpointError."""
+    """Load the parameters and optimizer state of a run's checkpoint into a Trainer. Raises CheckpointError."""
     for layer, members in enumerate(_layers(trainer, config)):
-        found = load(checkpoint, [layer])[layer]
+        tensors = load(checkpoint, [layer])[layer]
         for name, parameter in members.items():
-            state = {slot: value for key, value in found.items() for kind, _, rest in [key.partition(".")]
-                     for slot, _, of in [rest.partition(".")] if kind == "optimizer" and of == name}
+            state = {slot: value for key, value in tensors.items() for kind, _, slot_and_name in [key.partition(".")]
+                     for slot, _, parameter_name in [slot_and_name.partition(".")]
+                     if kind == "optimizer" and parameter_name == name}
             with torch.no_grad():
-                parameter.copy_(found[f"model.{name}"])
+                parameter.copy_(tensors[f"model.{name}"])
             if state:
                 next(one for one in trainer.optimizers if parameter in _stepped(one)).state[parameter] = state
 
 
 def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
-    """The parameters of each layer, by their names there, among them biases that are buffers of the Trainer's; what
-    layers share is the first one's."""
+    """Yield the parameters of each layer by their names in it, including biases that are buffers in the Trainer.
+
+    A parameter that layers share belongs to the first of them.
+    """
     model = model_for(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts
     tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
@@ -65,9 +71,10 @@ def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
 
 
 def _states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
-    """What the optimizers remember: nothing before the first step."""
-    return {parameter: state for one in trainer.optimizers for parameter, state in one.state.items()}
+    """Return the state of the Trainer's optimizers by parameter; empty before the first step."""
+    return {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return all parameters of an optimizer."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,6 +1,6 @@
-"""What torchtitan's Trainer is configured to do, as the configuration of a run.
+"""Configuration of torchtitan's Trainer, converted to the configuration of a run.
 
-What a run cannot do is refused, and what it does in its own way is said, before anything starts.
+Settings that a run does not support are refused, and differences in how it trains are reported, before anything starts.
 """
 
 import functools
@@ -27,19 +27,19 @@ from slipstream.runtime.model.layers.torchtitan.specification import (
 )
 
 _DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
-"""torchtitan's names, and ours: its mixed precision is autocast here."""
+"""Dtypes of a run by torchtitan's names: torchtitan's mixed precision is autocast here."""
 _OPTIONS = {"lr", "weight_decay", "betas", "eps"}
-"""Of AdamW, which a parameter group may have here."""
+"""Options of AdamW that a parameter group of a run may have."""
 _HOW = {"fused", "foreach"}
-"""How it is computed, and not what."""
+"""Options of AdamW that change how it is computed and not its result."""
 _PLANNED = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "module_fqns_per_model_part",
             "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
             "pipeline_parallel_last_stage_less_layers")
-"""What plans say instead."""
+"""Settings of torchtitan's pipeline parallelism that are replaced by plans."""
 
 
 def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
-    """How many micro-batches each pipeline reads in a step, as evenly as it goes. Raises ConfigError."""
+    """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are too few."""
     training = in_one_process(config).training
     each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
     if not each:
@@ -49,16 +49,17 @@ def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
 
 
 def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
-    """The same training as a run; `config` is what torchtitan makes of its command line. Raises ConfigError.
+    """Return the configuration of a run for the same training as `config`, torchtitan's own from the command line.
 
-    `initial`: the folder where its parameters will lie before the first step, as torchtitan writes them.
+    Before the first step, the parameters must lie in the folder `initial`, as torchtitan writes them. Raises
+    ConfigError if a setting is not supported.
     """
     assert config.model_spec is not None
-    sample_of(parsed(tuple(arguments)), torch.device(device_type))  # what no other option mends comes first
+    sample_of(parsed(tuple(arguments)), torch.device(device_type))  # errors that no other option can fix come first
     require_honoured(config)
     training = in_one_process(config).training
     groups = _groups(arguments, config)
-    found = parse_run_config(
+    run = parse_run_config(
         {"torchtitan": f"{config.model_spec.name}/{config.model_spec.flavor}", "context": training.seq_len,
          "options": {"arguments": list(arguments), "checkpoint": str(initial)}},
         {"iterations": training.steps, "batch": training.local_batch_size, "clip_norm": float(training.max_norm),
@@ -70,33 +71,35 @@ def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) 
          "data": "torchtitan", "loss_weights": "tokens", "device": device_type,
          "recompute": "full" if isinstance(config.activation_checkpoint, FullAC.Config) else "none",
          "options": {"arguments": list(arguments)}})
-    if found.training.compile:
-        check_compilable(found, torch.device(device_type))
-    return found
+    if run.training.compile:
+        check_compilable(run, torch.device(device_type))
+    return run
 
 
 def rate(config: TrainingConfig, iteration: int) -> float:
-    """The share of the learning rate that an iteration has: torchtitan's own."""
+    """Return the factor of an iteration's learning rate, from torchtitan's own schedule."""
     return _rates(tuple(config.options["arguments"]))(iteration)
 
 
 @functools.cache
 def _rates(arguments: Sequence[str]) -> Callable[[int], float]:
+    """Return torchtitan's learning rate schedule as a function of the iteration."""
     config = parsed(arguments)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    made = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
-    found: Callable[[int], float] = made.schedulers[0].lr_lambdas[0]
-    return found
+    schedulers = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
+    factor_of: Callable[[int], float] = schedulers.schedulers[0].lr_lambdas[0]
+    return factor_of
 
 
 def require_honoured(config: Trainer.Config) -> None:
-    """Raises ConfigError, which names in one line all that a run cannot do."""
-    found = [f"{what}; expected {expected}" for wrong, what, expected in _refused(config) if wrong]
-    if found:
-        raise ConfigError("cannot be done by Slipstream: " + ". ".join(found))
+    """Raise ConfigError, with one line that names all settings that a run does not support."""
+    problems = [f"{what}; expected {expected}" for wrong, what, expected in _refused(config) if wrong]
+    if problems:
+        raise ConfigError("cannot be done by Slipstream: " + ". ".join(problems))
 
 
 def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
+    """Yield unsupported settings, each with whether it is set, a description, and what is expected instead."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
            "one, which torchtitan takes for granted")
@@ -142,13 +145,13 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
 
 
 def _heads(config: Trainer.Config) -> int:
-    """Of keys and values, which ranks of a worker share; 0: the model is no decoder with attention."""
+    """Return the number of key and value heads, which are cut over ranks; 0 for models without attention."""
     attention: Any = getattr(config.model_spec and config.model_spec.model, "first_attention", None)
     return getattr(attention, "n_kv_heads", None) or getattr(attention, "n_heads", None) or 0
 
 
 def differences(config: Trainer.Config) -> Iterator[str]:
-    """What a run does in its own way, a line each."""
+    """Yield a line for each difference between a run and torchtitan's own training."""
     checkpoint = config.checkpoint
     if checkpoint.enable and not checkpoint.load_only:
         yield ("checkpoints while it trains are Slipstream's, and as often as they cost less than 1 % of the time: "
@@ -174,7 +177,7 @@ def differences(config: Trainer.Config) -> Iterator[str]:
 
 
 def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
-    """torchtitan's parameter groups: each parameter is of the first whose pattern is found in its name."""
+    """Return torchtitan's parameter groups as those of a run. A parameter is in the first group whose pattern fits."""
     groups = config.optimizer.param_groups
     if not groups:
         raise ConfigError("the configuration's optimizer has no param_groups; expected one, such as default_adamw()")
@@ -188,16 +191,16 @@ def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, 
         return [{"parameters": "*", **options[0]}]
     model = sample_of(parsed(tuple(arguments)), torch.device(device_type))
     last = len(model.layers) + 1
-    found = []
+    run_groups = []
     for name, _ in model.named_parameters():
         number = next((number for number, group in enumerate(groups) if re.search(group.pattern, name)), None)
         if number is not None:
-            found.append({"parameters": _in_layer(name, last, model.enable_weight_tying), **options[number]})
-    return found
+            run_groups.append({"parameters": _in_layer(name, last, model.enable_weight_tying), **options[number]})
+    return run_groups
 
 
 def _in_layer(name: str, last: int, tied: bool) -> str:
-    """A parameter of torchtitan's model as a run names it; what is tied has the head's name."""
+    """Return a run's name for a parameter of torchtitan's model; a tied embedding has the name of the head."""
     part, _, rest = name.partition(".")
     if part == "tok_embeddings":
         return f"{last}.lm_head.{rest}" if tied else f"0.{name}"
