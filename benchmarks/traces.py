@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -31,7 +30,7 @@ from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.simulation import throughputs_over_traces
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.cli.fleet.trace_file import read_availability_trace
-from slipstream.planner.job.file import Job, read_job
+from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.presets import preset
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.options import PlanOptions
@@ -55,10 +54,7 @@ def chosen_job(name: str | None, microbatches: int) -> Job:
     """Return the published job, or a preset, with this number of micro-batches per pipeline."""
     if name is None:
         return published.published_job("6.7B", microbatches)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.toml"
-        path.write_text(preset(name))
-        job = read_job(path)
+    job = parse_job(preset(name), name)
     return msgspec.structs.replace(job, microbatches=(microbatches,) * job.pipelines) if microbatches else job
 
 

@@ -5,8 +5,6 @@ Failures are drawn as Llama 3's authors report them, with repairs of at most 4 h
 """
 
 import statistics
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from msgspec.structs import replace
 
@@ -21,7 +19,7 @@ from slipstream.cli.fleet.synthetic_trace import draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.estimate import estimate
-from slipstream.planner.job.file import Job, read_job
+from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.presets import ESTIMATED
 from slipstream.planner.job.toml import job_text
 
@@ -38,16 +36,14 @@ def cluster_job(name: str, pipelines: int, gpus: int) -> Job:
     """Return the job of a preset with another number of pipelines and of GPUs for each worker."""
     shape, layout = ESTIMATED[name]
     layout = replace(layout, pipelines=pipelines, tensor_parallel=gpus)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "job.toml"
-        path.write_text(job_text(*estimate(name, shape.by_layer(), layout)), encoding="utf-8")
-        return read_job(path)
+    return parse_job(job_text(*estimate(name, shape.by_layer(), layout)), name)
 
 
 def reproduce(progress: CountCallback) -> Figure:
     """Simulate all clusters under both failure models, and return the hours that each policy loses."""
     rows: list[tuple[Cell, ...]] = []
     hours_lost: dict[tuple[str, str], list[float]] = {(kind, repairs): [] for kind in KINDS for repairs in MODELS}
+    findings: dict[str, float] = {}
     gpus_of = []
     for done, (preset, pipelines, gpus, parameters, traces) in enumerate(SIZES, 1):
         job = cluster_job(preset, pipelines, gpus)
@@ -59,15 +55,17 @@ def reproduce(progress: CountCallback) -> Figure:
             row: list[Cell] = [gpus_of[-1], repairs, traces,
                                round(statistics.fmean(trace.removals + trace.partial_losses for trace in drawn), 1),
                                round(statistics.fmean(trace.places - trace.mean_live for trace in drawn), 2)]
-            samples = []
+            samples: dict[str, float] = {}
             for kind in KINDS:
                 runs = [simulate(POLICIES[kind](Scenario(throughputs, costs, trace.seconds_between_failures)), trace)
                         for trace in drawn]
                 kept = statistics.fmean(run.throughput / run.fault_free_rate for run in runs)
                 hours_lost[kind, repairs].append(24 * DAYS * (1 - kept))
                 row.append(round(hours_lost[kind, repairs][-1], 2))
-                samples.append(round(statistics.fmean(run.throughput for run in runs), 2))
-            rows.append((*row, *samples))
+                samples[kind] = round(statistics.fmean(run.throughput for run in runs), 2)
+            rows.append((*row, *samples.values()))
+            findings[f"slipstream / torchft, samples per second, repairs of {repairs}, {gpus_of[-1]} GPUs"] = \
+                samples["slipstream"] / samples["torchft"]
         progress(done, len(SIZES))
     return Figure(
         name="repairs", title=f"Hours of {24 * DAYS:.0f} that failures take, by how long repairs take", kind="lines",
@@ -76,8 +74,6 @@ def reproduce(progress: CountCallback) -> Figure:
                      for (kind, repairs), hours in hours_lost.items()),
         header=("GPUs", "repairs", "traces", "failures", "workers down", *(f"{kind}, hours lost" for kind in KINDS),
                 *(f"{kind}, samples/s" for kind in KINDS)),
-        rows=tuple(rows),
-        findings={f"slipstream / torchft, samples per second, repairs of {row[1]}, {row[0]} GPUs":
-                  float(row[9] or 0) / float(row[11] or 1) for row in rows},
+        rows=tuple(rows), findings=findings,
         assumptions=("Llama 3 8B and 70B on H100s, estimated stage times; hours of each system's own speed with all "
                      "workers alive, means over drawn traces of 90 days; with 8 GPUs each is a machine of its own",))

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -25,7 +24,7 @@ from slipstream.cli.fleet.policy import Policy, Scenario
 from slipstream.cli.fleet.simulation import simulate
 from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.job.file import Job, StageTimes, read_job
+from slipstream.planner.job.file import Job, StageTimes, parse_job
 from slipstream.planner.job.presets import preset
 from slipstream.planner.tables.process_pool import run_all
 
@@ -169,10 +168,7 @@ def job_of(case: Case) -> Job:
         return Job(name=case.job, pipelines=pipelines, stages=LARGE_STAGES, time=times,
                    microbatches=(LARGE_MICROBATCHES,) * pipelines, columns=tuple(range(LARGE_STAGES)),
                    layers=(8,) * LARGE_STAGES)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / f"{case.job}.toml"
-        path.write_text(preset(case.job), encoding="utf-8")
-        return read_job(path)
+    return parse_job(preset(case.job), case.job)
 
 
 def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = None) -> AvailabilityTrace:
