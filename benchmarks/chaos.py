@@ -58,10 +58,10 @@ from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
-from slipstream.schedules.dealing.compiled import load as load_dealing
+from slipstream.schedules.dealing.compiled import load_kernels as load_dealing
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0
@@ -226,7 +226,7 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
         storm.progress(iteration)
         survivors.look(fork_server.pids)
 
-    how = resilience(setting, rng, latest(out / "checkpoints"))
+    how = resilience(setting, rng, open_latest(out / "checkpoints"))
     whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
     load_dealing()
     kind = PairStorm(fork_server, rng, storm_seconds, tally, found) if pairs else Storm(fork_server, rng, storm_seconds)

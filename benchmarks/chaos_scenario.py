@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.jobs import uniform_job
-from slipstream.planner.failures import job_at
+from slipstream.planner.failures import with_speeds
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form
@@ -26,7 +26,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
 from slipstream.schedules.schedule import HeldLayers, Schedule, Speeds, Worker
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 
 ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
 """Relative frequencies of failures."""
@@ -141,12 +141,12 @@ def watching_closely() -> Iterator[None]:
 
     Iterations and runs are short here.
     """
-    before = slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS
-    slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS = 0.0, 0.3
+    before = slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_EXCLUSION_SECONDS
+    slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_EXCLUSION_SECONDS = 0.0, 0.3
     try:
         yield
     finally:
-        slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS = before
+        slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_EXCLUSION_SECONDS = before
 
 
 def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None) -> Resilience:
@@ -223,11 +223,11 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         lost = _lost_column(setting.job, down)
         if lost is not None:
-            found = relabel(normal(len(down)), down, held_elsewhere=True) if len(down) <= most else None
+            found = relabel_schedule(normal(len(down)), down, held_elsewhere=True) if len(down) <= most else None
             if found is None:
                 raise NoScheduleError(f"the failures leave no live worker in column {lost}")
             return found
-        moved = relabel(normal(len(down)), down) if setting.moves else None
+        moved = relabel_schedule(normal(len(down)), down) if setting.moves else None
         return moved or plan_job(setting.job, down, method="greedy").schedule
 
     return schedule
@@ -249,7 +249,7 @@ class _SchedulerAtSpeeds:
     def __call__(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         if _lost_column(self._job, down) is not None:
             return self._plain(down)
-        return plan_job(job_at(self._job, speeds), down, method="greedy").schedule
+        return plan_job(with_speeds(self._job, speeds), down, method="greedy").schedule
 
 
 class _Rebalancer:
@@ -258,17 +258,17 @@ class _Rebalancer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, holds=held), down, speeds)
 
-    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, layers="move", holds=held), down, speeds)
 
-    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+    def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, layers="move", from_checkpoint=True), down, speeds)
 
     def _planned(self, options: PlanOptions, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         try:
-            return plan_only(options, job_at(self._job, speeds) if speeds else self._job, down).schedule
+            return plan_only(options, with_speeds(self._job, speeds) if speeds else self._job, down).schedule
         except NoPlanError as error:
             raise NoScheduleError(str(error)) from None

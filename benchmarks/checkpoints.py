@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--least", type=float, default=1.0)
     options = parser.parse_args()
-    checkpoint_timer.LEAST_SECONDS = options.least
+    checkpoint_timer.MIN_INTERVAL_SECONDS = options.least
     with ForkServer() as fork_server:
         _, times = train(options.width, 4 * WARM_UP, fork_server, 0)
         period = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.model.state.parts import Span, cut
+from slipstream.runtime.model.state.parts import Span, build_partition
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.links import Links, OrderEndedError
+from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.session import Session, Shared
+from slipstream.runtime.replay.session import GenerationSession, GradientKey
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
@@ -49,7 +49,7 @@ class Member(NamedTuple):
 
     worker: Worker
     device: torch.device
-    links: Links
+    links: GroupCache
 
     def full(self, value: float, size: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return a tensor filled with a value on the device of this worker."""
@@ -64,24 +64,25 @@ class Team:
         self.ordered = "gloo" not in transport
         on_cards = transport in {STAGED, NCCL}
         self.members = [Member(worker, torch.device("cuda", place if self.ordered else 0) if on_cards
-                               else torch.device("cpu"), Links("nccl" if self.ordered else "gloo"))
+                               else torch.device("cpu"), GroupCache("nccl" if self.ordered else "gloo"))
                         for place, worker in enumerate(workers)]
         self._ranks = {worker: rank for rank, worker in enumerate(workers)}
         self._pool = ThreadPoolExecutor(2 * len(workers))
-        self._sessions: list[Session] = []
+        self._sessions: list[GenerationSession] = []
 
-    def session(self, member: Member, order: int = 1) -> Session:
+    def session(self, member: Member, order: int = 1) -> GenerationSession:
         """Return a session that is not connected."""
-        made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
-                       store=self.store)
+        made = GenerationSession(Membership(order, self._ranks, member.worker), links=member.links,
+                                 device=member.device,
+                                 store=self.store)
         self._sessions.append(made)
         return made
 
-    def connected(self, order: int = 1) -> list[Session]:
+    def connected(self, order: int = 1) -> list[GenerationSession]:
         """Return connected sessions of all members. The last two members hold layers together."""
-        shared: Mapping[Shared, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
+        shared: Mapping[GradientKey, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
         sharers = [{LAYERS[0]: WORKERS[:1]}, shared, shared]
-        return self.each(Session.connect, [self.session(member, order) for member in self.members], sharers)
+        return self.each(GenerationSession.connect, [self.session(member, order) for member in self.members], sharers)
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Start a call in a thread that computes on the device of a worker."""
@@ -105,11 +106,11 @@ class Team:
         for one in self._sessions:
             one.close()
         for member in self.members:
-            member.links.close()
+            member.links.close_idle()
         self._pool.shutdown(wait=False)
 
 
-def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tensors: Sequence[Tensor],
+def pass_on(team: Team, sessions: Sequence[GenerationSession], ends: tuple[int, int], tensors: Sequence[Tensor],
             tags: Sequence[int]) -> list[Tensor]:
     """Send tensors from one worker to another, and return what arrived, on the CPU."""
     source, target = ends
@@ -118,12 +119,12 @@ def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tens
         for parcel in [sessions[source].send(one, WORKERS[target], tag)
                        for one, tag in zip(tensors, tags, strict=True)]:
             parcel.wait()
-        sessions[source].commit_point()
+        sessions[source].reach_commit_point()
 
     def receive() -> list[Tensor]:
         arriving = [sessions[target].receive(one.shape, one.dtype, WORKERS[source], tag)
                     for one, tag in zip(tensors, tags, strict=True)]
-        return [parcel.take().cpu() for parcel in arriving]
+        return [parcel.wait_for_tensor().cpu() for parcel in arriving]
 
     sending, receiving = team.begin(team.members[source], send), team.begin(team.members[target], receive)
     sending.result(LIMIT_SECONDS)
@@ -145,10 +146,10 @@ def both_ways(team: Team) -> None:
     """
     sessions = team.connected()
 
-    def swap(member: Member, other: Worker, one: Session) -> float:
+    def swap(member: Member, other: Worker, one: GenerationSession) -> float:
         arriving = one.receive((1,), torch.float64, other, 0)
         one.send(member.full(member.worker.column), other, 0).wait()
-        return arriving.take().item()
+        return arriving.wait_for_tensor().item()
 
     begun = [team.begin(team.members[place], swap, team.members[place], WORKERS[1 - place], sessions[place])
              for place in range(2)]
@@ -177,8 +178,9 @@ def sums_over_all(team: Team) -> None:
     """Check that all workers get the same of consecutive sums, and that an abort ends the wait for an absent worker."""
     sessions = team.each(lambda one: one.connect(sums=True), list(map(team.session, team.members)))
 
-    def two_sums(one: Session, value: float) -> list[Sequence[float]]:
-        return [begun.take() for begun in [one.sum_over_all([value, 1.0]), one.sum_over_all([2 * value])]]
+    def two_sums(one: GenerationSession, value: float) -> list[Sequence[float]]:
+        return [begun.wait_for_sums()
+                for begun in [one.start_sum_over_all([value, 1.0]), one.start_sum_over_all([2 * value])]]
 
     found = team.each(two_sums, sessions, [1.0, 2.0, 4.0])
     _expect(found == [[[7, 3], [14]]] * len(WORKERS), "sums over all are wrong")
@@ -205,49 +207,49 @@ def commit_point(team: Team) -> None:
     """Check that a commit point returns once all operations are done."""
     sessions = team.connected()
     pass_on(team, sessions, (0, 1), [team.members[0].full(1)], (0,))
-    team.each(Session.commit_point, sessions)
-    _expect([one.errored() for one in sessions] == [None] * 3, "there is an error, and nothing has failed")
+    team.each(GenerationSession.reach_commit_point, sessions)
+    _expect([one.failure_reason() for one in sessions] == [None] * 3, "there is an error, and nothing has failed")
     _expect(all(map(_becomes_over, sessions)), "something is still under way")
 
 
-def _receives(team: Team, sessions: Sequence[Session]) -> Tensor:  # noqa: ARG001
+def _receives(team: Team, sessions: Sequence[GenerationSession]) -> Tensor:  # noqa: ARG001
     """Block in a receive to which nothing is sent."""
-    return sessions[1].receive((1,), torch.float64, WORKERS[2], 0).take().cpu()
+    return sessions[1].receive((1,), torch.float64, WORKERS[2], 0).wait_for_tensor().cpu()
 
 
-def _sums(team: Team, sessions: Sequence[Session]) -> Tensor:
+def _sums(team: Team, sessions: Sequence[GenerationSession]) -> Tensor:
     """Block in a sum in which the third worker takes no part."""
     gradients = [team.members[1].full(1)]
     sessions[1].sum_over_sharers(LAYERS[1], gradients)
     return gradients[0].cpu()
 
 
-def _meets(team: Team, sessions: Sequence[Session]) -> None:  # noqa: ARG001
+def _meets(team: Team, sessions: Sequence[GenerationSession]) -> None:  # noqa: ARG001
     """Block in a meeting to which the others do not come."""
     sessions[1].wait_for_all()
 
 
-def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
+def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]) -> None:
     """Check that an abort releases a blocked operation.
 
     The operation may return as if it had succeeded, with garbage, or raise. A commit point raises in either case.
     """
     sessions, begun = _blocked(team, blocked)
     device = blocked is not _meets and team.ordered
-    _expect(sessions[1].errored() is None, "there is an error, and nothing has failed")
+    _expect(sessions[1].failure_reason() is None, "there is an error, and nothing has failed")
     _expect(_becomes_over(sessions[1]) is not device, "what is under way would still fill a tensor")
     sessions[1].abort()
     error = begun.exception(RELEASED_SECONDS)
     _expect(isinstance(error, CommunicationError | None), f"an abort ended it with {error!r}")
     if device and error is None and team.members[1].device.type == "cpu":
         _expect(begun.result().isnan().all(), "the double leaves garbage")
-    _raises(OrderEndedError, sessions[1].commit_point)
+    _raises(GenerationEndedError, sessions[1].reach_commit_point)
     _raises(CommunicationError, lambda: sessions[1].send(team.members[1].full(1), WORKERS[0], 1))
     sessions[1].drain()
-    _expect(sessions[1].over(), "something is still under way")
+    _expect(sessions[1].is_quiescent(), "something is still under way")
 
 
-def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
+def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]) -> None:
     """Check that a worker that waits for a dead member is released.
 
     Over gloo, its operation fails at once. Over NCCL, the operation waits until an abort, because nothing reports the
@@ -263,10 +265,11 @@ def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[Session]],
     else:
         _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "it was not told of a death")
     sessions[1].abort()
-    _raises(CommunicationError, sessions[1].commit_point)
+    _raises(CommunicationError, sessions[1].reach_commit_point)
 
 
-def _blocked(team: Team, call: Callable[[Team, Sequence[Session]], Any]) -> tuple[list[Session], "Future[Any]"]:
+def _blocked(team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any]) -> tuple[list[GenerationSession],
+                                                                                            "Future[Any]"]:
     sessions = team.connected()
     begun = team.begin(team.members[1], call, team, sessions)
     time.sleep(HELD_UP_SECONDS)
@@ -300,8 +303,8 @@ def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
     def meet(place: int) -> None:
         one, other = made[place], first + second - place
         one.connect(pairs=pairs)
-        one.receive((1,), torch.float64, WORKERS[other], 0).take()
-        one.commit_point()
+        one.receive((1,), torch.float64, WORKERS[other], 0).wait_for_tensor()
+        one.reach_commit_point()
 
     for place, one in made.items():
         begun = team.begin(team.members[place], meet, place)
@@ -319,17 +322,17 @@ def abort_at_any_time(team: Team, size: int) -> None:
     """
     sessions, aborted, late = team.connected(), threading.Event(), list[bool]()
 
-    def work(member: Member, one: Session) -> None:
+    def work(member: Member, one: GenerationSession) -> None:
         rank, received = WORKERS.index(member.worker), 1.0
         while True:
             if rank == 0:
                 one.send(member.full(1, size), WORKERS[1], 0).wait()
             elif rank == 1:
-                received = one.receive((size,), torch.float64, WORKERS[0], 0).take()[-1].item()
+                received = one.receive((size,), torch.float64, WORKERS[0], 0).wait_for_tensor()[-1].item()
             gradients = [member.full(rank, size)]
             one.sum_over_sharers(LAYERS[member.worker.column], gradients)
             known = aborted.is_set()
-            one.commit_point()
+            one.reach_commit_point()
             late.append(known)
             _expect(received == 1 and (rank == 0 or gradients[0][-1].item() == 3), "garbage was committed")
 
@@ -352,7 +355,7 @@ def clean_groups(team: Team) -> None:
     Over gloo no group stays, because a receive may be left in it.
     """
     sessions, begun = _blocked(team, _receives)
-    before = [one.groups() for one in sessions]
+    before = [one.groups_by_name() for one in sessions]
     for one in sessions:
         one.abort()
     begun.exception(RELEASED_SECONDS)
@@ -360,7 +363,7 @@ def clean_groups(team: Team) -> None:
         one.drain()
         one.release()
     again = team.connected(2)
-    kept = {name for mine, one in zip(before, again, strict=True) for name, group in one.groups().items()
+    kept = {name for mine, one in zip(before, again, strict=True) for name, group in one.groups_by_name().items()
             if mine[name] is group}
     names = {name for mine in before for name in mine}
     _expect(kept == (names - {"1.1:0 to 0.1:0"} if team.ordered else set()), f"of {sorted(names)}, {sorted(kept)} live")
@@ -393,25 +396,25 @@ def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) 
 
     With four elements, the last of three workers has no part.
     """
-    one = cut(total, [*WORKERS, *gone], (), sharded=True)
+    one = build_partition(total, [*WORKERS, *gone], (), sharded=True)
     if gone:
-        left = one.left(WORKERS)
+        left = one.after_losses(WORKERS)
         assert left is not None
         one = left
     sessions = _all_share(team)
     devices = [member.device for member in team.members]
     draw = torch.Generator().manual_seed(total)
-    given = [torch.randn(one.length, generator=draw).to(dtype).to(device) for device in devices]
+    given = [torch.randn(one.padded_length, generator=draw).to(dtype).to(device) for device in devices]
     totals = torch.stack([gradients.cpu().double() for gradients in given]).sum(0)
-    parameters = [torch.full((one.length,), float(rank), dtype=dtype, device=devices[rank]) for rank in range(3)]
-    copies = [{span: torch.zeros(span[1] - span[0], dtype=dtype, device=device) for span in one.copied(worker)}
+    parameters = [torch.full((one.padded_length,), float(rank), dtype=dtype, device=devices[rank]) for rank in range(3)]
+    copies = [{span: torch.zeros(span[1] - span[0], dtype=dtype, device=device) for span in one.copied_parts(worker)}
               for worker, device in zip(WORKERS, devices, strict=True)]
 
     def work(exchange: PartExchange, gradients: Tensor, there: Mapping[Span, Tensor], mine: Tensor) -> None:
         for _ in range(2):
-            exchange.reduce(LAYERS[0], gradients, one, there)
+            exchange.reduce_gradients(LAYERS[0], gradients, one, there)
             exchange.wait_for_copies()
-        exchange.gather(LAYERS[0], mine, one)()
+        exchange.start_gather(LAYERS[0], mine, one)()
 
     first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sessions))
     team.each(lambda exchange, mine, there: exchange.reduce(LAYERS[0], mine, one, there), exchanges, first, copies)
@@ -419,9 +422,9 @@ def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) 
     close = partial(torch.allclose, rtol=1e-2, atol=1e-6 if dtype is torch.bfloat16 else 1e-12)
     for worker, mine, theirs in zip(WORKERS, first, copies, strict=True):
         _expect(all(close(theirs.get(span, mine[slice(*span)]).cpu().double(), totals[slice(*span)])
-                    for span in one.kept(worker)), f"{worker} has other sums of what it keeps")
+                    for span in one.stored_parts(worker)), f"{worker} has other sums of what it keeps")
     team.each(work, exchanges, given, copies, parameters)
-    owners = {element: float(rank) for rank, worker in enumerate(WORKERS) for span in one.own(worker)
+    owners = {element: float(rank) for rank, worker in enumerate(WORKERS) for span in one.own_parts(worker)
               for element in range(*span)}
     _expect(all(its[:total].tolist() == [owners[element] for element in range(total)] for its in parameters),
             "parameters are not those of their owners")
@@ -435,16 +438,16 @@ def bytes_between(team: Team) -> None:
     _expect(arrived.result(LIMIT_SECONDS) == b"some bytes", "other bytes arrived than were sent")
 
 
-def _all_share(team: Team) -> list[Session]:
+def _all_share(team: Team) -> list[GenerationSession]:
     """Return sessions of three workers that hold layers 0 and 1 together."""
     return team.each(lambda one: one.connect({LAYERS[0]: WORKERS}, bytes_too=True), list(map(team.session,
                                                                                            team.members)))
 
 
-def _becomes_over(session: Session) -> bool:
+def _becomes_over(session: GenerationSession) -> bool:
     """Return whether the device soon reports that all operations have ended. A separate thread asks it."""
     for _ in range(LOOKS):  # counted, so that members in processes of their own all look as often
-        if session.over():
+        if session.is_quiescent():
             return True
         time.sleep(HELD_UP_SECONDS / LOOKS)
     return False

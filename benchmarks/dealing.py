@@ -51,9 +51,10 @@ def measure(schedule: Schedule, swaps: int, iterations: int) -> dict[str, Any]:
     took = (time.process_time() - began) / iterations
     even = [dealer.deal(one, seed=0, swaps=1).sample for one in costs]
     own = [np.arange(dealer.samples)] * iterations
-    return {"samples": dealer.samples, "swaps": dealer.swaps(swaps), "made_seconds": made, "dealt_seconds": took,
+    return {"samples": dealer.samples, "swaps": dealer.affordable_swaps(swaps), "made_seconds": made,
+            "dealt_seconds": took,
             "equal": schedule.seconds(schedule.period_ticks),
-            **{name: float(dealer.seconds(costs, one).mean())
+            **{name: float(dealer.iteration_seconds(costs, one).mean())
                for name, one in (("as_they_come", own), ("even_totals", even), ("dealt", dealt))}}
 
 

@@ -47,7 +47,7 @@ def measure(pipelines: int, stages: int, layers: int, failures: int, options: Pl
     pieces = decompose(problem)
     began, used = time.monotonic(), time.process_time()
     plan = plan_with(options, big, failed)
-    return {"pieces": len(pieces), "ops": sum(piece.problem.operations for piece in pieces),
+    return {"pieces": len(pieces), "ops": sum(piece.problem.operation_count for piece in pieces),
             "seconds": time.monotonic() - began, "processor": time.process_time() - used, "gap": plan.schedule.gap,
             "bound": lower_bound(problem),
             "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

@@ -35,13 +35,13 @@ from rich.table import Table
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.toml import job_text
-from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.bounds import period_bound, work_bound
-from slipstream.planner.model.from_job import layered_problem, tick_of
+from slipstream.planner.model.from_job import build_layered_problem, choose_tick
 from slipstream.planner.model.problem import Layout, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.schedules.layers import total
+from slipstream.schedules.layers import sum_over_ranges
 from slipstream.schedules.schedule import Worker
 
 GOAL, LIMIT = 1.04, 1.10
@@ -92,7 +92,7 @@ def _job(pipelines: int, stages: int, microbatches: int, layers: int, slow: dict
 
 def longest_load(given: Problem, layout: Layout) -> int:
     """Return the ticks of the busiest worker: its ops, and all-reduces and optimizer steps of the layers it holds."""
-    load = {worker: total(given.costs.sums.closing, ranges) for worker, ranges in layout.holds.items()}
+    load = {worker: sum_over_ranges(given.costs.prefix_sums.closing, ranges) for worker, ranges in layout.holds.items()}
     for route in layout.routes.values():
         for layers, worker in route:
             load[worker] += given.slice_ticks(layers, worker)
@@ -114,10 +114,10 @@ def main() -> None:
     groups: dict[str, list[Result]] = defaultdict(list)
     chosen = (one for one in instances(options.room) if not options.group or one.group in options.group)
     for instance in itertools.islice(chosen, options.offset, None, options.every):
-        given = layered_problem(instance.job, instance.failed, LayoutScope(layers="move"))
+        given = build_layered_problem(instance.job, instance.failed, LayoutScope(layers="move"))
         bound = work_bound(given)
         try:
-            loads = {layout.kind: longest_load(given, layout) / bound for layout in candidates(given)}
+            loads = {layout.kind: longest_load(given, layout) / bound for layout in generate_layouts(given)}
         except LookupError as error:
             console.print(f"{instance.name}: no layout: {error}", highlight=False)
             continue
@@ -139,7 +139,7 @@ def main() -> None:
 
 def tick_of_layers(job: Job) -> float:
     """Return the seconds of a tick in the problem of a layout."""
-    return float(tick_of(job, layer_costs(job)))
+    return float(choose_tick(job, layer_costs(job)))
 
 
 def _planned(instance: Instance, seconds: float) -> float:

@@ -21,11 +21,11 @@ from heapq import heappop, heappush
 from msgspec.structs import replace
 
 from slipstream.planner import parse_job
-from slipstream.planner.job.presets import ESTIMATED, preset
+from slipstream.planner.job.presets import ESTIMATED, preset_text
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.report import transition
-from slipstream.schedules.precedence import OpKey, consumers, op_key, waits
+from slipstream.planner.report import compute_transition
+from slipstream.schedules.precedence import OpKey, consumers_with_rules, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 OVERLAP = "\n[network]\noverlap = true\n"
@@ -36,7 +36,7 @@ def replayed(schedule: Schedule, transfer: int, *, queued: bool) -> int:
     programs = {worker: [op for op in schedule.ops(worker) if op.kind in COMPUTE_KINDS] for worker in schedule.members}
     host = {op_key(op): worker for worker, ops in programs.items() for op in ops}
     paths = _paths(schedule, host)
-    lacking = {key: sum(awaited in host for awaited, _ in waits(key, paths[key[2:]])) for key in host}
+    lacking = {key: sum(awaited in host for awaited, _ in producers_with_rules(key, paths[key[2:]])) for key in host}
     ready: dict[OpKey, int] = defaultdict(int)
     free = {worker: schedule.ops(worker)[0].start_ticks for worker in programs}
     first, turn = dict(free), dict.fromkeys(programs, 0)
@@ -72,7 +72,7 @@ def replayed(schedule: Schedule, transfer: int, *, queued: bool) -> int:
         if what[0] in (OpKind.W, OpKind.B):
             for number in reductions.after(what):
                 heappush(events, (tick, 1, number))
-        for key, rule in consumers(what, paths[what[2:]]):
+        for key, rule in consumers_with_rules(what, paths[what[2:]]):
             if key not in host:
                 continue
             arrives = tick
@@ -147,8 +147,8 @@ def gathering(name: str) -> float:
 
     This is the part of its optimizer step that exceeds its share of the step itself.
     """
-    whole, sharded = (parse_job(preset(name, shard_optimizer=shard)) for shard in (False, True))
-    share = replace(ESTIMATED[name][1], shard_optimizer=True).stepped
+    whole, sharded = (parse_job(preset_text(name, shard_optimizer=shard)) for shard in (False, True))
+    share = replace(ESTIMATED[name][1], shard_optimizer=True).stepped_share
     return max(one - share * other for one, other in zip(sharded.time.optimizer, whole.time.optimizer, strict=True))
 
 
@@ -159,14 +159,14 @@ def main() -> None:
     parser.add_argument("--failed", nargs="*", default=["2.1"])
     options = parser.parse_args()
     for name in options.preset:
-        job = parse_job(preset(name) + OVERLAP)
+        job = parse_job(preset_text(name) + OVERLAP)
         gather = gathering(name)
         for failed in ([], [Worker.parse(worker) for worker in options.failed]):
             schedule = plan_only(PlanOptions(steps=options.steps, layers="move"), job, failed).schedule
             transfer, period = schedule.times.transfer, schedule.period_ticks
             as_planned = replayed(schedule, transfer, queued=False)
             queued, free = replayed(schedule, transfer, queued=True), replayed(schedule, 0, queued=False)
-            moving = transition(schedule, job).seconds or 0.0
+            moving = compute_transition(schedule, job).seconds or 0.0
             print(f"{name}, {len(failed)} down: period {schedule.seconds(period):.4g} s, a transfer "
                   f"{schedule.seconds(transfer):.4g} s; replayed {as_planned / period:.4f}, queued "
                   f"{queued / period:.4f}, free {free / period:.4f}; gathering {gather / schedule.seconds(period):.2%} "

@@ -21,7 +21,7 @@ from benchmarks.stage_memory import ROW, STAGES, compare, job_bytes
 from slipstream.cli.profile import job_tables
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.layers.layered_model import split_layers
-from slipstream.runtime.tools.profile import profile
+from slipstream.runtime.tools.profile import profile_stages
 
 LEAST, MOST = 0.9, 1.25
 
@@ -35,8 +35,8 @@ def main() -> None:
     options = parser.parse_args()
     job = gpt_job(STAGES, ROW, options, device=options.device)
     config = parse_run_config(job.model, job.training)
-    profiled = profile(config, split_layers(options.blocks + 2, STAGES), copies=1, workers=STAGES,
-                       microbatches=ROW, rounds=1)
+    profiled = profile_stages(config, split_layers(options.blocks + 2, STAGES), copies=1, workers=STAGES,
+                              microbatches=ROW, rounds=1)
     lines = compare(config, {**job_bytes(job_tables(job, profiled)),
                              "undo copies": [stage.undo_bytes for stage in profiled.stages]})
     if options.json:

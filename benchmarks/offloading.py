@@ -19,7 +19,7 @@ from rich.table import Table
 
 from slipstream.planner import Job, parse_job
 from slipstream.planner.job.arrangement import MovableLayers
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
@@ -62,9 +62,9 @@ class Row(NamedTuple):
 
 def one_pipeline(name: str, room: float | None) -> str:
     """Return the job file of one healthy pipeline of a preset, with the room described in `Row`."""
-    layers = MovableLayers(preset(name))
+    layers = MovableLayers(preset_text(name))
     job = layers.job
-    text = layers.text(layers.given)
+    text = layers.arranged_job_text(layers.own_arrangement)
     tables = tomllib.loads(text)
     tables |= {"pipelines": 1, "microbatches": max(job.microbatches)}
     for key in ("topology", "network", "training", "model"):

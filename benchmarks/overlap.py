@@ -36,7 +36,7 @@ from benchmarks.packet_relay import address, slow_network
 from benchmarks.sleeping import MODEL, TRAINING, Sleepers, sleeping
 from slipstream.planner.job.toml import job_text
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.protocol.authentication import VARIABLE, new_secret
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE, create_secret
 
 LIMIT = 1.05
 LATENCY_SECONDS = 0.001
@@ -98,7 +98,7 @@ def network(sides: int, options: argparse.Namespace) -> Iterator[tuple[list[list
     with slow_network(LATENCY_SECONDS, 0.0, sides=sides, bandwidth=options.bandwidth) as before, \
             sleeping(*(options.milliseconds / 1e3,) * 3, 0.0):
         yield before, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
-                       VARIABLE: new_secret().hex(), "GLOO_SOCKET_IFNAME": "wire"}
+                       SECRET_VARIABLE: create_secret().hex(), "GLOO_SOCKET_IFNAME": "wire"}
 
 
 def answer_of_first(commands: list[list[str]], environment: dict[str, str], folder: Path) -> bytes:

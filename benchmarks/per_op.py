@@ -35,8 +35,8 @@ from slipstream.planner.job.file import parse_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import autocast, model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import autocast_context, build_model, parameter_dtype, split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.schedules.schedule import OpKind, Schedule
 from slipstream.schedules.torchcsv import write_order
@@ -148,7 +148,7 @@ def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: R
     training, device = config.training, _device(config.training, rank, stages)
     distributed.init_process_group("gloo" if device.type == "cpu" else "nccl", init_method=f"file://{folder}/meeting",
                                    rank=rank, world_size=stages)
-    model = model_for(config.model, training.seed, parameter_dtype(training), device)
+    model = build_model(config.model, training.seed, parameter_dtype(training), device)
     own = [rank, rank + stages] if rival == "zero-bubble" else [rank]
     ranges = split_layers(model.layers, stages * len(own))
     modules = [nn.Sequential(*(model.build(layer) for layer in range(*ranges[index]))).to(device) for index in own]
@@ -161,12 +161,12 @@ def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: R
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": training.weight_decay},
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=training.learning_rate, betas=training.betas, fused=True)
-    corpus = load_corpus(config)
+    corpus = load_data(config)
 
     def iterate(iteration: int) -> None:
         tokens, targets = zip(*(corpus.batch(Microbatch(iteration, 0, number), training.batch, config.model.context)
                                 for number in range(microbatches)), strict=True)
-        with autocast(training, device):
+        with autocast_context(training, device):
             if rank == 0:
                 schedule.step(torch.cat(tokens).to(device))
             elif rank == stages - 1:

@@ -28,7 +28,7 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.layers.layered_model import split_layers
-from slipstream.runtime.tools.profile import Profile, profile
+from slipstream.runtime.tools.profile import Profile, profile_stages
 
 LIMIT = 0.10
 CALM = 0.05
@@ -49,7 +49,7 @@ def predict_and_measure(options: argparse.Namespace, stages: int, backward: str,
     """Run one repeat."""
     guess = gpt_job(stages, options.microbatches, options, iterations=options.iterations)
     config = parse_run_config(guess.model, guess.training)
-    measure = partial(profile, config, split_layers(options.blocks + 2, stages), copies=1, workers=stages,
+    measure = partial(profile_stages, config, split_layers(options.blocks + 2, stages), copies=1, workers=stages,
                       microbatches=options.microbatches)
     measured = measure()
     job = parse_job(job_text(job_tables(guess, measured), {}))

@@ -37,7 +37,7 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.schedules.schedule import Schedule, Worker
@@ -148,7 +148,7 @@ def restarted(scenario: Scenario, whole: Schedule, folder: Path) -> Kept:
                 injections=(Injection(worker, at, PLACE),)))
         except RunError:
             stops.append((at, clock.times[at - 1]))
-            resume = latest(folder / "checkpoints")
+            resume = open_latest(folder / "checkpoints")
             continue
         break
     samples = whole.grid.total_microbatches * (scenario.iterations - 1 - WARM_UP)

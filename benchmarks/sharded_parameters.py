@@ -27,7 +27,12 @@ from rich.table import Table
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
-from slipstream.runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
+from slipstream.runtime.model.layers.split_backward import (
+    WeightWork,
+    backward_input,
+    backward_weight,
+    deferring_weights,
+)
 
 RANKS = 2
 ROWS = 256
@@ -83,7 +88,7 @@ def _split(stage: nn.Module, rows: Tensor) -> list[float]:
     value, found = rows.clone().requires_grad_(), list[Tensor]()
 
     def forward() -> None:
-        with deferring(work):
+        with deferring_weights(work):
             found.append(stage(value))
 
     return [_timed(forward), _timed(lambda: backward_input(found, [torch.ones_like(found[0])], work)),

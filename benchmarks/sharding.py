@@ -40,19 +40,19 @@ from benchmarks.jobs import uniform_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.state.held_layers import HeldLayers
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
-from slipstream.runtime.model.state.part_state import elements_of
-from slipstream.runtime.model.state.parts import Cut, cut
-from slipstream.runtime.processes.children import Children
+from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.model.state.parts import StatePartition, build_partition
+from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -91,8 +91,8 @@ def torchs(config: RunConfig, workers: int, microbatches: int) -> float:
     """Return the seconds of an iteration under ZeroRedundancyOptimizer."""
     with tempfile.TemporaryDirectory() as folder:
         tasks = [_Rank(config, rank, workers, microbatches, folder) for rank in range(workers)]
-        with Children("benchmarks.sharding:zero", tasks) as children:
-            return max(float(answer) for answer in children.answers(300))
+        with ChildProcesses("benchmarks.sharding:zero", tasks) as children:
+            return max(float(answer) for answer in children.collect_results(300))
 
 
 def zero(data: bytes) -> bytes:
@@ -103,13 +103,13 @@ def zero(data: bytes) -> bytes:
     distributed.init_process_group("gloo", init_method=f"file://{task.folder}/meeting", rank=task.rank,
                                    world_size=task.workers)
     training = task.config.training
-    model = model_for(task.config.model, training.seed, parameter_dtype(training), CPU)
+    model = build_model(task.config.model, training.seed, parameter_dtype(training), CPU)
     module = DistributedDataParallel(nn.Sequential(*(model.build(layer) for layer in range(model.layers))),
                                      gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=training.learning_rate,
                                         betas=training.betas, weight_decay=training.weight_decay, fused=True,
                                         parameters_as_bucket_view=True)
-    corpus, ends = load_corpus(task.config, (task.microbatches,) * task.workers), list[float]()
+    corpus, ends = load_data(task.config, (task.microbatches,) * task.workers), list[float]()
     for iteration in range(training.iterations):
         for index in range(task.microbatches):
             tokens, target, *_ = corpus.batch(Microbatch(iteration, task.rank, index), training.batch,
@@ -138,14 +138,14 @@ def sleeping_adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> torc
 def seconds_per_element(config: RunConfig) -> float:
     """Return the seconds per element of a step that can be undone, on one core."""
     torch.set_num_threads(1)
-    model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
-    holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
+    model = build_model(config.model, 0, parameter_dtype(config.training), CPU)
+    holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, config.training)
     times = []
     for iteration in range(STEPS // 4):
         began = time.perf_counter()
         holding.optimizer.step(iteration)
         times.append(time.perf_counter() - began)
-    return min(times) / sum(elements_of(module).total for module in holding.modules.values())
+    return min(times) / sum(count_elements(module).total for module in holding.modules.values())
 
 
 class _Times(NamedTuple):
@@ -161,10 +161,10 @@ def cost_of_buddies(config: RunConfig, workers: int, compute: float, sleep: floa
     store, opened = host_store()
     if sleep:
         config = replace(config, training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"))
-    with Children("benchmarks.sharding:step_parts", [
+    with ChildProcesses("benchmarks.sharding:step_parts", [
             _Rank(config, rank, workers, seconds_per_element=sleep, compute_seconds=compute, rendezvous=opened)
             for rank in range(workers)]) as children:
-        found = [msgspec.json.decode(answer, type=tuple[_Times, _Times]) for answer in children.answers(300)]
+        found = [msgspec.json.decode(answer, type=tuple[_Times, _Times]) for answer in children.collect_results(300)]
     del store
     without, beside = (_Times(*map(max, zip(*times, strict=True))) for times in zip(*found, strict=True))
     return without, beside
@@ -176,18 +176,20 @@ def step_parts(data: bytes) -> bytes:
     assert task.rendezvous is not None
     torch.set_num_threads(1)
     os.environ[_SECONDS] = str(task.seconds_per_element)
-    model = model_for(task.config.model, 0, parameter_dtype(task.config.training), CPU)
+    model = build_model(task.config.model, 0, parameter_dtype(task.config.training), CPU)
     members, layers = [Worker(one, 0) for one in range(task.workers)], (0, model.layers)
     me = members[task.rank]
-    session = Session(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me), links=Links("gloo"),
-                      device=CPU, store=connect_store(task.rendezvous)).connect({layers: members}, pairs=())
+    session = GenerationSession(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
+                                links=GroupCache("gloo"),
+                                device=CPU, store=connect_store(task.rendezvous)).connect({layers: members}, pairs=())
     seconds: list[list[_Times]] = [[], []]
     holdings = []
     for buddies in (False, True):
-        holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
-        one = cut(sum(elements_of(module).cut for module in holding.modules.values()), members, (), sharded=True)
+        holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
+        one = build_partition(sum(count_elements(module).cut for module in holding.modules.values()), members, (),
+                              sharded=True)
         one = one if buddies else one._replace(buddies=(None,) * task.workers)
-        holding.keep(holding.modules, {layers: one}, me, [], -1)
+        holding.hold_layers(holding.modules, {layers: one}, me, [], -1)
         holdings.append((holding, one))
     for iteration in range(STEPS):
         for (holding, one), times in zip(holdings, seconds, strict=True):
@@ -203,15 +205,15 @@ def step_parts(data: bytes) -> bytes:
                                 for times in seconds])
 
 
-def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers: LayerRange,
+def _reduce_and_step(exchange: PartExchange, holding: HeldLayers, cut: StatePartition, layers: LayerRange,
                      iteration: int) -> None:
     """Reduce and step as the executor's A and O do."""
     ((_, parameters, _),) = holding.flat_parameters()
-    exchange.reduce(layers, holding.gradients(layers)[0], cut, holding.copies(layers))
+    exchange.reduce_gradients(layers, holding.flat_gradients(layers)[0], cut, holding.copy_buffers(layers))
     holding.optimizer.step(iteration)
     exchange.wait_for_copies()
-    exchange.gather(layers, parameters, cut)()
-    holding.arrived()
+    exchange.start_gather(layers, parameters, cut)()
+    holding.start_copy_steps()
 
 
 def _least(ends: Sequence[float]) -> float:
@@ -221,11 +223,12 @@ def _least(ends: Sequence[float]) -> float:
 
 def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
     """Return the optimizer bytes of the first worker after a step, and the number of parameters of the model."""
-    model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
-    holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
-    total = sum(elements_of(module).cut for module in holding.modules.values())
+    model = build_model(config.model, 0, parameter_dtype(config.training), CPU)
+    holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, config.training)
+    total = sum(count_elements(module).cut for module in holding.modules.values())
     members = [Worker(one, 0) for one in range(workers)]
-    holding.keep(holding.modules, {(0, model.layers): cut(total, members, (), sharded=True)}, members[0], [], -1)
+    holding.hold_layers(holding.modules, {(0, model.layers): build_partition(total, members, (), sharded=True)},
+                        members[0], [], -1)
     for iteration in range(2):
         holding.optimizer.step(iteration)
     assert isinstance(holding.optimizer, PartOptimizer)

@@ -22,15 +22,15 @@ from rich.table import Table
 from benchmarks.jobs import uniform_job
 from slipstream.cli.fleet.availability_trace import group_gpus
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.failure_models import FAILURE_MODELS, single
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS, make_single_gpu_model
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import compare, throughputs_over_traces
+from slipstream.cli.fleet.simulation import compare_policies, simulate_traces
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.timing import Noise, replay
+from slipstream.schedules.timing import Noise, replay_with_noise
 
 ALL = list(POLICIES.values())
 STUDIES = ("large", "largest", "seeds", "replays")
@@ -46,9 +46,9 @@ def large(gpus: int, gpus_per_worker: int, days: float) -> dict[str, object]:
     trace = group_gpus(draw_trace(FAILURE_MODELS["llama-3"], gpus, days), gpus_per_worker)
     drawn = time.perf_counter() - began
     ends = [time.process_time()]
-    result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace,
-                     lambda _done, _total: ends.append(time.process_time()))
-    return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,
+    result = compare_policies(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace,
+                              lambda _done, _total: ends.append(time.process_time()))
+    return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.machine_losses} lost", "drawing s": drawn,
             "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
             "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "cpu s by policy": {name: end - begin for name, (begin, end) in zip(result.runs, pairwise(ends),
@@ -59,23 +59,23 @@ def large(gpus: int, gpus_per_worker: int, days: float) -> dict[str, object]:
 
 def many(seeds: int) -> dict[str, object]:
     began, used = time.perf_counter(), time.process_time()
-    traces = [draw_trace(single(24), 24, 1, seed) for seed in range(seeds)]
+    traces = [draw_trace(make_single_gpu_model(24), 24, 1, seed) for seed in range(seeds)]
     drawn = time.perf_counter() - began
     throughputs = Throughputs(job(6, 4, 12))
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("seeds")
-        found = throughputs_over_traces(ALL, throughputs, costs_for(), traces,
-                                        lambda done, total: bar.update(task, completed=done, total=total))
-    return {"study": f"{seeds} seeds of a day of 6 x 4 workers, {sum(trace.removals for trace in traces)} lost",
+        found = simulate_traces(ALL, throughputs, costs_for(), traces,
+                                lambda done, total: bar.update(task, completed=done, total=total))
+    return {"study": f"{seeds} seeds of a day of 6 x 4 workers, {sum(trace.machine_losses for trace in traces)} lost",
             "drawing s": drawn, "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
-            "throughput over fault-free": {name: float(values.mean()) / throughputs.fault_free
+            "throughput over fault-free": {name: float(values.mean()) / throughputs.fault_free_rate
                                            for name, values in found.items()}}
 
 
 def jitter(replays: int) -> dict[str, object]:
     schedule = plan_job(job(6, 4, 12), [Worker(1, 2)], method="greedy", time_limit=2).schedule
     began, used = time.perf_counter(), time.process_time()
-    periods = replay(schedule, Noise(spread=0.05), replays=replays)
+    periods = replay_with_noise(schedule, Noise(spread=0.05), replays=replays)
     return {"study": f"{replays} replays of {sum(1 for _ in schedule.all_ops())} ops, 4 iterations each",
             "drawing s": 0.0, "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
             "mean period over planned": float(periods.mean()) / schedule.seconds(schedule.period_ticks)}

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.packet_relay import SIDES, address, slow_network
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.job.toml import job_text
-from slipstream.runtime.protocol.authentication import VARIABLE, new_secret
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE, create_secret
 
 OP_SECONDS = 0.01
 STAGES = 2
@@ -58,7 +58,7 @@ def measure(latency: float, loss: float, layers: int, iterations: int) -> Measur
         (folder / "job.toml").write_text(job(layers))
         stack.enter_context(sleeping(*(OP_SECONDS / layers,) * 3, 0.0))
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
-                       VARIABLE: new_secret().hex()}
+                       SECRET_VARIABLE: create_secret().hex()}
         processes = []
         for side, before in enumerate(stack.enter_context(slow_network(latency, loss))):
             command = [*before, sys.executable, "-m", "slipstream", "train", str(folder / "job.toml"), "--json",

@@ -14,17 +14,17 @@ from rich.table import Table
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig, parse_run_config
-from slipstream.runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, forms
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
-from slipstream.runtime.model.state.holding import build_holding
-from slipstream.runtime.tools.stage_bench import timed
+from slipstream.runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, find_forms
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.tools.stage_bench import time_call
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:
     """Return one block, and its inputs."""
-    model = model_for(config.model, 0, parameter_dtype(config.training), device)
+    model = build_model(config.model, 0, parameter_dtype(config.training), device)
     holding = build_holding(model, [1], config.training)
-    return SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config), forms(model, config)[1]
+    return SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config), find_forms(model, config)[1]
 
 
 def measure(stage: SliceRunner, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
@@ -34,11 +34,11 @@ def measure(stage: SliceRunner, value: Tensor, gradient: Tensor, repeats: int) -
     for index in range(repeats + 3):
         split, fused = Microbatch(index, 0, 0), Microbatch(index, 0, 1)
         round_times = {
-            "F fused": timed(lambda: stage.forward(fused, value, split=False), device),  # noqa: B023
-            "B": timed(lambda: stage.backward(fused, gradient), device),  # noqa: B023
-            "F split": timed(lambda: stage.forward(split, value, split=True), device),  # noqa: B023
-            "I": timed(lambda: stage.backward_input(split, gradient), device),  # noqa: B023
-            "W": timed(lambda: stage.backward_weight(split), device),  # noqa: B023
+            "F fused": time_call(lambda: stage.forward(fused, value, split=False), device),  # noqa: B023
+            "B": time_call(lambda: stage.backward(fused, gradient), device),  # noqa: B023
+            "F split": time_call(lambda: stage.forward(split, value, split=True), device),  # noqa: B023
+            "I": time_call(lambda: stage.backward_input(split, gradient), device),  # noqa: B023
+            "W": time_call(lambda: stage.backward_weight(split), device),  # noqa: B023
         }
         if index >= 3:
             for name, duration in round_times.items():

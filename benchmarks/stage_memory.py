@@ -22,11 +22,11 @@ from torch import Tensor
 
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.device import choose_device
-from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, forms
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-from slipstream.runtime.model.passed import Form
-from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, find_forms
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layer_values import Form
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+from slipstream.runtime.model.state.held_layers import build_holding
 
 STAGES = 2
 ROW = 8
@@ -63,10 +63,10 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     copies."""
     torch.set_num_threads(1)
     device = torch.device(choose_device(config.training.device))
-    model = model_for(config.model, 0, parameter_dtype(config.training), device)
+    model = build_model(config.model, 0, parameter_dtype(config.training), device)
     ranges = split_layers(model.layers, STAGES)
-    takes, gives = (forms(model, config)[layer] for layer in ranges[index])
-    corpus = load_corpus(config)
+    takes, gives = (find_forms(model, config)[layer] for layer in ranges[index])
+    corpus = load_data(config)
     _warm_up(config)
     before = held_bytes(device)
     holding = build_holding(model, range(*ranges[index]), config.training)
@@ -105,8 +105,8 @@ def _noise(form: Form, device: torch.device) -> Tensor:
 
 def _warm_up(config: RunConfig) -> None:
     """Make torch load what it loads at first use."""
-    model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
-                      torch.float32, torch.device("cpu"))
+    model = build_model(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
+                        torch.float32, torch.device("cpu"))
     holding = build_holding(model, range(model.layers), config.training)
     stage = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
     tokens = torch.zeros(1, 4, dtype=torch.long)

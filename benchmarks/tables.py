@@ -39,7 +39,7 @@ def figures(built: BuiltTable, folder: Path) -> dict[str, float]:
     gaps = [row.gap for row in built.index.entries if row.gap is not None]
     table = Table.load(folder)
     stored = len(table.program_texts)
-    used = sum(len(table.stored(row.key).seats) for row in table.rows() if row.sha256 is not None)
+    used = sum(len(table.stored_entry(row.key).seats) for row in table.rows() if row.sha256 is not None)
     losses = [row.throughput / row.fault_scaled for row in built.index.entries
               if row.throughput is not None and row.fault_scaled is not None]
     return {"entries": len(built.index.entries), "seconds": built.seconds, "megabytes": built.bytes / 1e6,

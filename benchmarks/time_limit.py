@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from slipstream.planner.compiled import ready
+from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_job
-from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--limits", type=float, nargs="+", default=[0.01, 1.0, 5.0])
     parser.add_argument("--only", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES])
     options = parser.parse_args()
-    ready()
+    ensure_compiled()
     table = Table("job", "limit", "taken", "processor", "kept", "outcome")
     for shape in options.only:
         pipelines, stages, microbatches = map(int, shape.split("x"))

@@ -30,7 +30,7 @@ def found_slow(trace: StragglerTrace) -> list[SpeedChange]:
             CellTime(kind, (stage, stage + 1), microbatches, float(medians[pipeline, stage, column]), 1.0)
             for column, kind in enumerate((OpKind.F, OpKind.B))]
             for pipeline in range(pipelines) for stage in range(stages)}
-        found += detector.observe(iteration, float(trace.measured[iteration]), measured)
+        found += detector.add_iteration(iteration, float(trace.measured[iteration]), measured)
     return found
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     wrong = False
     for path in parser.parse_args().traces:
         trace = read_straggler_trace(path)
-        slow, changes = trace.slow(), found_slow(trace)
+        slow, changes = trace.slow_factors(), found_slow(trace)
         print(f"{path.name}: {len(trace.seconds)} iterations of {trace.measured.mean():.2f} s; slow by all of it: "
               + (", ".join(f"{worker} ({factor:.2f})" for worker, factor in slow.items()) or "none"))
         for change in changes:

@@ -27,11 +27,11 @@ from benchmarks.figures import published
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.simulation import simulate_traces
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.cli.fleet.trace_file import read_availability_trace
 from slipstream.planner.job.file import Job, parse_job
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.options import PlanOptions
 
@@ -54,7 +54,7 @@ def chosen_job(name: str | None, microbatches: int) -> Job:
     """Return the published job, or a preset, with this number of micro-batches per pipeline."""
     if name is None:
         return published.published_job("6.7B", microbatches)
-    job = parse_job(preset(name), name)
+    job = parse_job(preset_text(name), name)
     return msgspec.structs.replace(job, microbatches=(microbatches,) * job.pipelines) if microbatches else job
 
 
@@ -62,17 +62,17 @@ def means(traces: list[AvailabilityTrace], throughputs: Throughputs, parameters:
     """Return the mean samples per second of each policy."""
     stages = throughputs.job.stages
     kinds = [POLICIES[name] for name in ("slipstream", "slipstream-fixed", *OTHERS) if name != "bamboo"]
-    found = throughputs_over_traces(kinds, throughputs, costs_for(parameters, stages), traces)
+    found = simulate_traces(kinds, throughputs, costs_for(parameters, stages), traces)
     small = costs_for(published.PARAMETERS["350M"], stages)
-    found |= throughputs_over_traces([POLICIES["bamboo"]], throughputs, small, traces)
+    found |= simulate_traces([POLICIES["bamboo"]], throughputs, small, traces)
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def most_of_the_limit(throughputs: Throughputs) -> float:
     """Return an upper bound for plans with all workers and layers in place, as a share of the work-conserving limit."""
-    problem = PlanOptions().problem(throughputs.job)
+    problem = PlanOptions().make_problem(throughputs.job)
     return throughputs.samples / (lower_bound(problem) * problem.tick_seconds) / \
-        throughputs.work_conserving(throughputs.workers)
+        throughputs.work_conserving_rate(throughputs.workers)
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
             traces = drawn(path, throughputs.job, options.seeds)
             mean = means(traces, throughputs, options.parameters)
             ratios = {name: mean["slipstream"] / mean[name] for name in ("slipstream-fixed", *OTHERS)}
-            alive = traces[0].mean_live / traces[0].places
+            alive = traces[0].mean_live_machines / traces[0].places
             rows.append({"trace": traces[0].name, "alive": alive, "micro-batches": max(throughputs.job.microbatches),
                          **ratios, "at most": most})
             grid.add_row(traces[0].name, f"{alive:.0%}", str(rows[-1]["micro-batches"]),

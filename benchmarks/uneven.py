@@ -26,7 +26,7 @@ from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.replay.dealt_samples import DealtSamples
-from slipstream.runtime.replay.placement import place
+from slipstream.runtime.replay.placement import place_layers
 from slipstream.schedules.dealing import Dealer
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -52,14 +52,14 @@ class Outcome(NamedTuple):
 def replayed(schedule: Schedule, config: RunConfig, iterations: int) -> float:
     """Return the seconds by the replay of the same iterations with the same samples."""
     data, dealer = UnequalData(config), Dealer(schedule)
-    dealt = DealtSamples(schedule, data, config.training, place(schedule.grid, schedule.grid.depth))
+    dealt = DealtSamples(schedule, data, config.training, place_layers(schedule.grid, schedule.grid.depth))
     counts = schedule.grid.microbatches
     first = np.cumsum([0, *counts])
     names = [[dealt(Microbatch(iteration, pipeline, index)) for pipeline, count in enumerate(counts)
               for index in range(count)] for iteration in range(iterations)]
     dealt.close()
     samples = [[int(first[one.pipeline]) + one.index for one in row] for row in names]
-    return float(dealer.seconds([data.costs(one) for one in range(iterations)], samples)[WARM_UP:].mean())
+    return float(dealer.iteration_seconds([data.costs(one) for one in range(iterations)], samples)[WARM_UP:].mean())
 
 
 def measured(schedule: Schedule, config: RunConfig, unit: float, iterations: int) -> float:

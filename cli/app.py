@@ -13,9 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from slipstream.cli.help import Command, write_options, write_section
-from slipstream.cli.shared.console import complain, near
-from slipstream.cli.shared.interrupts import importing
-from slipstream.cli.shared.version import version
+from slipstream.cli.shared.console import print_error, suggest
+from slipstream.cli.shared.interrupts import delay_interrupts
+from slipstream.cli.shared.version import installed_version
 
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
@@ -41,7 +41,7 @@ class _Interrupted(Exception):  # noqa: N818
 
 
 @contextmanager
-def _keeping_interrupts() -> Iterator[None]:
+def _preserve_interrupts() -> Iterator[None]:
     """Convert KeyboardInterrupt to `_Interrupted`, which typer does not catch."""
     try:
         yield
@@ -49,7 +49,7 @@ def _keeping_interrupts() -> Iterator[None]:
         raise _Interrupted from None
 
 
-class _Commands(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Group of all commands, which imports a command only when it runs.
 
     Contexts and commands are typed `Any`: depending on its version, typer brings its own copy of click.
@@ -68,9 +68,9 @@ class _Commands(TyperGroup):
         if args[0] == "benchmark":
             ctx.fail("benchmark is no command any more; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"no such command {args[0]!r}{near(args[0], COMMANDS)}")
+            ctx.fail(f"no such command {args[0]!r}{suggest(args[0], COMMANDS)}")
         name, command, rest = super().resolve_command(ctx, args)
-        return name, load(args[0]) if command else None, rest
+        return name, load_command(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the arguments, or print the help and exit with status 2 if there are none."""
@@ -88,12 +88,12 @@ class _Commands(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parse the options that precede the command."""
-        with _keeping_interrupts():
+        with _preserve_interrupts():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Load the command and run it."""
-        with _keeping_interrupts():
+        with _preserve_interrupts():
             return super().invoke(ctx)
 
     def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
@@ -110,11 +110,11 @@ class _Commands(TyperGroup):
                 raise
             ctx = getattr(error, "ctx", None)
             hint = f" (see {ctx.command_path} --help)" if ctx is not None else ""
-            complain(_as_clause(error.format_message()) + hint)
+            print_error(_format_as_clause(error.format_message()) + hint)
             sys.exit(2)
 
 
-def _as_clause(message: str) -> str:
+def _format_as_clause(message: str) -> str:
     """Return an error message of click in this program's form: one line, lower case first, no full stop."""
     text = " ".join(message.split()).rstrip(".")
     head, separator, options = text.partition(" (Possible options: ")
@@ -123,10 +123,10 @@ def _as_clause(message: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import the module of a command and return the command with its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    with importing():
+    with delay_interrupts():
         module = importlib.import_module(f"slipstream.cli.{name}")
     single.command(name, cls=Command)(getattr(module, name))
     return typer.main.get_command(single)
@@ -135,7 +135,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="slipstream",
     help="Plan and replay pipeline-parallel training that keeps its speed when workers die.",
-    cls=_Commands,
+    cls=_CommandGroup,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -143,11 +143,11 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"slipstream {version()}\n")
+        sys.stdout.write(f"slipstream {installed_version()}\n")
         raise typer.Exit
 
 
 @app.callback()
-def _options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
+def _root_options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
         "Print the version and exit."))] = False) -> None:
     """Define the options of the program itself, which also makes the app a group."""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.shared.console import complain, duration, out, print_json
-from slipstream.cli.shared.inputs import ScheduleInFile, as_refused, schedules_in
+from slipstream.cli.shared.console import duration, out, print_error, print_json
+from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text
 from slipstream.cli.shared.options import Json, ScheduleFiles
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
@@ -37,7 +37,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
     bounds: list[dict[str, object]] = []
     unreadable: list[dict[str, object]] = []
     checked = 0
-    for file, schedule in _read(files, unreadable):
+    for file, schedule in _read_schedules(files, unreadable):
         checked += 1
         violations = violations_of(schedule)
         answers += [_violation_report(violation, schedule, file) for violation in violations]
@@ -48,7 +48,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
             bounds.append({"file": str(file), "scope": schedule.scope, "claimed": schedule.seconds(claimed),
                            "proven": schedule.seconds(proven), "verified": proven >= claimed})
         if not json:
-            _print(file, schedule, violations, proven)
+            _print_report(file, schedule, violations, proven)
     if json and (checked or not unreadable):
         print_json({"violations": answers, **({"bounds": bounds} if bound else {}),
                     **({"unreadable": unreadable} if unreadable else {})})
@@ -58,20 +58,20 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
         raise typer.Exit(1)
 
 
-def _read(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
+def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
     """Yield all schedules of the given files and tables.
 
     A file that cannot be read is reported on stderr and appended to `unreadable`.
     """
     for path in files:
         try:
-            yield from schedules_in(path)
+            yield from read_schedules(path)
         except ValueError as error:
-            unreadable.append({"file": str(path), "error": as_refused(path, error)})
-            complain(" ".join(as_refused(path, error).split()))
+            unreadable.append({"file": str(path), "error": refusal_text(path, error)})
+            print_error(" ".join(refusal_text(path, error).split()))
 
 
-def _bound(schedule: Schedule, proven: int | None) -> str:
+def _describe_bound(schedule: Schedule, proven: int | None) -> str:
     """Describe what is known about the lower bound that the file states.
 
     `proven` is the bound in ticks that was proven here. None means that no proof was requested.
@@ -79,10 +79,10 @@ def _bound(schedule: Schedule, proven: int | None) -> str:
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if proven is None:
         claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
-        return f"it claims to be {claim} {schedule.scope.words} (bound {claimed}); --bound verifies that"
+        return f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound verifies that"
     if proven < schedule.lower_bound_ticks:
         return f"its bound, {claimed}, is not proven here: {duration(schedule.seconds(proven))} is"
-    return f"its bound, {claimed} {schedule.scope.words}, is proven" + (
+    return f"its bound, {claimed} {schedule.scope.description}, is proven" + (
         ": it is optimal" if schedule.status == "optimal" else "")
 
 
@@ -105,10 +105,10 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
     }
 
 
-def _print(file: Path, schedule: Schedule, violations: list[Violation], proven: int | None) -> None:
+def _print_report(file: Path, schedule: Schedule, violations: list[Violation], proven: int | None) -> None:
     if not violations:
         out.print(f"{file}: valid: {len(schedule.seats)} workers, period "
-                  f"{duration(schedule.seconds(schedule.period_ticks))}; {_bound(schedule, proven)}",
+                  f"{duration(schedule.seconds(schedule.period_ticks))}; {_describe_bound(schedule, proven)}",
                   style="green", soft_wrap=True)
         return
     count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from slipstream.cli.drawing.text_timeline import timeline
+from slipstream.cli.drawing.text_timeline import draw_timeline
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_writable
 from slipstream.cli.shared.options import Json
@@ -27,9 +27,9 @@ from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.schedule import Schedule, Worker
 
 JOBS = Path(__file__).resolve().parent / "jobs"
-DEAD = Worker(1, 2)
+DEAD_WORKER = Worker(1, 2)
 """Worker that is down in the published example."""
-ABSENT = Worker(1, 1)
+ABSENT_WORKER = Worker(1, 1)
 """Worker that is absent from the second training run."""
 SHORT_ITERATIONS = 5
 
@@ -37,7 +37,7 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the train
 Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIONS} iterations only.")]
 
 
-class _Idea(msgspec.Struct, frozen=True):
+class _Variant(msgspec.Struct, frozen=True):
     """Row of the first table: a plan of the example job with one more technique than the row above."""
 
     name: str
@@ -53,19 +53,19 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     start_time = time.monotonic()
     compile_planner()
     ideas = _plan_worked_example()
-    answer = _train(out_dir, short)
+    answer = _train_and_compare(out_dir, short)
     out.print(f"\nThe whole demo took {duration(time.monotonic() - start_time)}. Next: slipstream plan "
               f"{os.path.relpath(JOBS / 'worked-example.toml')} --failed 1.2 --failed 2.0", soft_wrap=True)
     if json:
         print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 
 
-def _plan_worked_example() -> list[_Idea]:
+def _plan_worked_example() -> list[_Variant]:
     """Print the period with each technique added, and draw the plans with and without a dead worker."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
-        ideas = list(_ideas(job))
+        ideas = list(_plan_variants(job))
     table = Table("schedule", "period", "proven bound", "published", box=SIMPLE_HEAD)
     for idea in ideas:
         schedule = idea.plan.schedule
@@ -73,29 +73,29 @@ def _plan_worked_example() -> list[_Idea]:
                       duration(schedule.seconds(schedule.lower_bound_ticks)), idea.published)
     out.print(table)
     out.print("published: ReCycle, SOSP 2024 (F = I = W = 1 s here, optimizer 3 s)\n", style="dim")
-    out.print(f"With worker {DEAD} down: as fast as 1F1B with all workers", style="bold")
-    out.print(timeline(ideas[-1].plan.schedule, out.width))
+    out.print(f"With worker {DEAD_WORKER} down: as fast as 1F1B with all workers", style="bold")
+    out.print(draw_timeline(ideas[-1].plan.schedule, out.width))
     out.print("\nFault-free", style="bold")
-    out.print(timeline(ideas[1].plan.schedule, out.width))
+    out.print(draw_timeline(ideas[1].plan.schedule, out.width))
     return ideas
 
 
-def _ideas(job: Job) -> Sequence[_Idea]:
+def _plan_variants(job: Job) -> Sequence[_Variant]:
     tight = msgspec.structs.replace(job, memory=StageMemory(
         capacity=tuple(float(job.stages - stage) for stage in range(job.stages)), activation=(1.0,) * job.stages,
         weight_stash=(0.0,) * job.stages))
-    down = f"{DEAD} down: "
+    down = f"{DEAD_WORKER} down: "
     return (
-        _Idea("fault-free, 1F1B", _planned(job, method="1f1b"), "30 s"),
-        _Idea("fault-free, split + staggered", _planned(job), ""),
-        _Idea(down + "re-routing, memory of 1F1B",
-              _planned(tight, [DEAD], backward="fused", optimizer="synchronous"), "39 s"),
-        _Idea(down + "+ split backward", _planned(job, [DEAD], optimizer="synchronous"), "32 s"),
-        _Idea(down + "+ staggered optimizer", _planned(job, [DEAD]), "30 s"),
+        _Variant("fault-free, 1F1B", _plan_or_interrupt(job, method="1f1b"), "30 s"),
+        _Variant("fault-free, split + staggered", _plan_or_interrupt(job), ""),
+        _Variant(down + "re-routing, memory of 1F1B",
+                 _plan_or_interrupt(tight, [DEAD_WORKER], backward="fused", optimizer="synchronous"), "39 s"),
+        _Variant(down + "+ split backward", _plan_or_interrupt(job, [DEAD_WORKER], optimizer="synchronous"), "32 s"),
+        _Variant(down + "+ staggered optimizer", _plan_or_interrupt(job, [DEAD_WORKER]), "30 s"),
     )
 
 
-def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
+def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
     """Return a plan, and end the demo if Ctrl-C interrupted the search."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
@@ -103,17 +103,17 @@ def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
     return plan
 
 
-def _train(folder: Path, short: bool) -> dict[str, object]:
+def _train_and_compare(folder: Path, short: bool) -> dict[str, object]:
     """Train with all workers, with one absent, and in one process, and print to how many digits the losses agree."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()
     out.rule(f"Training: a GPT on {job.pipelines} pipelines x {job.stages} stages, {config.training.dtype}")
-    whole = _planned(job).schedule
-    broken = _planned(job, [ABSENT]).schedule
+    whole = _plan_or_interrupt(job).schedule
+    broken = _plan_or_interrupt(job, [ABSENT_WORKER]).schedule
     try:
-        runs = {"all workers": _run(whole, config, folder / "whole", "all workers"),
-                f"without {ABSENT}": _run(broken, config, folder / "without", f"without {ABSENT}")}
+        runs = {"all workers": _train_one(whole, config, folder / "whole", "all workers"),
+                f"without {ABSENT_WORKER}": _train_one(broken, config, folder / "without", f"without {ABSENT_WORKER}")}
         with err.status("the same in one plain process"):
             reference = reference_run(config, job.microbatches, config.training.iterations)
     except OSError as error:
@@ -121,7 +121,7 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
     except (ConfigError, FolderError, RunError) as error:
         refuse(error)
     losses = {name: result.losses for name, result in runs.items()} | {"one process": tuple(reference.losses)}
-    digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())
+    digits = min(count_agreeing_digits(losses["one process"], series) for series in losses.values())
     _print_losses(losses)
     out.print(f"Losses of all {len(reference.losses)} iterations agree to {digits} digits: with all "
               f"{len(whole.seats)} workers, with {len(broken.seats)}, and in one process.", style="bold")
@@ -134,7 +134,7 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
             "parameter_digests": {name: result.parameter_digest for name, result in runs.items()}}
 
 
-def _run(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> RunResult:
+def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> RunResult:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
                TimeElapsedColumn())
     with Progress(*columns, console=err) as progress:
@@ -144,7 +144,7 @@ def _run(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> Run
                                                                     loss=f"loss {loss:.4f}"))
 
 
-def agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
+def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
     """Return the number of significant digits to which all pairs of numbers agree.
 
     Equal numbers agree to 16 digits, which is all that a double has.

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.cli.shared.console import duration, err, out, print_json
-from slipstream.cli.shared.interrupts import importing
+from slipstream.cli.shared.interrupts import delay_interrupts
 from slipstream.cli.shared.options import Json
-from slipstream.cli.shared.version import version
+from slipstream.cli.shared.version import installed_version
 from slipstream.planner.job.file import read_job
 
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
@@ -50,10 +50,10 @@ def doctor(quick: Quick = False, json: Json = False) -> None:
     """
     findings = []
     with err.status("looking"):
-        for finding in _findings(quick):
+        for finding in _collect_findings(quick):
             findings.append(finding)
             if not json:
-                _print(finding, first=len(findings) == 1 or findings[-2].part != finding.part)
+                _print_finding(finding, first=len(findings) == 1 or findings[-2].part != finding.part)
     is_healthy = all(finding.status != "failed" for finding in findings)
     if json:
         print_json({"ok": is_healthy, "findings": msgspec.to_builtins(findings)})
@@ -64,7 +64,7 @@ def doctor(quick: Quick = False, json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _print(finding: Finding, *, first: bool) -> None:
+def _print_finding(finding: Finding, *, first: bool) -> None:
     mark, style = MARKS[finding.status]
     if first:
         out.print(f"\n{finding.part}", style="bold")
@@ -75,16 +75,16 @@ def _print(finding: Finding, *, first: bool) -> None:
     out.print(row)
 
 
-def _findings(quick: bool) -> Iterator[Finding]:
-    yield from _installed()
-    yield from _backends()
+def _collect_findings(quick: bool) -> Iterator[Finding]:
+    yield from _check_packages()
+    yield from _check_backends()
     if not quick:
-        yield from _self_test()
+        yield from _run_self_test()
 
 
-def _installed() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Finding("installed", "slipstream", "ok", version())
+    yield Finding("installed", "slipstream", "ok", installed_version())
     yield Finding("installed", "python", "ok", f"{platform.python_version()} on {platform.system()} "
                   f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB")
     for name in PACKAGES:
@@ -94,14 +94,14 @@ def _installed() -> Iterator[Finding]:
             yield Finding("installed", name, "failed", f"missing: pip install {name}")
 
 
-def _backends() -> Iterator[Finding]:
+def _check_backends() -> Iterator[Finding]:
     """Yield findings about the devices that can compute here and the backends that can transfer tensors."""
     try:
-        with importing():
+        with delay_interrupts():
             import torch
             from torch import distributed
     except ImportError as error:
-        yield Finding("backends", "torch", "failed", f"cannot be imported: {_line(error)}")
+        yield Finding("backends", "torch", "failed", f"cannot be imported: {_last_line(error)}")
         return
     cards = torch.cuda.device_count()
     if cards:
@@ -118,13 +118,13 @@ def _backends() -> Iterator[Finding]:
     else:
         number: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         yield Finding("backends", "nccl", "ok", ".".join(map(str, number)))
-    yield _compiled()
+    yield _check_compiled_search()
 
 
-def _compiled() -> Finding:
+def _check_compiled_search() -> Finding:
     from slipstream.planner.loops import is_compiled
 
-    with importing():
+    with delay_interrupts():
         compiled = is_compiled()
     if not compiled:
         return Finding("backends", "compiled search", "absent", "the first plan has it compiled, once per "
@@ -132,44 +132,44 @@ def _compiled() -> Finding:
     return Finding("backends", "compiled search", "ok", "compiled")
 
 
-def _self_test() -> Iterator[Finding]:
+def _run_self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two other processes start and exchange a tensor."""
     try:
-        with importing():
+        with delay_interrupts():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError
     except ImportError as error:
-        yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
-        yield from _planning()
+        yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_last_line(error)}")
+        yield from _test_planning()
         return
     try:
         with SelfTest() as self_test:
             start_time = time.perf_counter()
-            yield from _planning()
+            yield from _test_planning()
             result = self_test.wait(SELF_TEST_SECONDS)
         yield Finding("self-test", "two processes", "ok",
                       f"met in {duration(result.meeting_seconds)}, and sent 1 MiB over gloo in "
                       f"{duration(result.transfer_seconds)}", time.perf_counter() - start_time)
     except (SelfTestError, OSError, RuntimeError) as error:
-        yield Finding("self-test", "two processes", "failed", _line(error))
+        yield Finding("self-test", "two processes", "failed", _last_line(error))
 
 
-def _planning() -> Iterator[Finding]:
-    yield _tested("plan and check", _plan_and_check)
-    yield _tested("lookup", _look_up)
+def _test_planning() -> Iterator[Finding]:
+    yield _run_test("plan and check", _plan_and_check)
+    yield _run_test("lookup", _look_up)
 
 
-def _tested(name: str, test: Callable[[], str]) -> Finding:
+def _run_test(name: str, test: Callable[[], str]) -> Finding:
     start_time = time.perf_counter()
     try:
         detail = test()
     except Exception as error:  # whatever it is, it belongs in the report
-        return Finding("self-test", name, "failed", _line(error), time.perf_counter() - start_time)
+        return Finding("self-test", name, "failed", _last_line(error), time.perf_counter() - start_time)
     seconds = time.perf_counter() - start_time
     return Finding("self-test", name, "ok", f"{detail}, in {duration(seconds)}", seconds)
 
 
 def _plan_and_check() -> str:
-    with importing():
+    with delay_interrupts():
         from slipstream.planner.plan import plan_job
     from slipstream.schedules.check import check
     from slipstream.schedules.schedule import Worker
@@ -199,5 +199,5 @@ def _look_up() -> str:
     return f"{name} with a worker down: entry {result.key}"
 
 
-def _line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

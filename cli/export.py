@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.shared.console import answer_no, completing, err, print_json, refuse
+from slipstream.cli.shared.console import complete_from, err, exit_negative, print_json, refuse
 from slipstream.cli.shared.inputs import (
     read_schedule_or_refuse,
     require_choice,
     require_writable,
     write_or_refuse,
 )
-from slipstream.cli.shared.interrupts import importing
+from slipstream.cli.shared.interrupts import delay_interrupts
 from slipstream.cli.shared.options import Json
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule
@@ -26,7 +26,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it; for hugging-face a checkpoint, or the --out of a run; "
     "for torchtitan either a schedule or such a folder."))]
 Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="torchtitan, hugging-face: the folder to write.")]
-To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=completing(*FORMATS), help=(
+To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=complete_from(*FORMATS), help=(
     "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; torchtitan: that, "
     "and torchtitan's flags for it, or a checkpoint that torchtitan loads; hugging-face: a folder that transformers' "
     "`from_pretrained` loads."))]
@@ -41,7 +41,7 @@ TensorParallel = Annotated[int, typer.Option("--tensor-parallel", metavar="N", m
     "torchtitan: devices of each worker, as [training] tensor_parallel of the job that the schedule was planned for; a "
     "schedule does not say it."))]
 TitanVersion = Annotated[str, typer.Option(
-    "--titan-version", metavar="VERSION", autocompletion=completing(*VERSIONS),
+    "--titan-version", metavar="VERSION", autocompletion=complete_from(*VERSIONS),
     help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
     "torch-csv: write to this file, not to stdout."))]
@@ -56,12 +56,12 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     Exits 1 with the reason when that library cannot run the schedule, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, FORMATS)
-    _require_for(to, ("torch-csv",), ("--communication", communication))
-    _require_for(to, ("torch-csv",), ("--out", out_file))
-    _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
-    _require_for(to, ("torchtitan",), ("--decoder-layers", decoder_layers))
-    _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
-    _require_for(to, ("torchtitan",), ("--tensor-parallel", tensor_parallel > 1))
+    _require_format(to, ("torch-csv",), ("--communication", communication))
+    _require_format(to, ("torch-csv",), ("--out", out_file))
+    _require_format(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
+    _require_format(to, ("torchtitan",), ("--decoder-layers", decoder_layers))
+    _require_format(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
+    _require_format(to, ("torchtitan",), ("--tensor-parallel", tensor_parallel > 1))
     require_choice("--titan-version", titan_version, tuple(VERSIONS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
@@ -69,21 +69,21 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     if to == "hugging-face" or (to == "torchtitan" and file.is_dir()):
         if pipeline or decoder_layers:
             refuse(f"--pipeline and --decoder-layers: only with a schedule, and {file} is a folder")
-        _of_checkpoint(file, folder, to, json)
+        _export_model(file, folder, to, json)
     elif to == "torchtitan":
-        _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, tensor_parallel, json)
+        _export_torchtitan(file, folder, pipeline, decoder_layers, titan_version, tensor_parallel, json)
     else:
-        _to_torch_csv(file, pipeline, communication, out_file, json)
+        _export_torch_csv(file, pipeline, communication, out_file, json)
 
 
-def _require_for(to: str, formats: tuple[str, ...], *given: tuple[str, object]) -> None:
+def _require_format(to: str, formats: tuple[str, ...], *given: tuple[str, object]) -> None:
     """Exit 2 if an option is given that belongs to other formats than `to`."""
     for option, value in given:
         if value and to not in formats:
             refuse(f"{option}: only with --to {' or '.join(formats)}")
 
 
-def _require_new(folder: Path | None, to: str, what: str) -> Path:
+def _require_new_folder(folder: Path | None, to: str, what: str) -> Path:
     """Return the folder to write. Exits 2 unless it is new or empty."""
     if folder is None:
         refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
@@ -92,7 +92,7 @@ def _require_new(folder: Path | None, to: str, what: str) -> Path:
     return folder
 
 
-def _read_valid(file: Path, pipeline: int) -> Schedule:
+def _read_valid_schedule(file: Path, pipeline: int) -> Schedule:
     """Return the schedule of a file.
 
     Exits 1 if it breaks a rule, and 2 if it cannot be read or does not have the pipeline.
@@ -100,18 +100,18 @@ def _read_valid(file: Path, pipeline: int) -> Schedule:
     schedule = read_schedule_or_refuse(file)
     violations = check(schedule)
     if violations:
-        answer_no(f"{file}: breaks a rule: {violations[0]}")
+        exit_negative(f"{file}: breaks a rule: {violations[0]}")
     if pipeline >= schedule.grid.pipelines:
         refuse(f"--pipeline {pipeline}: the schedule has pipelines 0 to {schedule.grid.pipelines - 1}")
     return schedule
 
 
-def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path | None, json: bool) -> None:
-    schedule = _read_valid(file, pipeline)
+def _export_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path | None, json: bool) -> None:
+    schedule = _read_valid_schedule(file, pipeline)
     try:
         text = write_order(schedule, pipeline, communication=communication)
     except TorchCsvError as error:
-        answer_no(f"{file}: {error}")
+        exit_negative(f"{file}: {error}")
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
         err.print(f"written to {out_file}", soft_wrap=True)
@@ -121,16 +121,16 @@ def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path
         typer.echo(text, nl=False)
 
 
-def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, version: str,
-                   ranks: int, json: bool) -> None:
-    folder = _require_new(folder, "torchtitan", "PLAN")
-    schedule = _read_valid(file, pipeline)
+def _export_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, version: str,
+                       ranks: int, json: bool) -> None:
+    folder = _require_new_folder(folder, "torchtitan", "PLAN")
+    schedule = _read_valid_schedule(file, pipeline)
     try:
         flags = torchtitan_flags(schedule, str(folder.resolve() / "schedule.csv"), pipeline=pipeline, ranks=ranks,
                                  decoder_layers=decoder_layers, version=version)
         order = write_order(schedule, pipeline)
     except TorchCsvError as error:
-        answer_no(f"{file}: {error}")
+        exit_negative(f"{file}: {error}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,21 +145,21 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
         return
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns * ranks
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
-              f"-m torchtitan.train {VERSIONS[version].what}", soft_wrap=True)
+              f"-m torchtitan.train {VERSIONS[version].config_arguments}", soft_wrap=True)
     if ranks == 1:
         err.print("workers are of one device each; of more with --tensor-parallel", style="dim", soft_wrap=True)
 
 
-def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> None:
+def _export_model(source: Path, folder: Path | None, to: str, json: bool) -> None:
     """Write the model of a checkpoint in the format `to`."""
-    folder = _require_new(folder, to, "CHECKPOINT")
-    with importing():
-        from slipstream.cli.shared.train_inputs import checkpoint_or_refuse
+    folder = _require_new_folder(folder, to, "CHECKPOINT")
+    with delay_interrupts():
+        from slipstream.cli.shared.train_inputs import find_checkpoint_or_refuse
         from slipstream.runtime.config import ConfigError
         from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-    checkpoint = checkpoint_or_refuse(source)
+    checkpoint = find_checkpoint_or_refuse(source)
     try:
-        with importing():
+        with delay_interrupts():
             if to == "torchtitan":
                 from slipstream.runtime.model.layers.torchtitan.export import export_checkpoint
             else:

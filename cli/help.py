@@ -11,11 +11,11 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from slipstream.cli.shared.overwriting import require_no_overwriting
+from slipstream.cli.shared.overwrite_guard import require_no_overwriting
 
-OTHERS = "Options"
+DEFAULT_GROUP = "Options"
 """Group of the options that name no group."""
-LEFT = 24
+MAX_NAME_WIDTH = 24
 """Maximum width of option names, in characters. A longer name has a line of its own."""
 
 
@@ -41,26 +41,26 @@ def write_options(params: list[Any], formatter: Any) -> None:
     """
     groups: dict[str, dict[str, str]] = {}
     for param in params:
-        group = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or OTHERS
-        groups.setdefault(group, {})[_name(param)] = _explained(param)
-    others = groups.pop(OTHERS, {})
-    for group, options in (groups | {OTHERS: others}).items():
+        group = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or DEFAULT_GROUP
+        groups.setdefault(group, {})[_format_name(param)] = _explain_option(param)
+    others = groups.pop(DEFAULT_GROUP, {})
+    for group, options in (groups | {DEFAULT_GROUP: others}).items():
         write_section(group, options, formatter)
 
 
 def write_section(title: str, rows: Mapping[str, str], formatter: Any) -> None:
     """Write a titled section of names and their explanations."""
     with formatter.section(title):
-        formatter.write_dl(list(rows.items()), col_max=LEFT)
+        formatter.write_dl(list(rows.items()), col_max=MAX_NAME_WIDTH)
 
 
-def _name(param: Any) -> str:
+def _format_name(param: Any) -> str:
     if param.param_type_name == "argument":
         return str(param.metavar or param.name.upper())
     return ", ".join(sorted(param.opts, key=len)) + (f" {param.metavar}" if param.metavar else "")
 
 
-def _explained(param: Any) -> str:
+def _explain_option(param: Any) -> str:
     default = param.default
     if not param.show_default or default is None or callable(default) or isinstance(default, bool):
         return param.help or ""

@@ -15,7 +15,7 @@ from slipstream.planner.job.profiler_trace import ProfilerTraceError
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
 from slipstream.schedules.dealing import CostError, Dealer, costs_of, read_lengths, require_costs
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.timing import Noise, replay
+from slipstream.schedules.timing import Noise, replay_with_noise
 
 Spread = Annotated[float, typer.Option("--noise", metavar="SHARE", min=0, max=2, help=(
     "Standard deviation of op times, as a share of them (log-normal)."))]
@@ -35,7 +35,7 @@ Context = Annotated[int | None, typer.Option("--context", metavar="N", min=1, ma
 SWAPS = (1, 100, 300, 1000, 3000, 6000, 10_000, 30_000)
 DEFAULT_SWAPS = 6000
 ERRORS = (0.05, 0.1, 0.2)
-MOST_ITERATIONS = 50
+MAX_ITERATIONS = 50
 
 
 def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays: Replays = 10_000, seed: Seed = 0,
@@ -46,12 +46,13 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
     """
     schedule = read_schedule_or_refuse(file)
     if lengths is not None:
-        _with_lengths(schedule, file, lengths, attention, context, seed, json)
+        _replay_samples(schedule, file, lengths, attention, context, seed, json)
         return
     try:
         with err.status("replaying"):
-            seconds = replay(schedule, Noise(spread=noise, slow=dict(map(_straggler, slow or ()))), replays=replays,
-                             seed=seed)
+            seconds = replay_with_noise(schedule, Noise(spread=noise, slow=dict(map(_parse_slow, slow or ()))),
+                                        replays=replays,
+                                        seed=seed)
     except ValueError as error:
         refuse(f"{file}: {error}")
     planned = schedule.seconds(schedule.period_ticks)
@@ -66,13 +67,13 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
               soft_wrap=True)
 
 
-def _with_lengths(schedule: Schedule, file: Path, lengths: Path, attention: float, context: int | None, seed: int,
-                  json: bool) -> None:
+def _replay_samples(schedule: Schedule, file: Path, lengths: Path, attention: float, context: int | None, seed: int,
+                    json: bool) -> None:
     try:
         dealer = Dealer(schedule)
-        costs = _costs(lengths, dealer, attention, context)
+        costs = _read_costs(lengths, dealer, attention, context)
         with err.status("dealing"):
-            answer = _dealt(dealer, costs, seed, schedule.seconds(schedule.period_ticks))
+            answer = _measure_dealing(dealer, costs, seed, schedule.seconds(schedule.period_ticks))
     except ProfilerTraceError as error:
         refuse(error)
     except CostError as error:
@@ -93,7 +94,7 @@ def _with_lengths(schedule: Schedule, file: Path, lengths: Path, attention: floa
                   f"{100 * row['mean'] / own:.1f} %", soft_wrap=True)
 
 
-def _costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
+def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
     """Return the costs of samples, of shape [iterations, samples, 3].
 
     A StragglerAnalysis trace gives them per stage, of shape [iterations, samples, stages, 3].
@@ -101,17 +102,17 @@ def _costs(lengths: Path, dealer: Dealer, attention: float, context: int | None)
     Raises CostError if there are too few samples for one iteration.
     """
     if lengths.suffix == SUFFIX:
-        trace_costs = read_straggler_trace(lengths).costs()[:MOST_ITERATIONS]
+        trace_costs = read_straggler_trace(lengths).sample_costs()[:MAX_ITERATIONS]
         require_costs(trace_costs[0], dealer.samples, dealer.stages)
         return trace_costs
     all_costs = costs_of(read_lengths(lengths, context), attention)
-    iterations = min(len(all_costs) // dealer.samples, MOST_ITERATIONS)
+    iterations = min(len(all_costs) // dealer.samples, MAX_ITERATIONS)
     if not iterations:
         raise CostError(f"{len(all_costs)} samples; expected at least {dealer.samples}, those of an iteration")
     return all_costs[:iterations * dealer.samples].reshape(iterations, dealer.samples, 3)
 
 
-def _dealt(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
+def _measure_dealing(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
     """Return the mean iteration time, in seconds, for each number of swaps and for each error of the known costs."""
     dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
 
@@ -119,12 +120,12 @@ def _dealt(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: f
         start_time = time.process_time()
         dealt = [dealer.deal(one, seed=seed + number, swaps=swaps).sample for number, one in enumerate(known)]
         cpu_seconds = (time.process_time() - start_time) / len(known)
-        return float(dealer.seconds(costs, dealt).mean()), cpu_seconds
+        return float(dealer.iteration_seconds(costs, dealt).mean()), cpu_seconds
 
     rows = []
     for swaps in SWAPS:
         seconds, cpu_seconds = mean_time(costs, swaps)
-        rows.append({"swaps": dealer.swaps(swaps), "mean": seconds, "cpu_seconds": cpu_seconds})
+        rows.append({"swaps": dealer.affordable_swaps(swaps), "mean": seconds, "cpu_seconds": cpu_seconds})
     random, errors = np.random.default_rng(seed), []
     for error in ERRORS:  # of a sample, alike for all of its ops
         factors = random.lognormal(-error**2 / 2, error, costs.shape[:2])
@@ -134,7 +135,7 @@ def _dealt(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: f
             "errors": errors}
 
 
-def _straggler(text: str) -> tuple[Worker, float]:
+def _parse_slow(text: str) -> tuple[Worker, float]:
     name, _, factor = text.partition("=")
     try:
         times = float(factor)

@@ -8,13 +8,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from slipstream.cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
+from slipstream.cli.shared.console import complete_from, duration, err, exit_negative, out, print_json, refuse
 from slipstream.cli.shared.inputs import (
-    encoded_or_refuse,
+    encode_or_refuse,
     failed_workers,
+    load_table_or_refuse,
     parse_workers,
     require_writable,
-    table_or_refuse,
     write_or_refuse,
 )
 from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
@@ -35,7 +35,7 @@ from slipstream.schedules.tables.table import Table, library_names
 PLAN_SECONDS = 10.0
 """Time limit, in seconds, of planning for failures that the table does not cover."""
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
+Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=complete_from(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
 Normalise = Annotated[bool, typer.Option("--normalise", help=(
     "Let live workers take over roles of other stages, whose layers they load first, where that shortens the "
@@ -72,12 +72,12 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     require_writable(out_file)
     if normalise and settled:
         refuse("--normalise moves whole roles, --settled any layers: take one")
-    table = table_or_refuse(folder)
+    table = load_table_or_refuse(folder)
     try:
         if failed_node:
-            down = failed_workers(_job(table), failed, failed_node)
-        answer = _look_up(table, down, normalise=normalise, settled=settled) or \
-            _plan(table, down, normalise=normalise, settled=settled)
+            down = failed_workers(_read_job(table), failed, failed_node)
+        answer = _look_up_entry(table, down, normalise=normalise, settled=settled) or \
+            _plan_answer(table, down, normalise=normalise, settled=settled)
     except TableError as error:
         refuse(error)
     except ValueError as error:
@@ -86,18 +86,18 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     if violations:
         raise AssertionError(f"lookup gave a schedule that breaks a rule: {violations[0]}")
     if out_file is not None:
-        write_or_refuse(out_file, encoded_or_refuse(answer.schedule))
+        write_or_refuse(out_file, encode_or_refuse(answer.schedule))
     if json:
-        print_json(_report(answer))
+        print_json(_build_report(answer))
         return
-    _print(answer, table)
+    _print_answer(answer, table)
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
 
 
-def _look_up(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
+def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
     """Return the answer of the table, timed without the check at the first use of an entry. None if it has no entry."""
-    look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_job(table).nodes)
+    look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
     result = look_up()  # the first use of an entry checks it: the second is timed
     if result is None:
         return None
@@ -108,7 +108,7 @@ def _look_up(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled
     return _Answer(result.key, result.schedule, seconds)
 
 
-def _plan(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer:
+def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
     limit = table.index.max_failures
     coverage = f"up to {limit} failure{'s' * (limit != 1)}" + (" and their patterns" if table.index.exact else "")
@@ -126,15 +126,15 @@ def _plan(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: b
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         compile_planner()
-        plan = normalised(_job(table), down, options) if normalise else plan_only(options, _job(table), down)
+        plan = normalised(_read_job(table), down, options) if normalise else plan_only(options, _read_job(table), down)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
-        answer_no(error)
+        exit_negative(error)
     return _Answer(None, plan.schedule, time.monotonic() - start_time)
 
 
-def _job(table: Table) -> Job:
+def _read_job(table: Table) -> Job:
     """Return the job that the table was planned for. Exits 2 if its job file is invalid."""
     try:
         return parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
@@ -142,7 +142,7 @@ def _job(table: Table) -> Job:
         refuse(error)
 
 
-def _report(answer: _Answer) -> dict[str, object]:
+def _build_report(answer: _Answer) -> dict[str, object]:
     schedule = answer.schedule
     return {
         "period": schedule.seconds(schedule.period_ticks),
@@ -156,7 +156,7 @@ def _report(answer: _Answer) -> dict[str, object]:
     }
 
 
-def _print(answer: _Answer, table: Table) -> None:
+def _print_answer(answer: _Answer, table: Table) -> None:
     schedule = answer.schedule
     how = f"{answer.kind}, " + (f"entry {answer.key}" if answer.key is not None else "planned on the spot")
     whole = next((row.period for row in table.rows() if row.failures == 0), None)

@@ -7,31 +7,31 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from slipstream.cli.shared.console import completing, duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
+from slipstream.cli.shared.console import complete_from, duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Json, Placement, Steps
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import find_pipeline
-from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate
+from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate_job
 from slipstream.planner.job.file import MAX_RANKS, Job, JobError, parse_job
 from slipstream.planner.job.model_config import FAMILIES, read_model
 from slipstream.planner.job.model_shape import ModelLayers, ModelShape
-from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
+from slipstream.planner.job.presets import ESTIMATED, preset_names, preset_text
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
-from slipstream.planner.job.toml import job_text, rounded
+from slipstream.planner.job.toml import job_text, round_times
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.report import placement_report
 
 T = TypeVar("T")
-MOST = 2**31
+MAX_COUNT = 2**31
 BEGIN, OF_TRACE, EITHER = "Four ways to begin", "With --trace", "With --trace, --model or --layers"
 MODEL, CLUSTER = "With --layers: the model", "With --model or --layers: sequences and the cluster"
 """Groups of options in the help."""
 
 Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME",
-                                               autocompletion=completing(*preset_names()), help=(
+                                               autocompletion=complete_from(*preset_names()), help=(
     f"Start from one of {', '.join(preset_names())}."))]
 Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BEGIN, metavar="FILE", help=(
     "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's pipelines "
@@ -99,11 +99,11 @@ OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar=
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
 
 
-_OF_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
+_FOR_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
 """Options that apply to every way to begin."""
-_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
+_FOR_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
 """Options that apply to a job from a trace."""
-_OF_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabulary"}
+_FOR_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabulary"}
 """Options that describe what a config.json also describes."""
 
 
@@ -126,55 +126,55 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     if sum(ways) > 1:
         refuse("--preset, --trace, --model and --layers are four ways to begin: take one")
     if preset_name is not None:
-        _preset(preset_name, shard_optimizer=shard_optimizer)  # check the preset before the output file
+        _read_preset(preset_name, shard_optimizer=shard_optimizer)  # check the preset before the output file
     require_choice("--placement", placement, PLACEMENTS)
     require_writable(out_file)
-    if is_there(out_file) and not force:
+    if may_exist(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
     way = ("preset", "trace", "config", "model")[ways.index(True)] if any(ways) else \
-        _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"),
-             "--preset, --trace, --model, or --layers and the others")
+        _ask_for("Start from a preset, a trace or a model?", "model", _parse_one("preset", "trace", "model"),
+                 "--preset, --trace, --model, or --layers and the others")
     _refuse_unused_options(context, way)
     if way == "preset":
-        text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str,
+        text = _read_preset(preset_name or _ask_for(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str,
                                              "--preset"),
-                       shard_optimizer=shard_optimizer)
+                            shard_optimizer=shard_optimizer)
     elif way == "trace":
-        files = trace or [_ask("Which trace file?", None, Path, "--trace")]
-        text = _from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
+        files = trace or [_ask_for("Which trace file?", None, Path, "--trace")]
+        text = _job_from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
     else:
         model_layers = _model_layers(model, layers, hidden, heads, sequence, vocabulary, kv_heads, ffn, gated=gated)
         layout = ModelLayout(
-            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4, "--pipelines"),
-            stages=stages or _count("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
-            microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
+            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _ask_int("Pipelines (replicas)?", 4, "--pipelines"),
+            stages=stages or _ask_int("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
+            microbatches=microbatches or _ask_int("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer,
             muon=muon)
         try:
-            text = job_text(*estimate(name or "my-model", model_layers, layout))
+            text = job_text(*estimate_job(name or "my-model", model_layers, layout))
         except ValueError as error:
             refuse(error)
     if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
-        workers_per_node = _count("Workers per node (machine)?", 1, "--workers-per-node")
+        workers_per_node = _ask_int("Workers per node (machine)?", 1, "--workers-per-node")
     if workers_per_node is not None and workers_per_node > 1:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
     placed = None
     if placement == "any":
-        _parsed(text, out_file)
+        _parse_or_refuse(text, out_file)
         placed = find_pipeline(out_file, text, PlanOptions(time_limit=time_limit, steps=steps))
         text = placed.text
-    _finish(text, out_file, placed, json)
+    _write_job(text, out_file, placed, json)
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
     """Exit 2 if options are given that this way to begin does not use."""
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
-        if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
+        if source is None or source.name != "COMMANDLINE" or name in _FOR_ALL:
             continue
         of_model = name not in {"preset_name", "trace", "pattern", "transfer", "stage_layers"}
-        used = {"preset": name in {"preset_name", "shard_optimizer"}, "trace": name in _OF_TRACES,
-                "config": of_model and name not in _OF_SHAPES, "model": of_model and name != "model"}
+        used = {"preset": name in {"preset_name", "shard_optimizer"}, "trace": name in _FOR_TRACES,
+                "config": of_model and name not in _FOR_SHAPES, "model": of_model and name != "model"}
         if not used[way]:
             refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
                    + (", and edit the file that is written" if way == "preset" else ""))
@@ -185,15 +185,15 @@ def _model_layers(config: Path | None, layers: int | None, hidden: int | None, h
     """Return the layers of the model that a config.json or the options describe, and ask for missing values."""
     if config is not None:
         try:
-            return read_model(config, sequence or _count("Tokens per sequence?", 4096, "--sequence"))
+            return read_model(config, sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
         except JobError as error:
             refuse(error)
     shape = ModelShape(
-        layers=layers or _count("Layers?", 32, "--layers"),
-        hidden=hidden or _count("Width (hidden size)?", 4096, "--hidden"),
-        heads=heads or _count("Heads?", 32, "--heads"),
-        sequence=sequence or _count("Tokens per sequence?", 4096, "--sequence"),
-        vocabulary=vocabulary or _count("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
+        layers=layers or _ask_int("Layers?", 32, "--layers"),
+        hidden=hidden or _ask_int("Width (hidden size)?", 4096, "--hidden"),
+        heads=heads or _ask_int("Heads?", 32, "--heads"),
+        sequence=sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"),
+        vocabulary=vocabulary or _ask_int("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
         gated=gated)
     try:
         return shape.by_layer()
@@ -201,15 +201,15 @@ def _model_layers(config: Path | None, layers: int | None, hidden: int | None, h
         refuse(error)
 
 
-def _parsed(text: str, path: Path) -> Job:
+def _parse_or_refuse(text: str, path: Path) -> Job:
     try:
         return parse_job(text, str(path))
     except JobError as error:
         refuse(error)
 
 
-def _finish(text: str, path: Path, found: FoundPlacement | None, json: bool) -> None:
-    job = _parsed(text, path)
+def _write_job(text: str, path: Path, found: FoundPlacement | None, json: bool) -> None:
+    job = _parse_or_refuse(text, path)
     write_or_refuse(path, text.encode())
     if json:
         print_json({"job": text, "out": str(path), **({} if found is None else placement_report(found))})
@@ -220,42 +220,42 @@ def _finish(text: str, path: Path, found: FoundPlacement | None, json: bool) -> 
               f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", soft_wrap=True)
 
 
-def _preset(name: str, *, shard_optimizer: bool) -> str:
+def _read_preset(name: str, *, shard_optimizer: bool) -> str:
     if shard_optimizer and name in preset_names() and name not in ESTIMATED:
         refuse(f"--shard-optimizer: the preset {name} is no estimate; {' and '.join(ESTIMATED)} are")
     require_choice("--preset", name, preset_names())
-    return preset(name, shard_optimizer=shard_optimizer)
+    return preset_text(name, shard_optimizer=shard_optimizer)
 
 
-def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
-                microbatches: int | None, transfer: float | None, stage_layers: int | None) -> str:
+def _job_from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
+                    microbatches: int | None, transfer: float | None, stage_layers: int | None) -> str:
     source = ", ".join(map(str, files))
     if any(file.suffix == SUFFIX for file in files):
         if len(files) > 1 or pattern is not None:
             refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
-        return _from_parquet(files[0], name, transfer, stage_layers)
+        return _job_from_parquet(files[0], name, transfer, stage_layers)
     try:
         times, seen, has_whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
     except ProfilerTraceError as error:
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer or 0.0,
-                        pipelines=pipelines or _count("Pipelines (replicas)?", 1, "--pipelines"),
-                        microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32,
+                        pipelines=pipelines or _ask_int("Pipelines (replicas)?", 1, "--pipelines"),
+                        microbatches=microbatches or seen or _ask_int("Micro-batches per pipeline in an iteration?", 32,
                                                                      "--microbatches"))
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
     if has_whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
     if not transfer:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
-    return job_text(_layers(tables, stage_layers), {"": [f"Stage times from {source}."], "time": remarks})
+    return job_text(_add_layers(tables, stage_layers), {"": [f"Stage times from {source}."], "time": remarks})
 
 
-def _layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
+def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
     """Return the tables with `each` layers in every stage. None leaves them unchanged."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 
-def _from_parquet(file: Path, name: str | None, transfer: float | None, stage_layers: int | None) -> str:
+def _job_from_parquet(file: Path, name: str | None, transfer: float | None, stage_layers: int | None) -> str:
     """Return the job file for a StragglerAnalysis trace, which has the times of all workers."""
     try:
         trace = read_straggler_trace(file)
@@ -263,24 +263,24 @@ def _from_parquet(file: Path, name: str | None, transfer: float | None, stage_la
         refuse(error)
     _, pipelines, stages, microbatches, _ = trace.seconds.shape
     forward, backward = trace.stage_seconds().T.tolist()
-    values = rounded([*forward, *[one / 2 for one in backward]])
+    values = round_times([*forward, *[one / 2 for one in backward]])
     halves = values[stages:]
     times = {"forward": values[:stages], "backward_input": halves, "backward_weight": list(halves)}
     tables = job_tables(name or file.stem, times, pipelines=pipelines, microbatches=microbatches,
-                        transfer=rounded([trace.transfer])[0] if transfer is None else transfer)
-    tables["time"]["optimizer"], = rounded([trace.optimizer]) if trace.optimizer else [0.0]
+                        transfer=round_times([trace.transfer])[0] if transfer is None else transfer)
+    tables["time"]["optimizer"], = round_times([trace.optimizer]) if trace.optimizer else [0.0]
     remarks = ["Seconds, one value per stage: means over micro-batches and the workers that are not slow.",
                "Backwards are whole: half of each is taken for I, half for W.",
                "optimizer: all that comes before the first and after the last of them.",
                f"Iterations took {trace.measured.mean():.4g} s on average."]
-    if slow := trace.slow():
+    if slow := trace.slow_factors():
         tables["time"]["slow"] = slow
-    return job_text(_layers(tables, stage_layers), {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
+    return job_text(_add_layers(tables, stage_layers), {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
 
 
 def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
     if gpu is None and peak_tflops is None:
-        gpu = _ask(f"GPU ({', '.join(GPUS)})?", "h100", str, "--gpu or --peak-tflops")
+        gpu = _ask_for(f"GPU ({', '.join(GPUS)})?", "h100", str, "--gpu or --peak-tflops")
     if gpu is not None and gpu not in GPUS:
         refuse(f"--gpu {gpu}: expected one of {', '.join(GPUS)}; for others, --peak-tflops")
     known = GPUS[gpu or "h100"]
@@ -290,17 +290,17 @@ def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
                    memory_bandwidth=known.memory_bandwidth, network=known.network)
 
 
-def _count(question: str, default: int, option: str) -> int:
+def _ask_int(question: str, default: int, option: str) -> int:
     def parse_count(text: str) -> int:
         value = int(text)
-        if not 1 <= value <= MOST:
+        if not 1 <= value <= MAX_COUNT:
             raise ValueError
         return value
 
-    return _ask(question, str(default), parse_count, option)
+    return _ask_for(question, str(default), parse_count, option)
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
+def _parse_one(*choices: str) -> Callable[[str], str]:
     def parse_choice(text: str) -> str:
         if text not in choices:
             raise ValueError
@@ -309,7 +309,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse_choice
 
 
-def _ask(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
+def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
     """Ask until the answer can be parsed.
 
     Exits 2 if there is no answer, and names the option that gives the value.

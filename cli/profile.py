@@ -11,26 +11,26 @@ import typer
 
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
-from slipstream.cli.shared.interrupts import importing
+from slipstream.cli.shared.interrupts import delay_interrupts
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
-from slipstream.planner.job.toml import job_text, rounded
-from slipstream.schedules.dealing import CoefficientFit, fit
+from slipstream.planner.job.toml import job_text, round_times
+from slipstream.schedules.dealing import CoefficientFit, fit_coefficients
 
 if TYPE_CHECKING:
     from slipstream.runtime.tools.profile import Profile
     from slipstream.runtime.tools.stage_bench import StageProfile
 
-DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
+DEFAULT_JOB = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
-BUSY = 0.1
+MAX_WAITING_SHARE = 0.1
 """Share of the measuring time that may be spent waiting before a warning is printed."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
                 "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew; "
                 "[time] slow stays. "
-                "Default: a small GPT on 3 x 3 workers."))] = DEFAULT,
+                "Default: a small GPT on 3 x 3 workers."))] = DEFAULT_JOB,
             out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
                 "Write the measured job file here, instead of printing it."))] = None,
             rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, max=1000, help=(
@@ -46,26 +46,26 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     worker of several processes is measured as one: an op takes until all of them are done.
     """
     require_writable(out_file)
-    with importing():
+    with delay_interrupts():
         import torch
 
         from slipstream.runtime.config import ConfigError, parse_run_config
-        from slipstream.runtime.model.data.data import load_corpus
-        from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-        from slipstream.runtime.model.layers.worker_group import standing_in
+        from slipstream.runtime.model.data.data import load_data
+        from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+        from slipstream.runtime.model.layers.worker_group import simulating_rank
         from slipstream.runtime.processes.fork_server import ForkServer
         from slipstream.runtime.tools.profile import ProfileError
-        from slipstream.runtime.tools.profile import profile as measure
+        from slipstream.runtime.tools.profile import profile_stages as measure
 
     wanted = read_job_or_refuse(job)
     if tensor_parallel is not None:
         wanted = msgspec.structs.replace(wanted, training={**wanted.training, "tensor_parallel": tensor_parallel})
     try:
         config = parse_run_config(wanted.model, wanted.training)
-        with standing_in(config.training.tensor_parallel):
-            layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
+        with simulating_rank(config.training.tensor_parallel):
+            layers = build_model(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
-        load_corpus(config, wanted.microbatches)  # refuses bad data here, with its own message
+        load_data(config, wanted.microbatches)  # refuses bad data here, with its own message
         with err.status("measuring"), ForkServer() as fork_server:
             measured, by_layer = (
                 measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds, fork_server=fork_server,
@@ -75,15 +75,15 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     except (ConfigError, ProfileError) as error:
         refuse(f"{job}: {error}")
     waiting = max(measured.waiting, by_layer.waiting)
-    if waiting > BUSY:
+    if waiting > MAX_WAITING_SHARE:
         err.print(f"the machine was busy: measuring waited {waiting:.0%} of the time, and the times are too "
                   "long by as much", style="yellow")
     tables = job_tables(wanted, measured)
     tables["placement"] = {**tables.get("placement", {}), "layers": [end - begin for begin, end in ranges]}
-    tables["layers"] = layer_table(by_layer, ranges[0][1])
+    tables["layers"] = build_layer_table(by_layer, ranges[0][1])
     if config.training.document_end is not None:
-        tables["training"]["length_costs"] = length_costs(by_layer)
-    text = job_text(tables, comments(wanted, measured))
+        tables["training"]["length_costs"] = fit_length_costs(by_layer)
+    text = job_text(tables, table_comments(wanted, measured))
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
     if json:
@@ -104,21 +104,21 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
 
     def seconds(name: str) -> list[float]:
-        return rounded([getattr(stage, name) for stage in stages], longest)
+        return round_times([getattr(stage, name) for stage in stages], longest)
 
     # A worker holds all of its stages, of every chain; the stages that were measured are those of one.
-    static = [sum(stages[index % job.depth].static_bytes + _on_their_way(job, measured, index % job.depth)
+    static = [sum(stages[index % job.depth].static_bytes + _in_flight_bytes(job, measured, index % job.depth)
                   for index, at in enumerate(job.columns) if at == column) for column in range(job.stages)]
     room = measured.device_bytes // measured.sharing - measured.outside_bytes
     tables: dict[str, Any] = {
-        "name": job.name, "pipelines": job.pipelines, "stages": job.stages, "microbatches": _short(job.microbatches),
+        "name": job.name, "pipelines": job.pipelines, "stages": job.stages, "microbatches": _simplify(job.microbatches),
         "time": {name: seconds(name)
                  for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         "memory": {"capacity": [max(0, (room - held) // KIB) for held in static],
-                   **_sizes(stages), **_state(stages), "unit_bytes": KIB * measured.ranks},
+                   **_memory_sizes(stages), **_sharded_state(stages), "unit_bytes": KIB * measured.ranks},
         "model": dict(job.model), "training": dict(job.training),
     }
-    tables["time"]["transfer"], = rounded([measured.transfer], longest)
+    tables["time"]["transfer"], = round_times([measured.transfer], longest)
     if job.time.slow:  # factors of the layout's workers, which are not measured here
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement_table(job):
@@ -131,7 +131,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     return tables
 
 
-def _on_their_way(job: Job, measured: "Profile", stage: int) -> int:
+def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
     """Return the bytes of gradients that a stage has sent to the previous stage and still keeps in memory.
 
     While the pipeline drains, one such gradient can be in flight for each stage from this one to the last.
@@ -141,7 +141,7 @@ def _on_their_way(job: Job, measured: "Profile", stage: int) -> int:
     return min(job.depth - stage, max(job.microbatches)) * measured.stages[stage].sent_bytes
 
 
-def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
+def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
     """Return the `[layers]` table.
 
     The `first` layers form the first stage, whose whole backward is counted as W.
@@ -149,12 +149,12 @@ def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
               if index < first else layer for index, layer in enumerate(measured.stages)]
-    return {**{name: rounded([getattr(layer, name) for layer in layers])
+    return {**{name: round_times([getattr(layer, name) for layer in layers])
                for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
-            **_sizes(layers)}
+            **_memory_sizes(layers)}
 
 
-def length_costs(measured: "Profile") -> dict[str, Any]:
+def fit_length_costs(measured: "Profile") -> dict[str, Any]:
     """Return the `[training.length_costs]` table, fitted to the times of layers with documents of other lengths."""
     table: dict[str, Any] = {}
     errors = []
@@ -162,7 +162,8 @@ def length_costs(measured: "Profile") -> dict[str, Any]:
         table[name] = []
         for layer in measured.stages:
             rows = [row for row in layer.by_lengths if row[column] > 0]
-            result = fit([row[0] for row in rows], [row[1] for row in rows], [row[column] for row in rows]) \
+            result = fit_coefficients([row[0] for row in rows], [row[1] for row in rows],
+                                      [row[column] for row in rows]) \
                 if rows else CoefficientFit((0.0, 0.0, 0.0), 0.0)
             table[name].append([float(f"{value:.4g}") for value in result.coefficients])
             errors.append((sum(row[column] for row in rows), result.error))
@@ -171,7 +172,7 @@ def length_costs(measured: "Profile") -> dict[str, Any]:
     return {**table, "error": float(f"{math.sqrt(sum(value * error**2 for value, error in errors) / weight):.3g}")}
 
 
-def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
+def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
     """Return the memory that is held, in KiB, by stage or by layer."""
     recomputed_sizes = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
@@ -180,13 +181,13 @@ def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
             **({"recomputed": [-(-size // KIB) for size in recomputed_sizes]} if recomputed_sizes else {})}
 
 
-def _state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
+def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
     """Return the sharded optimizer state, in KiB, by stage. Empty if the state is not sharded."""
     whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
     return {"state": [-(-size // KIB) for size in whole]} if whole else {}
 
 
-def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
+def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     """Return the comments above each table of the job file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
@@ -221,9 +222,9 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     """Return the layer range of each stage. Raises ConfigError unless the counts cover all layers of the model."""
     from slipstream.runtime.config import ConfigError
-    from slipstream.runtime.replay.placement import with_ends
+    from slipstream.runtime.replay.placement import with_end_layers
 
-    counts = with_ends(counts, layers)
+    counts = with_end_layers(counts, layers)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
     if ends[-1] != layers or not all(counts):
         raise ConfigError(f"placement.layers is {list(counts)}; expected numbers above 0 whose sum is {layers}, the "
@@ -231,5 +232,5 @@ def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _short(microbatches: Sequence[int]) -> int | list[int]:
+def _simplify(microbatches: Sequence[int]) -> int | list[int]:
     return microbatches[0] if len(set(microbatches)) == 1 else list(microbatches)

@@ -15,7 +15,7 @@ from slipstream.cli.fleet import Figure, reproduce_failure_cost
 from slipstream.cli.pipelines.unlike_layers import LARGER, reproduce_unlike_layers
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.interrupts import checking_interrupts
+from slipstream.cli.shared.interrupts import watch_interrupts
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
@@ -34,36 +34,36 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     """Make a table of the documents again: as table, JSON and picture."""
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
-    draw = None if no_picture else _drawing_function()
+    draw = None if no_picture else _import_drawing()
     try:
         compile_planner()
-        figure = _compute(name)
+        figure = _compute_figure(name)
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")
         raise typer.Exit(130) from None
     text = jsonlib.dumps(msgspec.to_builtins(figure), indent=1)
     write_or_refuse(folder / f"{name}.json", f"{text}\n".encode())
-    write_or_refuse(folder / f"{name}.md", markdown(figure).encode())
+    write_or_refuse(folder / f"{name}.md", render_markdown(figure).encode())
     if draw is not None:
         write_or_refuse(folder / f"{name}.png", draw(figure))
     if json:
         print_json(msgspec.to_builtins(figure))
     else:
-        _print(figure)
+        _print_figure(figure)
     err.print(f"written to {folder}", soft_wrap=True)
 
 
-def _drawing_function() -> Callable[[Figure], bytes]:
+def _import_drawing() -> Callable[[Figure], bytes]:
     try:
-        from slipstream.cli.drawing.figure_plot import draw
+        from slipstream.cli.drawing.figure_plot import draw_figure
     except ImportError:
         refuse("the picture needs matplotlib: pip install -e '.[plots]', or --no-picture")
-    return draw
+    return draw_figure
 
 
-def _compute(name: str) -> Figure:
+def _compute_figure(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (checking_interrupts() as check_interrupt,
+    with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task(name, total=None)
 
@@ -74,14 +74,14 @@ def _compute(name: str) -> Figure:
         return FIGURES[name](report_progress)
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _print(figure: Figure) -> None:
+def _print_figure(figure: Figure) -> None:
     grid = Grid(*figure.header, title=figure.title, box=None, header_style="bold")
     for row in figure.rows:
-        grid.add_row(*map(_cell, row))
+        grid.add_row(*map(_format_cell, row))
     out.print(grid)
     for name, value in figure.findings.items():
         out.print(f"{name}: {value:.4g}", soft_wrap=True)
@@ -89,10 +89,10 @@ def _print(figure: Figure) -> None:
         out.print(f"assumed: {assumption}", style="dim", soft_wrap=True)
 
 
-def markdown(figure: Figure) -> str:
+def render_markdown(figure: Figure) -> str:
     """Return the table, findings and assumptions of the figure in Markdown."""
     lines = [f"# {figure.title}", "", "| " + " | ".join(figure.header) + " |", "|" + "---|" * len(figure.header)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in figure.rows]
+    lines += ["| " + " | ".join(map(_format_cell, row)) + " |" for row in figure.rows]
     lines += ["", *(f"- {name}: {value:.4g}" for name, value in figure.findings.items()), "", "Assumed:", "",
               *(f"- {assumption}" for assumption in figure.assumptions)]
     return "\n".join(lines) + "\n"

@@ -12,65 +12,84 @@ from dataclasses import astuple
 from html import escape
 from pathlib import Path
 
-from slipstream.cli.drawing.page_file import as_data, filled, packed
-from slipstream.cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, charts, described, points, settling, ticks
+from slipstream.cli.drawing.page_file import fill_page, pack_json, to_json
+from slipstream.cli.drawing.run_charts import (
+    MAX_POINTS,
+    TIME_STEPS,
+    Point,
+    build_points,
+    choose_ticks,
+    describe_generation,
+    draw_charts,
+    find_settling,
+)
 from slipstream.cli.shared.console import duration
-from slipstream.cli.shared.event_words import Group, group, sentence
-from slipstream.cli.shared.run_summary import clock, percent, rate, schedule_file, state, throughput, told
+from slipstream.cli.shared.event_descriptions import EventGroup, describe_event, event_group
+from slipstream.cli.shared.run_summary import (
+    as_percent,
+    mean_throughput,
+    notable_events,
+    run_time,
+    schedule_path,
+    state,
+    stretch_rate,
+)
 from slipstream.cli.timeline_page import MAX_OPS, ShownSchedule, timeline_data, timeline_shell
 from slipstream.runtime.events import Failed, Resumed
-from slipstream.runtime.run_record import Happened, RunRecord, Stretch
+from slipstream.runtime.run_record import GenerationRecord, RunRecord, TimedEvent
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import ScheduleError, read
 from slipstream.schedules.measured_trace import MeasuredOp, MeasuredTraceError, read_measured_trace
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule
 
-SIGNS: dict[Group, tuple[str, str]] = {
+SIGNS: dict[EventGroup, tuple[str, str]] = {
     "failure": ("✕", "failure"), "order": ("▲", "schedule"), "join": ("●", "worker joins"),
     "slow": ("▼", "slow worker"), "layers": ("◆", "layers move"), "checkpoint": ("■", "checkpoint"),
     "other": ("•", "other"),
 }
 TRACE = "trace.json"
-MOST_EVENTS = 3000
-"""Maximum number of events on the page. If there are more, whole groups are left out, from the end of `_LEAST` on."""
-_LEAST: tuple[Group, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
+MAX_EVENTS = 3000
+"""Maximum number of events on the page. If there are more, whole groups are left out, from the end of
+`_LEAST_IMPORTANT` on."""
+_LEAST_IMPORTANT: tuple[EventGroup, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
     """Return the page as UTF-8. Links to the files of the run are relative to `page`, the path of the page."""
-    series, (events, left_out) = points(run), _most_telling(told(run))
-    schedules = _schedules(run)
+    series, (events, left_out) = build_points(run), _select_events(notable_events(run))
+    schedules = _read_schedules(run)
     title = f"{run.starts[-1].job}: run"
     data = {
-        "total": run.seconds, "steps": TIME_STEPS, "points": [_rounded(astuple(point)) for point in series],
-        "stretches": [[item.begin, item.end, described(item)] for item in run.stretches],
-        "events": [[item.at, group(item.event), sentence(item.event)] for item in events],
+        "total": run.seconds, "steps": TIME_STEPS, "points": [_round_values(astuple(point)) for point in series],
+        "stretches": [[item.begin, item.end, describe_generation(item)] for item in run.stretches],
+        "events": [[item.at, event_group(item.event), describe_event(item.event)] for item in events],
         "shell": timeline_shell("TITLE", "{{DATA}}") if schedules else "",
-        "schedules": {digest: packed(timeline_data([ShownSchedule(name, schedule, _violation(schedule))]))
+        "schedules": {digest: pack_json(timeline_data([ShownSchedule(name, schedule, _first_violation(schedule))]))
                       for digest, (name, schedule) in schedules.items()},
     }
-    parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),
-             "MARKS": _marks(run, events), "CHARTS": charts(run, series), "TICKS": _ticks(run),
-             "NOTES": _notes(series, left_out), "ORDERS": _orders(run, page), "OPS": _ops(run),
-             "EVENTS": _events(events)}
-    return filled("run.html", title=title, styles=("theme.css", "run.css"), scripts=("run.js",), data=as_data(data),
-                  parts=parts).encode()
+    parts = {"NAME": escape(run.starts[-1].job), "CARDS": _render_cards(run), "LEGEND": _render_legend(run, events),
+             "MARKS": _render_marks(run, events), "CHARTS": draw_charts(run, series), "TICKS": _render_ticks(run),
+             "NOTES": _render_notes(series, left_out), "ORDERS": _render_generations(run, page),
+             "OPS": _render_ops(run),
+             "EVENTS": _render_events(events)}
+    return fill_page("run.html", title=title, styles=("theme.css", "run.css"), scripts=("run.js",), data=to_json(data),
+                     parts=parts).encode()
 
 
-def _rounded(values: Iterable[float | None]) -> list[float | None]:
+def _round_values(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else round(value, 4) for value in values]
 
 
-def _most_telling(events: list[Happened]) -> tuple[list[Happened], int]:
+def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
     """Return the events that the page has room for, and the number of events that are left out."""
-    kept, groups = events, list(_LEAST)
-    while len(kept) > MOST_EVENTS and groups:
+    kept, groups = events, list(_LEAST_IMPORTANT)
+    while len(kept) > MAX_EVENTS and groups:
         dropped_group = groups.pop()
-        kept = [event for event in kept if group(event.event) != dropped_group]
-    return kept[-MOST_EVENTS:], len(events) - len(kept[-MOST_EVENTS:])
+        kept = [event for event in kept if event_group(event.event) != dropped_group]
+    return kept[-MAX_EVENTS:], len(events) - len(kept[-MAX_EVENTS:])
 
 
-def _schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
+def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
     """Return the name and schedule of each readable schedule, by digest, up to `MAX_OPS` ops in total."""
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
@@ -78,7 +97,7 @@ def _schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
         if digest in by_digest:
             continue
         try:
-            schedule = read(schedule_file(run, stretch))
+            schedule = read(schedule_path(run, stretch))
         except ScheduleError:  # its row says that it is not there
             continue
         remaining_ops -= sum(len(program) for program in schedule.programs)
@@ -87,74 +106,75 @@ def _schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
     return by_digest
 
 
-def _violation(schedule: Schedule) -> str | None:
+def _first_violation(schedule: Schedule) -> str | None:
     violations = check(schedule)
     return str(violations[0]) if violations else None
 
 
-def _cards(run: RunRecord) -> str:
-    newest, mean = run.starts[-1], throughput(run)
+def _render_cards(run: RunRecord) -> str:
+    newest, mean = run.starts[-1], mean_throughput(run)
     pauses = [event.event.pause for event in run.events if isinstance(event.event, Resumed)]
     numbers = {
         "state": state(run), "iterations": f"{len(run.committed)} of {newest.iterations}",
-        "time": clock(run.seconds) + (f", {len(run.starts)} starts" if len(run.starts) > 1 else ""),
+        "time": run_time(run.seconds) + (f", {len(run.starts)} starts" if len(run.starts) > 1 else ""),
         "samples/s": "" if mean is None else f"{mean:.4g}", "workers": str(newest.workers),
         "failures": str(sum(isinstance(event.event, Failed) for event in run.events)),
-        "samples' costs known to": "" if run.cost_error is None else f"{run.cost_error:.0%}",
+        "samples' costs known to": "" if run.median_cost_error is None else f"{run.median_cost_error:.0%}",
         "longest pause": duration(max(pauses)) if pauses else "",
     }
     return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items() if value)
 
 
-def _legend(run: RunRecord, events: Sequence[Happened]) -> str:
-    shown_groups = {group(item.event) for item in events}
+def _render_legend(run: RunRecord, events: Sequence[TimedEvent]) -> str:
+    shown_groups = {event_group(item.event) for item in events}
     signs = [f'<span><i class="sign {name}">{sign}</i>{words}</span>'
              for name, (sign, words) in SIGNS.items() if name in shown_groups]
     lines = [f'<span><i class="swatch {name}"></i>{words}</span>'
              for name, words in (("measured", "measured"), ("planned", "as planned"))]
-    phases = {item.order.phase for item in run.stretches} | ({"settling"} if settling(run) else set())
+    phases = {item.order.phase for item in run.stretches} | ({"settling"} if find_settling(run) else set())
     return "".join([*signs, *lines, *(
         f'<span><i class="swatch {name.replace(" ", "-")}"></i>{name}</span>'
         for name in ("whole", "at once", "settling", "settled") if name in phases)])
 
 
-def _marks(run: RunRecord, events: Sequence[Happened]) -> str:
+def _render_marks(run: RunRecord, events: Sequence[TimedEvent]) -> str:
     return "".join(
-        f'<a class="mark {group(one.event)}" data-event="{number}" tabindex="-1" href="#event-{number}" '
+        f'<a class="mark {event_group(one.event)}" data-event="{number}" tabindex="-1" href="#event-{number}" '
         f'style="left:{100 * one.at / (run.seconds or 1):.3f}%" '
-        f'title="{clock(one.at)}: {escape(sentence(one.event))}">{_sign(one)}</a>' for number, one in enumerate(events))
+        f'title="{run_time(one.at)}: {escape(describe_event(one.event))}">{_event_sign(one)}</a>' for number,
+        one in enumerate(events))
 
 
-def _sign(event: Happened) -> str:
-    return SIGNS[group(event.event) or "other"][0]
+def _event_sign(event: TimedEvent) -> str:
+    return SIGNS[event_group(event.event) or "other"][0]
 
 
-def _ticks(run: RunRecord) -> str:
-    return "".join(f'<span style="left:{100 * at / (run.seconds or 1):.3f}%">{clock(at)}</span>'
-                   for at in ticks(run.seconds))
+def _render_ticks(run: RunRecord) -> str:
+    return "".join(f'<span style="left:{100 * at / (run.seconds or 1):.3f}%">{run_time(at)}</span>'
+                   for at in choose_ticks(run.seconds))
 
 
-def _notes(found: Sequence[Point], left_out: int) -> str:
+def _render_notes(found: Sequence[Point], left_out: int) -> str:
     most = max((point.count for point in found), default=1)
     notes = [f"Each point of the charts is up to {most} iterations: the line is their mean, the band goes from the "
-             f"slowest to the fastest of them (a page has about {MOST_POINTS} points)."] if most > 1 else []
+             f"slowest to the fastest of them (a page has about {MAX_POINTS} points)."] if most > 1 else []
     if left_out:
         notes.append(f"{left_out} events are left out; events.jsonl has them all.")
     return "".join(f"<p>{note}</p>" for note in notes)
 
 
-def _orders(run: RunRecord, page: Path) -> str:
+def _render_generations(run: RunRecord, page: Path) -> str:
     return "".join(
-        f'<tr><td><a href="#chart" data-from="{one.begin}" data-to="{one.end}">{clock(one.begin)}</a></td>'
+        f'<tr><td><a href="#chart" data-from="{one.begin}" data-to="{one.end}">{run_time(one.begin)}</a></td>'
         f'<td>{one.order.iteration}</td><td class="word"><i class="swatch {one.order.phase.replace(" ", "-")}"></i>'
         f"{one.order.phase}</td><td>{one.order.live}</td><td>{len(one.committed)}</td>"
-        f"<td>{duration(one.order.planned_period)}</td><td>{_or_none(one.measured_period)}</td>"
-        f"<td>{percent(one.planned_share)}</td><td>{percent(run.measured_share(one))}</td>"
-        f"<td>{'' if (speed := rate(run, one)) is None else f'{speed:.4g}'}</td>"
-        f'<td class="word">{_link(run, one, page)}</td></tr>' for one in run.stretches)
+        f"<td>{duration(one.order.planned_period)}</td><td>{_format_optional(one.measured_period)}</td>"
+        f"<td>{as_percent(one.planned_share)}</td><td>{as_percent(run.measured_share(one))}</td>"
+        f"<td>{'' if (speed := stretch_rate(run, one)) is None else f'{speed:.4g}'}</td>"
+        f'<td class="word">{_schedule_link(run, one, page)}</td></tr>' for one in run.stretches)
 
 
-def _ops(run: RunRecord) -> str:
+def _render_ops(run: RunRecord) -> str:
     """Return a table of the last generation's traced ops by kind and layers, with planned and measured times.
 
     The table is empty if there is no trace or no schedule.
@@ -162,7 +182,7 @@ def _ops(run: RunRecord) -> str:
     stretch = run.stretches[-1] if run.stretches else None
     try:
         trace = read_measured_trace(run.folder / TRACE)
-        schedule = None if stretch is None else read(schedule_file(run, stretch))
+        schedule = None if stretch is None else read(schedule_path(run, stretch))
     except (MeasuredTraceError, ScheduleError):
         return ""
     if stretch is None or schedule is None:
@@ -172,7 +192,7 @@ def _ops(run: RunRecord) -> str:
     for iteration in trace.iterations:
         for op in iteration.ops if iteration.iteration >= stretch.order.iteration else ():
             if op.kind in COMPUTE_KINDS and op.slice is not None and op.slice < len(schedule.layers_by_slice):
-                planned[op.kind, op.slice].append(_planned(schedule, op))
+                planned[op.kind, op.slice].append(_planned_seconds(schedule, op))
                 measured[op.kind, op.slice].append(op.end_seconds - op.start_seconds)
     rows = "".join(_op_row(schedule, kind, slice_, planned[kind, slice_], measured[kind, slice_])
                    for kind, slice_ in sorted(measured, key=lambda key: (list(OpKind).index(key[0]), key[1])))
@@ -184,7 +204,7 @@ def _ops(run: RunRecord) -> str:
 <p class="notes">Of the last iterations, which were traced. Samples that are not alike spread what is measured.</p>"""
 
 
-def _planned(schedule: Schedule, op: MeasuredOp) -> float:
+def _planned_seconds(schedule: Schedule, op: MeasuredOp) -> float:
     kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
     return schedule.seconds(sum(schedule.times.duration_ticks(kind, op.slice or 0, op.worker) for kind in kinds))
 
@@ -198,21 +218,22 @@ def _op_row(schedule: Schedule, kind: OpKind, slice_: int, planned: Sequence[flo
     return f'<tr><td class="word">{kind.name}</td>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _or_none(seconds: float | None) -> str:
+def _format_optional(seconds: float | None) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _link(run: RunRecord, stretch: Stretch, page: Path) -> str:
+def _schedule_link(run: RunRecord, stretch: GenerationRecord, page: Path) -> str:
     """Return a link to the schedule's file. The script opens the timeline instead if the page contains it."""
-    path, digest = schedule_file(run, stretch), escape(stretch.order.schedule)
+    path, digest = schedule_path(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"
     target = escape(Path(os.path.relpath(path, page.resolve().parent)).as_posix())
     return f'<a href="{target}" data-schedule="{digest}"><code>{digest}</code></a>'
 
 
-def _events(events: Sequence[Happened]) -> str:
+def _render_events(events: Sequence[TimedEvent]) -> str:
     return "".join(
-        f'<tr id="event-{number}"><td><a href="#chart" data-event="{number}">{clock(event.at)}</a></td>'
-        f'<td>{event.event.iteration}</td><td class="word"><i class="sign {group(event.event)}">{_sign(event)}</i></td>'
-        f'<td class="word">{escape(sentence(event.event))}</td></tr>' for number, event in enumerate(events))
+        f'<tr id="event-{number}"><td><a href="#chart" data-event="{number}">{run_time(event.at)}</a></td>'
+        f'<td>{event.event.iteration}</td><td class="word">'
+        f'<i class="sign {event_group(event.event)}">{_event_sign(event)}</i></td>'
+        f'<td class="word">{escape(describe_event(event.event))}</td></tr>' for number, event in enumerate(events))

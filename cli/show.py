@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli.drawing.perfetto import perfetto_trace
-from slipstream.cli.drawing.svg_timeline import drawing
-from slipstream.cli.drawing.text_timeline import measured_timeline, timeline
+from slipstream.cli.drawing.svg_timeline import draw_schedule
+from slipstream.cli.drawing.text_timeline import draw_measured_timeline, draw_timeline
 from slipstream.cli.run_page import run_page
-from slipstream.cli.shared.console import duration, err, out_of, print_json, refuse
-from slipstream.cli.shared.inputs import ScheduleInFile, as_refused, require_writable, schedules_in, write_or_refuse
+from slipstream.cli.shared.console import console_of_width, duration, err, print_json, refuse
+from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text, require_writable, write_or_refuse
 from slipstream.cli.shared.options import Json
-from slipstream.cli.shared.run_summary import print_run, run_summary
-from slipstream.cli.shared.schedule_summary import measured_period, summary, summary_line
+from slipstream.cli.shared.run_summary import build_run_summary, print_run
+from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule, summary_line
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.runtime.run_record import RunRecord, RunRecordError, read_run
 from slipstream.schedules.check import check
@@ -63,11 +63,11 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
                             ("--measured", measured)):
             if value:
                 refuse(f"--run shows a run: leave out {what}")
-        _show_run(run, html, out_of(width), json=json)
+        _show_run(run, html, console_of_width(width), json=json)
         return
     if not files:
         refuse("give schedule files, or --run DIR")
-    given = [*_read(files)]
+    given = [*_read_or_refuse(files)]
     if len(given) > 1:
         for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
             if value is not None:
@@ -75,28 +75,28 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
     first = given[0]
     iterations = _read_measured(measured, first).iterations if measured is not None else ()
     if html is not None:
-        write_or_refuse(html, _page(given, iterations))
+        write_or_refuse(html, _render_page(given, iterations))
     if perfetto is not None:
         write_or_refuse(perfetto, perfetto_trace(first.schedule, iterations))
     if svg is not None:
-        write_or_refuse(svg, _picture(first))
+        write_or_refuse(svg, _render_picture(first))
     if json:
-        print_json(_answer(given, iterations))
+        print_json(_build_answer(given, iterations))
         return
     for schedule_in_file in given:
-        _print(schedule_in_file, iterations, out_of(width))
+        _print_schedule(schedule_in_file, iterations, console_of_width(width))
     for path, hint in ((html, BROWSER), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
         if path is not None:
-            _say_written(path, hint)
+            _print_written(path, hint)
 
 
-def _read(files: Sequence[Path]) -> Iterator[ScheduleInFile]:
+def _read_or_refuse(files: Sequence[Path]) -> Iterator[ScheduleInFile]:
     """Yield all schedules of the given files and tables. Exits 2 if one cannot be read."""
     for path in files:
         try:
-            yield from schedules_in(path)
+            yield from read_schedules(path)
         except ValueError as error:
-            refuse(as_refused(path, error))
+            refuse(refusal_text(path, error))
 
 
 def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) -> None:
@@ -108,27 +108,27 @@ def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) 
     if html is not None:
         write_or_refuse(html, run_page(run, html))
     if json:
-        print_json(run_summary(run))
+        print_json(build_run_summary(run))
         return
     print_run(run, console)
     if html is not None:
-        _say_written(html, BROWSER)
+        _print_written(html, BROWSER)
 
 
-def _say_written(path: Path, hint: str) -> None:
+def _print_written(path: Path, hint: str) -> None:
     err.print(f"written to {path}{hint}", soft_wrap=True)
 
 
-def _answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
+def _build_answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
     """Return the JSON answer: that of one schedule, or an object with the answers of several as `schedules`."""
     measured = [{"iteration": item.iteration, "period": measured_period(item)} for item in iterations]
-    answers = [summary(item.schedule) | {"measured": measured} for item in given]
+    answers = [summarize_schedule(item.schedule) | {"measured": measured} for item in given]
     if len(given) == 1:
         return answers[0]
     return {"schedules": [{"file": str(item.path)} | answer for item, answer in zip(given, answers, strict=True)]}
 
 
-def _page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> bytes:
+def _render_page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> bytes:
     """Return the page of the schedules. Exits 2 if there is too much to show."""
     names = [item.path.stem for item in given]
     shown = []
@@ -142,27 +142,27 @@ def _page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteratio
         refuse(f"{', '.join(str(item.path) for item in given)}: {error}; use --perfetto")
 
 
-def _picture(given: ScheduleInFile) -> bytes:
+def _render_picture(given: ScheduleInFile) -> bytes:
     """Return the SVG picture of a schedule. Exits 2 if there is too much to draw."""
     try:
-        return drawing(given.schedule)
+        return draw_schedule(given.schedule)
     except ValueError as error:
         refuse(f"{given.path}: {error}; use --html or --perfetto")
 
 
-def _print(given: ScheduleInFile, iterations: Sequence[MeasuredIteration], console: Console) -> None:
+def _print_schedule(given: ScheduleInFile, iterations: Sequence[MeasuredIteration], console: Console) -> None:
     schedule = given.schedule
     violations = check(schedule)
     if violations:
         err.print(f"this schedule breaks rules ({violations[0].rule} and perhaps others): see slipstream check",
                   style="red", soft_wrap=True)
     console.print(Text(summary_line(schedule), "bold"), soft_wrap=True)
-    console.print(timeline(schedule, console.width))
+    console.print(draw_timeline(schedule, console.width))
     if iterations:
         last = iterations[-1]
         title = f"measured, iteration {last.iteration}: longest busy window {duration(measured_period(last))}"
         console.print(Text(title, "bold"), soft_wrap=True)
-        console.print(measured_timeline(schedule, last, console.width))
+        console.print(draw_measured_timeline(schedule, last, console.width))
 
 
 def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:

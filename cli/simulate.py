@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from slipstream.cli.drawing.simulation_report import (
-    described,
-    digits,
-    page,
+    build_report,
+    describe_trace,
+    summarize_comparison,
+    three_digits,
     tokens_per_gpu_hour,
-    verdict,
     worker_hours,
 )
 from slipstream.cli.fleet import (
@@ -33,41 +33,41 @@ from slipstream.cli.fleet import (
     Costs,
     FailureModel,
     Floats,
-    PoliciesOfTrace,
     Policy,
     Throughputs,
     TraceFileError,
-    compare,
+    TraceSimulator,
+    build_death_trace,
+    compare_policies,
     costs_for,
-    died,
-    draw_slow,
+    draw_slow_times,
     draw_trace,
-    fail_together,
+    find_node_places,
     fit_to_job,
     gather_throughputs,
     group_gpus,
-    places_of_nodes,
+    make_single_gpu_model,
     read_availability_trace,
-    single,
-    throughputs_over_traces,
+    simulate_traces,
+    with_node_failures,
 )
-from slipstream.cli.shared.console import answer_no, err, out, print_json, refuse
+from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
 from slipstream.cli.shared.inputs import (
     failed_workers,
+    load_table_or_refuse,
     read_job_or_refuse,
     require_choice,
     require_trainable_tables,
     require_writable,
-    table_or_refuse,
     write_or_refuse,
 )
-from slipstream.cli.shared.interrupts import checking_interrupts
+from slipstream.cli.shared.interrupts import watch_interrupts
 from slipstream.cli.shared.options import ANSWER, ExecutorName, JobFile, Json, Settings
-from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, executor_or_refuse
+from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import share
+from slipstream.planner.job.layers import held_state_share
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.tables.process_pool import PoolError, run_all
@@ -148,9 +148,9 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     """
     spec = read_job_or_refuse(job, settings)
     require_trainable_tables(job, spec)
-    recomputation = chosen_recomputation(job, spec, PlanOptions())
+    recomputation = find_recomputation(job, spec, PlanOptions())
     spec = spec if recomputation is None else recomputation.job
-    policy_kinds = _policies(policy)
+    policy_kinds = _choose_policies(policy)
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
     if seeds == 1 and (jobs > 1 or executor is not None):
@@ -158,49 +158,49 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     make: Callable[[int], AvailabilityTrace]
     dead = failed_workers(spec, failed, None)
     if failed:
-        make = functools.cache(lambda _: _died(spec, dead, days or 1.0, gpus or spec.ranks))
+        make = functools.cache(lambda _: _make_failed_trace(spec, dead, days or 1.0, gpus or spec.ranks))
     else:
         make = _trace_maker(spec, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or spec.ranks,
                             fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
-    schedule_table, first = None if table is None else table_or_refuse(table, "--table: "), make(seed)
+    schedule_table, first = None if table is None else load_table_or_refuse(table, "--table: "), make(seed)
     if spec.time.slow:
         err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
-    costs = costs_for(_parameters(spec) if parameters is None else parameters, spec.stages)
+    costs = costs_for(_estimate_parameters(spec) if parameters is None else parameters, spec.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
-    samples = batch if batch is not None else _batch(spec)
+    samples = batch if batch is not None else _samples_per_microbatch(spec)
     try:
-        with executor_or_refuse(executor) as pool, _progress() as (tell, describe):
-            throughputs = _throughputs(spec, samples, schedule_table, steps, dead, describe)
+        with open_executor_or_refuse(executor) as pool, _show_progress() as (tell, describe):
+            throughputs = _prepare_throughputs(spec, samples, schedule_table, steps, dead, describe)
             if seeds > 1:
-                if (trace is not None or failed) and _same(first, make(seed + 1)):
+                if (trace is not None or failed) and _is_same_trace(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
                               "this is one", style="dim", soft_wrap=True)
                     seeds = 1
                 traces = [first, *(make(seed + index) for index in range(1, seeds))]
-                planning = functools.partial(_made, spec, samples, schedule_table, steps, dead)
-                values = throughputs_over_traces(policy_kinds, throughputs, costs, traces, tell) \
+                planning = functools.partial(_make_throughputs, spec, samples, schedule_table, steps, dead)
+                values = simulate_traces(policy_kinds, throughputs, costs, traces, tell) \
                     if pool is None and jobs == 1 else \
-                    _side_by_side(policy_kinds, planning, costs, traces, tell, jobs, pool)
-                _print_seeds(values, policy_kinds, json)
+                    _simulate_in_processes(policy_kinds, planning, costs, traces, tell, jobs, pool)
+                _print_spread(values, policy_kinds, json)
                 if len(values[policy_kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
-            result = compare(policy_kinds, throughputs, costs, first, tell)
+            result = compare_policies(policy_kinds, throughputs, costs, first, tell)
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
-        notes = _notes(costs, samples, table, _searched(steps))
-        write_or_refuse(target, page(result, job=spec.name, shape=_grid(spec), notes=notes,
-                                     tokens=tokens or _tokens(spec)))
+        notes = _report_notes(costs, samples, table, _describe_search(steps))
+        write_or_refuse(target, build_report(result, job=spec.name, shape=_describe_grid(spec), notes=notes,
+                                             tokens=tokens or _tokens_per_sample(spec)))
     if json:
-        print_json(_report(result, tokens or _tokens(spec)))
+        print_json(_build_answer(result, tokens or _tokens_per_sample(spec)))
     else:
-        _print(result, spec, tokens or _tokens(spec), _searched(steps))
+        _print_summary(result, spec, tokens or _tokens_per_sample(spec), _describe_search(steps))
     if target is not None:
         err.print(f"report written to {target}", soft_wrap=True)
     if len(result.runs) < len(policy_kinds):
@@ -227,14 +227,14 @@ def _require_consistent(trace: Path | None, failed: list[str] | None, drawing: M
         refuse("--html: the report is of one trace; leave out --seeds")
 
 
-def _died(job: Job, dead: Sequence[Worker], days: float, gpus: int) -> AvailabilityTrace:
+def _make_failed_trace(job: Job, dead: Sequence[Worker], days: float, gpus: int) -> AvailabilityTrace:
     try:
-        return died(job, dead, days, gpus)
+        return build_death_trace(job, dead, days, gpus)
     except ValueError as error:
         refuse(f"--failed {error}")
 
 
-def _policies(names: list[str] | None) -> list[type[Policy]]:
+def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
     for name in names or ():
         require_choice("--policy", name, POLICIES)
     return [POLICIES[name] for name in POLICIES if not names or name in names]
@@ -244,48 +244,50 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
                  fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
     """Return a function from a seed to a trace that is fitted to the job. Exits 2 if no trace can be made."""
     workers = job.pipelines * job.stages
-    nodes = places_of_nodes(job)
+    nodes = find_node_places(job)
     if path is not None:
-        read = functools.lru_cache(maxsize=1)(lambda: _read(path, 0, gpus))
+        read = functools.lru_cache(maxsize=1)(lambda: _read_trace(path, 0, gpus))
         read()
-        return lambda seed: fit_to_job(_read(path, seed, gpus) if seed else read(), workers, seed, nodes)
-    failures = _failures(preset, mtbf, gpus)
+        return lambda seed: fit_to_job(_read_trace(path, seed, gpus) if seed else read(), workers, seed, nodes)
+    failures = _choose_failure_model(preset, mtbf, gpus)
 
     def draw_fitted(seed: int) -> AvailabilityTrace:
         try:
             drawn = draw_trace(failures, workers * gpus, days, seed)
             if nodes:
-                drawn = fail_together(drawn, [tuple(worker * gpus + gpu for worker in node for gpu in range(gpus))
-                                              for node in nodes])
+                drawn = with_node_failures(drawn, [tuple(worker * gpus + gpu for worker in node for gpu in range(gpus))
+                                                   for node in nodes])
             drawn = group_gpus(drawn, gpus) if gpus > 1 else drawn
-            return draw_slow(drawn, SLOW_MODELS["greyhound"], seed) if fail_slow else drawn
+            return draw_slow_times(drawn, SLOW_MODELS["greyhound"], seed) if fail_slow else drawn
         except ValueError as error:
             refuse(error)
 
     return draw_fitted
 
 
-def _same(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
+def _is_same_trace(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
     """Return whether two traces start with the same live workers and have the same changes."""
     return (one.live, one.changes) == (other.live, other.changes)
 
 
-def _read(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
+def _read_trace(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
     try:
         return read_availability_trace(path, seed, gpus)
     except TraceFileError as error:
         refuse(error)
 
 
-def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
+def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
     require_choice("--preset", preset, FAILURE_MODELS)
     if mtbf is None:
         return FAILURE_MODELS[preset]
-    return single(mtbf * gpus, (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times "
-                                "assumed"), name="--mtbf")
+    return make_single_gpu_model(mtbf * gpus,
+                                 (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair "
+                                  f"times "
+                                               "assumed"), name="--mtbf")
 
 
-def _parameters(job: Job) -> float:
+def _estimate_parameters(job: Job) -> float:
     """Estimate the number of parameters of the model from the memory of the job, or return the default.
 
     unit_bytes of 1 means that the unit of the job's memory is unknown. If all pipelines share the optimizer state, the
@@ -294,45 +296,45 @@ def _parameters(job: Job) -> float:
     memory = job.memory
     if memory is None or not memory.weights or memory.unit_bytes == 1.0:
         return DEFAULT_PARAMETERS
-    held = sum(memory.weights) + sum(memory.state) * float(1 - share(job.pipelines))
+    held = sum(memory.weights) + sum(memory.state) * float(1 - held_state_share(job.pipelines))
     return min(MOST_PARAMETERS, max(FEWEST_PARAMETERS, held * memory.unit_bytes / BYTES_PER_PARAMETER))
 
 
-def _batch(job: Job) -> float:
+def _samples_per_microbatch(job: Job) -> float:
     given = job.training.get("batch", 1)
     return float(given) if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 1.0
 
 
-def _tokens(job: Job) -> int | None:
+def _tokens_per_sample(job: Job) -> int | None:
     """Return the number of tokens in a sample, or None if the job does not tell it."""
     given = job.model.get("context")
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
-def _side_by_side(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
-                  traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
-                  ) -> dict[str, Floats]:
-    """Run `throughputs_over_traces` in several processes. Exits 1 if a process dies."""
+def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
+                           traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
+                           ) -> dict[str, Floats]:
+    """Run `simulate_traces` in several processes. Exits 1 if a process dies."""
     try:
-        with closing(run_all(PoliciesOfTrace(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
+        with closing(run_all(TraceSimulator(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
             return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
     except PoolError as error:
-        answer_no(error)
+        exit_negative(error)
 
 
-def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
-                 dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
+def _prepare_throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
+                         dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        return _made(job, samples, table, steps, dead, describe)
+        return _make_throughputs(job, samples, table, steps, dead, describe)
     except NoPlanError as error:
-        answer_no(error)
+        exit_negative(error)
     except ValueError as error:
         refuse(f"--table: {error}")
 
 
-def _made(job: Job, samples: float, table: Table | None, steps: int | None, dead: Sequence[Worker],
-          describe: Callable[[str], None] = lambda _: None) -> Throughputs:
+def _make_throughputs(job: Job, samples: float, table: Table | None, steps: int | None, dead: Sequence[Worker],
+                      describe: Callable[[str], None] = lambda _: None) -> Throughputs:
     if steps is None:
         return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
     seconds = steps * STEP_SECONDS
@@ -344,9 +346,9 @@ def _made(job: Job, samples: float, table: Table | None, steps: int | None, dead
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
+def _show_progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (checking_interrupts() as check_interrupt,
+    with (watch_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task("simulating", total=None)
 
@@ -361,11 +363,11 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], No
         yield report_progress, describe
 
 
-def _grid(job: Job) -> str:
+def _describe_grid(job: Job) -> str:
     return f"{job.pipelines} pipelines x {job.stages} stages, {sum(job.microbatches)} micro-batches an iteration"
 
 
-def _searched(steps: int | None) -> str:
+def _describe_search(steps: int | None) -> str:
     """Describe in one line how long plans were searched for."""
     searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
         f"{steps * STEP_SECONDS:.3g} s each"
@@ -373,7 +375,7 @@ def _searched(steps: int | None) -> str:
             "better ones are found")
 
 
-def _notes(costs: Costs, samples: float, table: Path | None, searched: str) -> Sequence[str]:
+def _report_notes(costs: Costs, samples: float, table: Path | None, searched: str) -> Sequence[str]:
     return (
         f"{samples:g} samples per micro-batch",
         (f"schedules from the table {table}; others " if table else "") + searched,
@@ -385,58 +387,59 @@ def _notes(costs: Costs, samples: float, table: Path | None, searched: str) -> S
     )
 
 
-def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
+def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
     trace = result.trace
     return {
-        "policies": result.throughputs(),
+        "policies": result.mean_throughputs(),
         "fault_free": {name: run.fault_free_rate for name, run in result.runs.items()},
-        "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.lost(result.best_rate).items()}
+        "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.seconds_lost(result.best_rate).items()}
                          for name, run in result.runs.items() if not POLICIES[name].is_reference},
-        "switches": {name: run.switches for name, run in result.runs.items()},
+        "switches": {name: run.switch_count for name, run in result.runs.items()},
         "worker_hours_per_1000_samples": {name: worker_hours(result, run) for name, run in result.runs.items()},
         "ettr": {name: run.ettr for name, run in result.runs.items()},
         "goodput": {name: result.goodput(name) for name in result.runs},
         "seconds_to_recover": {name: run.seconds_to_recover for name, run in result.runs.items()},
         "tokens_per_gpu_hour": {name: tokens_per_gpu_hour(result, run, tokens) for name, run in result.runs.items()},
         "trace": {"name": trace.name, "seconds": trace.length_seconds, "workers": trace.places,
-                  "mean_live": trace.mean_live, "removals": trace.removals,
-                  "slowdowns": trace.slowdowns, "partial_losses": trace.partial_losses, "notes": list(trace.notes)},
+                  "mean_live": trace.mean_live_machines, "removals": trace.machine_losses,
+                  "slowdowns": trace.machine_slowdowns, "partial_losses": trace.partial_losses,
+                  "notes": list(trace.notes)},
     }
 
 
-def _print(result: Comparison, job: Job, tokens: int | None, searched: str) -> None:
-    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", soft_wrap=True)
+def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: str) -> None:
+    out.print(f"{job.name}: {_describe_grid(job)}; {describe_trace(result.trace)}", soft_wrap=True)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
             grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", "", "a reference line",
                          style="dim")
             continue
-        lost = run.lost(result.best_rate)
+        lost = run.seconds_lost(result.best_rate)
         total = sum(lost.values())
         causes = sorted((cause for cause in Cause if lost[cause] > 0.01 * total), key=lambda cause: -lost[cause])[:2]
         mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
         grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
     out.print(grid)
-    out.print(_measures(result, tokens))
-    out.print(verdict(result), soft_wrap=True)
+    out.print(_measures_table(result, tokens))
+    out.print(summarize_comparison(result), soft_wrap=True)
     for note in (*result.trace.notes, searched):
         err.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
-def _measures(result: Comparison, tokens: int | None) -> Grid:
+def _measures_table(result: Comparison, tokens: int | None) -> Grid:
     """Return a table of ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
     grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
                 header_style="bold")
     for name, run in result.runs.items():
         made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
         grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
-                     digits(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
+                     three_digits(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
                      style="dim" if POLICIES[name].is_reference else None)
     return grid
 
 
-def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], json: bool) -> None:
+def _print_spread(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], json: bool) -> None:
     spread = {kind.name: {"mean": float(np.mean(values[kind.name])), "p5": float(np.percentile(values[kind.name], 5)),
                           "p95": float(np.percentile(values[kind.name], 95))} for kind in kinds}
     count = len(values[kinds[0].name])

@@ -17,17 +17,17 @@ def main() -> None:
         # Otherwise output to stderr would come first in a file that receives both.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
-        _write_what_can_be_written()
+        _substitute_unencodable()
         from slipstream.cli.app import app
 
         try:
             app(prog_name=PROGRAM, obj=PROGRAM)
         except SystemExit as ended:
-            _flush()
-            leave_plans(ended.code)
+            _flush_stdout()
+            exit_despite_planning(ended.code)
             raise
         finally:
-            _flush()
+            _flush_stdout()
     except KeyboardInterrupt:
         import signal
 
@@ -39,19 +39,19 @@ def main() -> None:
 
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE):
             raise
-        _drop_output()
+        _discard_output()
         if error.errno == errno.EPIPE:  # nobody reads on, as in `| head`
             sys.exit(1)
         sys.stderr.write(f"slipstream: {error.filename or 'the answer'} cannot be written: {error.strerror}\n")
         sys.exit(2)
 
 
-LIKE = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
-        "±": "~", "≥": ">", "≤": "<", "…": "."}
+SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
+           "±": "~", "≥": ">", "≤": "<", "…": "."}
 """Replacements for characters that the encoding of a terminal or file lacks. Other characters become `?`."""
 
 
-def _write_what_can_be_written() -> None:
+def _substitute_unencodable() -> None:
     """Replace characters that stdout or stderr cannot encode, such as with ASCII, by similar ones."""
     import codecs
     import io
@@ -59,7 +59,7 @@ def _write_what_can_be_written() -> None:
     def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
             raise error
-        return "".join(LIKE.get(character, "?") for character in error.object[error.start:error.end]), error.end
+        return "".join(SIMILAR.get(character, "?") for character in error.object[error.start:error.end]), error.end
 
     codecs.register_error("slipstream.like", replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
@@ -67,14 +67,14 @@ def _write_what_can_be_written() -> None:
             stream.reconfigure(errors="slipstream.like")
 
 
-def _flush() -> None:
+def _flush_stdout() -> None:
     """Flush stdout here, because errors of the interpreter's own flush at exit could not be handled."""
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
-def leave_plans(code: object) -> None:
+def exit_despite_planning(code: object) -> None:
     """Exit at once if threads still plan for a run that has ended: Python would wait for them for minutes."""
     import os
     import threading
@@ -84,7 +84,7 @@ def leave_plans(code: object) -> None:
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-def _drop_output() -> None:
+def _discard_output() -> None:
     """Discard the output that is still in the buffer of stdout."""
     import os
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from slipstream.cli.shared.console import duration, err, exit_negative, out, print_json, refuse
 from slipstream.cli.shared.inputs import (
-    is_there,
+    may_exist,
     read_job_or_refuse,
     require_choice,
     require_trainable_tables,
@@ -38,20 +38,20 @@ from slipstream.cli.shared.options import (
 )
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import (
-    chosen_recomputation,
+    build_plan_options,
     compile_planner,
-    executor_or_refuse,
     find_pipeline,
-    plan_options,
+    find_recomputation,
+    open_executor_or_refuse,
 )
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.arrangement import MovableLayers
 from slipstream.planner.job.file import JobError, parse_job, read_job_text
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.placement import DOWN, MOST_WEIGHED
+from slipstream.planner.placement import MAX_WEIGHED_FAILURES, MEAN_DOWN_SHARE
 from slipstream.planner.search.list_scheduler import BASELINES
-from slipstream.planner.tables.build import WHOLE, BuiltTable, Share, build_share
+from slipstream.planner.tables.build import WHOLE_TABLE, BuiltTable, Share, build_share
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError
 
@@ -79,7 +79,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
           jobs: Jobs = None, share: ShareOption = None, executor: ExecutorName = None, backward: Backward = None,
           optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 5.0, steps: Steps = None,
           params: Params = None, seed: Seed = 0, settings: Settings = None, placement: Placement = "given",
-          share_down: ShareDown = DOWN, job_out: JobOut = None, json: Json = False) -> None:
+          share_down: ShareDown = MEAN_DOWN_SHARE, job_out: JobOut = None, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     In the first, roles move: live workers take over roles of dead ones where that costs least, and load their layers.
@@ -94,24 +94,24 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         refuse("--placement any and --job-out FILE: one needs the other; FILE is the job file to train with")
     if placement == "any" and method in BASELINES:
         refuse("--placement any: not with --method 1f1b and recycle, which are for a placement that is given")
-    options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
-                           steps=steps, params=params, seed=seed)
+    options = build_plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
+                                 steps=steps, params=params, seed=seed)
     try:
         # Read only once, so that the job stored with the table is the planned one, even if it comes from a pipe.
         text = read_job_text(job, settings or ())
         read = parse_job(text, str(job))
         require_trainable_tables(job, read)
         if job_out is not None:
-            text = _placed(job, text, job_out, options, max_failures, share_down, shared=share is not None)
+            text = _place_job(job, text, job_out, options, max_failures, share_down, shared=share is not None)
             read = parse_job(text, str(job_out))
     except JobError as error:
         refuse(error)
-    again = chosen_recomputation(job, read, options)
+    again = find_recomputation(job, read, options)
     read = read if again is None else again.job
     try:
         compile_planner()
-        with executor_or_refuse(executor) as pool, _progress() as tell:
-            built = build_share(read, text.encode(), out_folder, options, _share(share), max_failures=max_failures,
+        with open_executor_or_refuse(executor) as pool, _show_progress() as tell:
+            built = build_share(read, text.encode(), out_folder, options, _to_share(share), max_failures=max_failures,
                                 exact=exact, by_node=by_node, jobs=jobs or os.cpu_count() or 1, progress=tell,
                                 executor=pool)
     except (JobError, TableError) as error:
@@ -119,7 +119,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     except OSError as error:
         refuse(f"{error.filename or out_folder}: cannot be written: {error.strerror}")
     except (NoPlanError, PoolError) as error:
-        answer_no(error)
+        exit_negative(error)
     except KeyboardInterrupt:
         err.print(f"interrupted; finished entries are kept in {out_folder}: the same command goes on from there",
                   style="yellow", soft_wrap=True)
@@ -127,21 +127,21 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     if json:
         print_json(built.report())
     elif isinstance(built, BuiltTable):
-        _print(built, out_folder)
+        _print_table(built, out_folder)
     else:
         out.print(f"{built.finished} of {built.entries} entries are in {out_folder}, {built.planned} planned now, in "
                   f"{duration(built.seconds)}; the last share that finishes writes the table", soft_wrap=True)
 
 
-def _placed(job: Path, text: str, job_out: Path, options: PlanOptions, failures: int, down: float, *,
-            shared: bool) -> str:
+def _place_job(job: Path, text: str, job_out: Path, options: PlanOptions, failures: int, down: float, *,
+               shared: bool) -> str:
     """Return the text of the job with the best placement, found by an earlier command or now.
 
     A placement that is found now is written to `job_out`. It is not searched for again: a second search by the clock
     may find another one, for which an unfinished table is useless.
     """
-    if is_there(job_out):
-        if not MovableLayers(text).is_arranged(read_job_or_refuse(job_out)):
+    if may_exist(job_out):
+        if not MovableLayers(text).is_rearrangement(read_job_or_refuse(job_out)):
             refuse(f"{job_out}: is there already, and is not {job} with another placement; remove it, or choose "
                    "another file")
         err.print(f"{job_out}: is there already, and has the placement", soft_wrap=True)
@@ -150,22 +150,22 @@ def _placed(job: Path, text: str, job_out: Path, options: PlanOptions, failures:
         refuse(f"--share: {job_out} is not there; find the placement first, with `slipstream plan {job} --placement "
                f"any --for-failures {failures} --job-out {job_out}`")
     require_writable(job_out)
-    weighed = min(failures, MOST_WEIGHED)
-    found = find_pipeline(job, text, options.within((1 + weighed) * options.seconds), weighed, down)
+    weighed = min(failures, MAX_WEIGHED_FAILURES)
+    found = find_pipeline(job, text, options.with_limit((1 + weighed) * options.limit_seconds), weighed, down)
     write_or_refuse(job_out, found.text.encode())
     err.print("\n".join(placement_lines(found)), soft_wrap=True)
     return found.text
 
 
-def _share(text: str | None) -> Share:
+def _to_share(text: str | None) -> Share:
     try:
-        return WHOLE if text is None else Share.parse(text)
+        return WHOLE_TABLE if text is None else Share.parse(text)
     except ValueError as error:
         refuse(f"--share: {error}")
 
 
 @contextmanager
-def _progress() -> Iterator[CountCallback]:
+def _show_progress() -> Iterator[CountCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
@@ -173,7 +173,7 @@ def _progress() -> Iterator[CountCallback]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print(built: BuiltTable, folder: Path) -> None:
+def _print_table(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text(encoding="utf-8").partition("\n\n")[2]
     out.print(text, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
-from slipstream.cli.drawing.page_file import as_data, filled
-from slipstream.cli.shared.schedule_summary import measured_period, summary
+from slipstream.cli.drawing.page_file import fill_page, to_json
+from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from slipstream.schedules.memory import room
+from slipstream.schedules.memory import activation_room
 from slipstream.schedules.precedence import RULES
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Seat, Worker
 
@@ -41,12 +41,12 @@ def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIte
     Measured iterations are of the first schedule's workers; all but the last start hidden. Raises ValueError if there
     are more than `MAX_OPS` different ops.
     """
-    return timeline_shell(", ".join(item.name for item in shown), as_data(timeline_data(shown, measured))).encode()
+    return timeline_shell(", ".join(item.name for item in shown), to_json(timeline_data(shown, measured))).encode()
 
 
 def timeline_shell(title: str, data: str) -> str:
-    """Return the page with the given data, which is `timeline_data` encoded by `as_data`."""
-    return filled("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
+    """Return the page with the given data, which is `timeline_data` encoded by `to_json`."""
+    return fill_page("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 
 def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
@@ -54,48 +54,50 @@ def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIte
 
     Raises ValueError if there are more than `MAX_OPS` different ops.
     """
-    count = sum(len(item.schedule.programs[seat.program]) for item in shown for seat in item.schedule.different)
+    count = sum(len(item.schedule.programs[seat.program]) for item in shown
+                for seat in item.schedule.representative_seats)
     count += sum(len(iteration.ops) for iteration in measured)
     if count > MAX_OPS:
         raise ValueError(f"{count} different ops are too many for a page (at most {MAX_OPS})")
-    panels = [_planned(item) for item in shown]
+    panels = [_planned_panel(item) for item in shown]
     for iteration in measured:
-        panels.append(_measured(shown[0].schedule, iteration, last=iteration is measured[-1]))
+        panels.append(_measured_panel(shown[0].schedule, iteration, last=iteration is measured[-1]))
     return {"panels": panels, "colours": {kind.value: COLOURS[kind] for kind in OpKind},
             "names": {kind.value: NAMES[kind] for kind in OpKind}}
 
 
-def _planned(shown: ShownSchedule) -> dict[str, Any]:
+def _planned_panel(shown: ShownSchedule) -> dict[str, Any]:
     schedule = shown.schedule
-    placed = [(seat.role, schedule.ops(seat.worker)) for seat in schedule.different]
-    tracks, unit = _tracks(schedule, placed, schedule.times.transfer)
-    return _panel(schedule, shown.name, schedule.tick_seconds * unit, schedule.times.transfer / unit) | {
+    placed = [(seat.role, schedule.ops(seat.worker)) for seat in schedule.representative_seats]
+    tracks, unit = _encode_tracks(schedule, placed, schedule.times.transfer)
+    return _common_panel(schedule, shown.name, schedule.tick_seconds * unit, schedule.times.transfer / unit) | {
         "measured": False, "shown": True, "violation": shown.violation, "tracks": tracks,
-        "numbers": summary(schedule),
-        "seats": [_seat(schedule, seat, schedule.alike[seat.worker]) for seat in schedule.seats]}
+        "numbers": summarize_schedule(schedule),
+        "seats": [_encode_seat(schedule, seat, schedule.equivalence_class_of[seat.worker]) for seat in schedule.seats]}
 
 
-def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -> dict[str, Any]:
+def _measured_panel(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -> dict[str, Any]:
     placed = {worker: ops for worker, ops in placed_ops(iteration).items() if worker in schedule.seat_of}
     roles = [schedule.seat_of[worker].role for worker in placed]
-    tracks, unit = _tracks(schedule, list(zip(roles, placed.values(), strict=True)), 0)
+    tracks, unit = _encode_tracks(schedule, list(zip(roles, placed.values(), strict=True)), 0)
     period = measured_period(iteration)
     busy = sum(op.end_ticks - op.start_ticks for ops in placed.values() for op in ops) * TICK_SECONDS
-    numbers = summary(schedule) | {"period": period, "lower_bound": None, "gap": None, "status": "measured",
-                                   "peak_memory": None, "planned": schedule.seconds(schedule.period_ticks),
-                                   "bubble_share": 1 - busy / (period * len(placed)) if placed and period else 0.0}
-    return _panel(schedule, f"measured, iteration {iteration.iteration}", TICK_SECONDS * unit, 0) | {
+    numbers = summarize_schedule(schedule) | {"period": period, "lower_bound": None, "gap": None, "status": "measured",
+                                              "peak_memory": None, "planned": schedule.seconds(schedule.period_ticks),
+                                              "bubble_share": 1 - busy / (period * len(placed)) if placed and period
+                                              else 0.0}
+    return _common_panel(schedule, f"measured, iteration {iteration.iteration}", TICK_SECONDS * unit, 0) | {
         "measured": True, "shown": last, "violation": None, "tracks": tracks, "numbers": numbers,
-        "seats": [_seat(schedule, schedule.seat_of[worker], index) for index, worker in enumerate(placed)]}
+        "seats": [_encode_seat(schedule, schedule.seat_of[worker], index) for index, worker in enumerate(placed)]}
 
 
-def _seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
+def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
     """Encode a live worker: its role, program, memory, and its held layers if they are not those of the role."""
-    holds = seat.holds if schedule.holds_others(seat) else None
-    return [*seat.worker, *seat.role, track, holds, room(schedule, seat)]
+    holds = seat.holds if schedule.has_moved_layers(seat) else None
+    return [*seat.worker, *seat.role, track, holds, activation_room(schedule, seat)]
 
 
-def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
+def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
     """Return the fields that planned and measured panels share."""
     grid, memory = schedule.grid, schedule.memory
     return {
@@ -103,35 +105,35 @@ def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dic
         "columns": grid.columns, "depth": grid.depth, "chains": grid.chains, "microbatches": grid.microbatches,
         "stages": [stage.column for stage in grid.stages], "ranges": schedule.layers_by_slice,
         "named": all(stage.layers == layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)),
-        "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _rules(),
+        "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _encode_rules(),
         "slow": {str(slow.worker): slow.per_mille for slow in schedule.times.slow},
         "memory": memory and {"unit": memory.unit, "capacity": memory.capacity, "activation": memory.activation,
                               "stash": memory.weight_stash},
     }
 
 
-def _rules() -> list[dict[str, Any]]:
+def _encode_rules() -> list[dict[str, Any]]:
     """Return the precedence rules, each for the first slice of a route, the last one, or any."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 
 
-def _tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
+def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
     """Return each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
-    return [_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
+    return [_encode_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
             for role, ops in programs], unit
 
 
-def _columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
+def _encode_columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
     """Return the ops of a program, column by column.
 
     The column `foreign` lists the ops of other pipelines: index, pipeline, and 1 if the op is shed. The column `links`
     lists reductions that overlap with compute.
     """
-    overlapped = [op for op in ops if schedule.overlaps and op.kind is OpKind.A]
+    overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]
     ops = [op for op in ops if op not in overlapped]
     starts = [0, *(op.start_ticks // unit for op in ops)]
     return {

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import typer
 
-from slipstream.cli.shared.console import complain
-from slipstream.cli.shared.going_on import take_whole
-from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
-from slipstream.cli.shared.refusals import refusals
+from slipstream.cli.shared.console import print_error
+from slipstream.cli.shared.error_exits import exit_on_errors
+from slipstream.cli.shared.launch_options import find_own_node, read_secret_or_refuse, with_machines
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
-from slipstream.cli.shared.run_progress import in_thread
-from slipstream.cli.start import leave_plans
+from slipstream.cli.shared.resume import find_whole_checkpoint
+from slipstream.cli.shared.run_progress import call_in_thread
+from slipstream.cli.start import exit_despite_planning
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
 from slipstream.planner.options import PlanOptions
@@ -38,42 +38,51 @@ from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest, open_checkpoint
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-from slipstream.runtime.node_agent import NodeJob, join
-from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
-from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
-from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint, open_latest
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype, split_layers
+from slipstream.runtime.node_agent import NodeJob, join_run
+from slipstream.runtime.processes.launch_environment import (
+    LaunchInfo,
+    announce_node_0,
+    choose_listen_address,
+    find_node_0,
+)
+from slipstream.runtime.processes.parent_death import request_parent_death_signal
+from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from slipstream.runtime.run_folder import CHECKPOINTS, left_behind
+from slipstream.runtime.run_folder import CHECKPOINTS, read_takeover_record
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Schedule, Worker
 
 try:
-    from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
+    from slipstream.runtime.model.layers.torchtitan.specification import parse_arguments, with_one_process
 except ConfigError as error:
-    complain(error)
+    print_error(error)
     sys.exit(2)
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
-from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
-from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
+from slipstream.runtime.model.layers.torchtitan.trainer_state import load_into_trainer, save_trainer
+from slipstream.runtime.model.layers.torchtitan.training import (
+    build_run_config,
+    describe_differences,
+    divide_microbatches,
+)
 
 HEARTBEAT_SECONDS = Resilience().heartbeat_timeout_seconds
 PLAN_SECONDS = 10.0
 """Time limit, in seconds, of planning the first schedule."""
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+SINGLE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 """Environment that makes torchtitan's Trainer act as the only process, however many train."""
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class RunSetup:
     """Options of this program beyond torchtitan's own, and what follows from them."""
 
-    here: Launched
+    here: LaunchInfo
     job: Job
     config: RunConfig
     folder: Path
@@ -87,31 +96,31 @@ class Own:
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     """torchtitan Trainer whose steps are made by the workers of a run."""
 
-    own: Own
+    own: RunSetup
     step: int
 
     def train(self) -> None:
         """Train until all steps are done, from torchtitan's checkpoint or the run's own, whichever is newer."""
         own, steps = self.own, self.config.training.steps
         saved = own.folder / CHECKPOINTS
-        checkpoint = take_whole(saved, own.folder, logger.warning)
+        checkpoint = find_whole_checkpoint(saved, own.folder, logger.warning)
         if checkpoint is not None:
-            open_checkpoint(checkpoint.path, identity_of(own.config, _layers(own.config)))
+            open_checkpoint(checkpoint.path, identity_of(own.config, _count_layers(own.config)))
         asked = self.config.checkpoint.load_step
-        if checkpoint is None or asked != -1 or checkpoint.iteration < _newest(self.config):
+        if checkpoint is None or asked != -1 or checkpoint.iteration < _newest_step(self.config):
             self.checkpointer.load(step=asked)  # torchtitan refuses one of the model alone
         loaded = self.step
         if checkpoint is None or checkpoint.iteration < self.step:
-            checkpoint = begin(self, own.config, saved)
+            checkpoint = save_trainer(self, own.config, saved)
         else:
             logger.info(f"Goes on from step {checkpoint.iteration}, of {checkpoint.path}")
-            self._count(checkpoint.iteration)
+            self._advance_to(checkpoint.iteration)
         self.metrics_processor.time_last_log = time.perf_counter()
         if checkpoint is None or checkpoint.iteration < steps:
-            first_schedule = _first(own)
+            first_schedule = _choose_schedule(own)
             placed = with_machines(own.job, first_schedule, own.here)
             planner = FailurePlanner(placed, first_schedule, settled_seconds=own.settled_seconds)
-            with in_thread(logger.info) as log_line, in_thread(self._told, logger.warning) as log_step:
+            with call_in_thread(logger.info) as log_line, call_in_thread(self._log_step, logger.warning) as log_step:
                 run(first_schedule, own.config, out=own.folder, resilience=Resilience(
                     scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=checkpoint,
                     checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
@@ -119,12 +128,13 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                     heartbeat_timeout_seconds=own.silence,
                     faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
                     settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
-                        nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
+                        nodes=own.here.nodes, rendezvous=choose_listen_address(own.here),
+                        announce=partial(announce_node_0, own.here),
                         local=own.here.local, topology=own.job.nodes, notify=log_line, observe_iteration=log_step,
-                        again=True, secret=given_secret_or_refuse(own.here)))
-        ended = latest(saved)
+                        again=True, secret=read_secret_or_refuse(own.here)))
+        ended = open_latest(saved)
         assert ended is not None
-        read_state(self, own.config, ended)
+        load_into_trainer(self, own.config, ended)
         if self.config.checkpoint.enable and not self.config.checkpoint.last_save_model_only:
             batches = iter(self.dataloader)  # which is where the Trainer's checkpoint was
             for _ in range((self.step - loaded) * self.gradient_accumulation_steps):
@@ -132,17 +142,17 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         self.checkpointer.save(self.step, last_step=True)
         logger.info("Training completed")
 
-    def _told(self, line: Metrics) -> None:
+    def _log_step(self, line: Metrics) -> None:
         """Log a committed iteration as torchtitan does."""
         rates = self.lr_schedulers.get_metrics()
-        if not self._count(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
+        if not self._advance_to(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
             return
         assert line.loss is not None
         self.metrics_processor.data_loading_times.append(0.0)  # workers read, while they train
         self.metrics_processor.log(self.step, line.loss, line.loss, line.gradient_norm or 0.0,
                                    {"n_tokens_seen": self.ntokens_seen, **rates})
 
-    def _count(self, steps: int) -> bool:
+    def _advance_to(self, steps: int) -> bool:
         """Advance the counters to `steps` completed steps, and return whether that is progress.
 
         A step that is run again has already been counted.
@@ -158,7 +168,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         return new > 0
 
 
-def _newest(config: Trainer.Config) -> int:
+def _newest_step(config: Trainer.Config) -> int:
     """Return the step of torchtitan's newest checkpoint, or -1 if there is none."""
     if not config.checkpoint.enable:
         return -1
@@ -166,21 +176,21 @@ def _newest(config: Trainer.Config) -> int:
     return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=-1)
 
 
-def _layers(config: RunConfig) -> int:
+def _count_layers(config: RunConfig) -> int:
     """Return the number of layers of the model. Raises ConfigError."""
     training = config.training
-    return model_for(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
+    return build_model(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
 
 
-def _first(own: Own) -> Schedule:
+def _choose_schedule(own: RunSetup) -> Schedule:
     """Return the first schedule: that of a run whose workers still live, or a new plan."""
     path = own.folder / "schedule.json"
-    if left_behind(own.folder) is not None and path.exists():
+    if read_takeover_record(own.folder) is not None and path.exists():
         return read(path)
     return plan_with(PlanOptions(time_limit=PLAN_SECONDS), own.job, ()).schedule
 
 
-def _arguments() -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this program, and return the remaining arguments for torchtitan. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False,
                                      exit_on_error=False)
@@ -212,7 +222,7 @@ def _seconds(given: str) -> float:
     raise argparse.ArgumentTypeError(f"{given}: expected 0.1 to 3600 seconds")
 
 
-def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
+def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
     """Return the job to plan: from a file, or one whose stages take times proportional to their layers.
 
     Raises JobError and ConfigError.
@@ -223,53 +233,53 @@ def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
         pipelines, stages = asked
         counts = [end - begin for begin, end in split_layers(layers, stages)]
         return parse_job(f"pipelines = {pipelines}\nstages = {stages}\n"
-                         f"microbatches = {list(microbatches(given, pipelines))}\n"
+                         f"microbatches = {list(divide_microbatches(given, pipelines))}\n"
                          f"[placement]\nlayers = {counts}\n"
                          f"[time]\nforward = {counts}\nbackward_input = {counts}\nbackward_weight = {counts}\n")
     job = read_job(path)
     if asked not in ((1, 1), (job.pipelines, job.stages)):
         raise JobError(f"{path}: {job.pipelines} pipelines of {job.stages} stages, and --parallelism says {asked[0]} "
                        f"of {asked[1]}; expected the same, or nothing of it")
-    expected = sum(microbatches(given, job.pipelines))
+    expected = sum(divide_microbatches(given, job.pipelines))
     if sum(job.microbatches) != expected:
         raise JobError(f"{path}: {sum(job.microbatches)} micro-batches in an iteration, and "
                        f"--training.global_batch_size makes {expected}; expected the same")
     return job
 
 
-def _own() -> tuple[Own, Trainer.Config]:
+def _read_setup() -> tuple[RunSetup, Trainer.Config]:
     """Return the setup of this run, and torchtitan's configuration for it. Raises ConfigError and JobError."""
-    options, arguments = _arguments()
-    here = launched_as(None, None, None)
+    options, arguments = _parse_arguments()
+    here = find_own_node(None, None, None)
     assert here is not None
-    given = as_given(arguments)
+    given = parse_arguments(arguments)
     folder = Path(given.dump_folder).absolute() / "slipstream"
-    config = run_config(arguments, given, folder / "initial")
-    job = _job(options.job, given, _layers(config))
-    single_process = in_one_process(given)
+    config = build_run_config(arguments, given, folder / "initial")
+    job = _choose_job(options.job, given, _count_layers(config))
+    single_process = with_one_process(given)
     # As for a seed checkpoint: the Trainer's model is plain tensors on the CPU.
     single_process = replace(single_process, checkpoint=replace(single_process.checkpoint, create_seed_checkpoint=True))
     rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
-    for line in rehearsals.impossible(given.training.steps):
+    for line in rehearsals.find_conflicts(given.training.steps):
         raise ConfigError(line)
-    for line in differences(given):
+    for line in describe_differences(given):
         logger.warning(line)
-    return Own(here, job, config, folder, rehearsals, options.settle, options.silence), single_process
+    return RunSetup(here, job, config, folder, rehearsals, options.settle, options.silence), single_process
 
 
-def _take_part(own: Own) -> None:
+def _join_run(own: RunSetup) -> None:
     """Train as a node other than node 0, which has the Trainer, unless all steps are done."""
-    ended = latest(own.folder / CHECKPOINTS)
+    ended = open_latest(own.folder / CHECKPOINTS)
     if ended is not None and ended.iteration >= own.config.training.iterations:
         logger.info(f"All steps are done; node {own.here.node} has nothing to do")
         return
-    secret = given_secret_or_refuse(own.here)
+    secret = read_secret_or_refuse(own.here)
     assert secret is not None
     workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]
-    with in_thread(logger.info) as say:
-        join(find(own.here, JOIN_TIMEOUT_SECONDS, say),
-             NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
-             nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=say)
+    with call_in_thread(logger.info) as say:
+        join_run(find_node_0(own.here, JOIN_TIMEOUT_SECONDS, say),
+                 NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
+                 nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=say)
 
 
 def main() -> None:
@@ -280,23 +290,23 @@ def main() -> None:
     init_logger()
     code = 0
     try:
-        with refusals(lambda: "; the same command goes on from there"):
-            _train(*_own())
+        with exit_on_errors(lambda: "; the same command goes on from there"):
+            _run_node(*_read_setup())
     except typer.Exit as ended:
         code = ended.exit_code
-    leave_plans(code)
+    exit_despite_planning(code)
     sys.exit(code)
 
 
-def _train(own: Own, config: Trainer.Config) -> None:
+def _run_node(own: RunSetup, config: Trainer.Config) -> None:
     if own.here.tied:  # otherwise this process would keep training unnoticed
-        signal_at_death_of_parent(signal.SIGTERM)
+        request_parent_death_signal(signal.SIGTERM)
     if own.here.node:
-        _take_part(own)
+        _join_run(own)
         return
     structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder,
                                              enable=config.debug.enable_structured_logging)
-    os.environ.update(ALONE)
+    os.environ.update(SINGLE_PROCESS)
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # workers step the optimizer
     try:
         trainer = SlipstreamTrainer(config)

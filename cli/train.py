@@ -10,16 +10,9 @@ from pathlib import Path
 import typer
 from msgspec.structs import replace
 
-from slipstream.cli.shared.console import answer_no, err, out, print_json, refuse
+from slipstream.cli.shared.console import err, exit_negative, out, print_json, refuse
 from slipstream.cli.shared.device_peak import peak_flops
-from slipstream.cli.shared.going_on import (
-    done_without_this_node,
-    how_to_resume,
-    is_same,
-    nothing_left,
-    require_folder,
-    where_to_go_on,
-)
+from slipstream.cli.shared.error_exits import exit_on_errors
 from slipstream.cli.shared.inputs import (
     failed_workers,
     read_job_or_refuse,
@@ -27,7 +20,7 @@ from slipstream.cli.shared.inputs import (
     require_choice,
     require_writable,
 )
-from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
+from slipstream.cli.shared.launch_options import find_own_node, read_secret_or_refuse, with_machines
 from slipstream.cli.shared.options import (
     Backward,
     Failed,
@@ -41,13 +34,19 @@ from slipstream.cli.shared.options import (
     TimeLimit,
 )
 from slipstream.cli.shared.plan_summary import recomputation_lines
-from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options, search_params
-from slipstream.cli.shared.refusals import refusals
+from slipstream.cli.shared.planning import build_plan_options, find_recomputation, make_plan, read_search_params
 from slipstream.cli.shared.rehearsals import read_rehearsals
-from slipstream.cli.shared.run_progress import in_thread, shown
-from slipstream.cli.shared.started_again import end_with_status, started_again
-from slipstream.cli.shared.train_answer import report, summary
-from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
+from slipstream.cli.shared.resume import (
+    describe_resuming,
+    find_start,
+    is_done_without_node,
+    is_in_place,
+    require_usable,
+    warn_if_done,
+)
+from slipstream.cli.shared.run_progress import call_in_thread, show_progress
+from slipstream.cli.shared.supervisor import exit_on_signals, fork_supervised
+from slipstream.cli.shared.train_inputs import look_up, read_fitting_table, require_same_shape, require_trainable
 from slipstream.cli.shared.train_options import (
     BringBack,
     CheckpointEvery,
@@ -76,6 +75,7 @@ from slipstream.cli.shared.train_options import (
     TrainingSeed,
     VerifyEvery,
 )
+from slipstream.cli.shared.train_result import build_report, summary_text
 from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
@@ -83,17 +83,22 @@ from slipstream.planner.options import LAYERS, PlanOptions
 from slipstream.planner.recompute import chooses_recomputation
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
-from slipstream.runtime.coordinator.records.tensorboard import require_package
+from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.node_agent import NodeJob, join
-from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
-from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
-from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.node_agent import NodeJob, join_run
+from slipstream.runtime.processes.launch_environment import (
+    LaunchInfo,
+    announce_node_0,
+    choose_listen_address,
+    find_node_0,
+)
+from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
-from slipstream.runtime.run_folder import left_behind
+from slipstream.runtime.run_folder import read_takeover_record
 from slipstream.runtime.run_options import STALL_TIMEOUT_SECONDS
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
@@ -123,25 +128,25 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
     """
-    here = launched_as(nodes, node, rendezvous, ranks_per_worker or 1)
+    here = find_own_node(nodes, node, rendezvous, ranks_per_worker or 1)
     if here is None:
         _say("another process of this worker starts all of its ranks: this one has nothing to do")
         return
     if here.tied:  # otherwise this process would keep training unnoticed
-        signal_at_death_of_parent(signal.SIGTERM)
+        request_parent_death_signal(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     if ctx.obj == PROGRAM:
         if here.node == 0 and coordinator_timeout:
-            started_again(folder, _say)
+            fork_supervised(folder, _say)
         elif here.node > 0:
-            end_with_status()
+            exit_on_signals()
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
     spec = read_job_or_refuse(job, settings)
-    config = _config(spec, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
-    secret = given_secret_or_refuse(here)
+    config = _parse_config(spec, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
+    secret = read_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
-        _take_part(here, NodeJob(
+        _join_run(here, NodeJob(
             config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
             workers=[Worker(pipeline, column) for pipeline in range(spec.pipelines)
                      for column in range(spec.stages)]), folder, join_timeout, grace)
@@ -158,41 +163,41 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     if mtbf is not None and layers != "move":
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if tensorboard is not None:
-        with refusals():
-            require_package()
-    plan_table = None if table is None else read_table(table, spec)
-    search_settings = search_params(params)
+        with exit_on_errors():
+            require_tensorboard()
+    plan_table = None if table is None else read_fitting_table(table, spec)
+    search_settings = read_search_params(params)
     _require_model(spec, job)
-    spec, config = _recomputing(job, spec, config, backward, optimizer, time_limit)
-    takeover = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
-    resume_from = None if resume is None else where_to_go_on(resume, folder, needed=not takeover)
-    if resume_from is not None and not takeover and nothing_left(folder, resume_from, config.training.iterations, json):
+    spec, config = _with_recomputation(job, spec, config, backward, optimizer, time_limit)
+    takeover = read_takeover_record(folder) is not None  # of a node 0 that has died: its workers may live
+    resume_from = None if resume is None else find_start(resume, folder, needed=not takeover)
+    if resume_from is not None and not takeover and warn_if_done(folder, resume_from, config.training.iterations, json):
         return
     if not takeover:
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
-        with refusals():
+        with exit_on_errors():
             counted = require_trainable(spec, config, resume_from)
             if counted is not None:
                 _say(counted)
-            require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
+            require_usable(folder, resume_from, config, force=force, again=is_in_place(resume, folder))
     rehearsals = read_rehearsals(spec, kill, bring_back, slow)
     absent = failed_workers(spec, failed, failed_node) if schedule is None else \
         read_schedule_or_refuse(schedule).failed
-    for line in rehearsals.impossible(config.training.iterations, absent):
+    for line in rehearsals.find_conflicts(config.training.iterations, absent):
         refuse(line)
     fault_free = None
     if takeover and (folder / "schedule.json").exists():
-        initial = _fitting(folder / "schedule.json", spec)  # its workers wait only for a limited time
+        initial = _read_fitting_schedule(folder / "schedule.json", spec)  # its workers wait only for a limited time
     elif schedule is not None:
-        initial = _fitting(schedule, spec)
+        initial = _read_fitting_schedule(schedule, spec)
     else:
         dead = failed_workers(spec, failed, failed_node)
-        options = plan_options(
+        options = build_plan_options(
             backward=plan_table.basis.backward if plan_table else backward, method=method, seed=seed or 0,
             optimizer=plan_table.basis.optimizer if plan_table else optimizer, time_limit=time_limit, layers=layers,
             params=params)
-        initial, fault_free = _looked_up_or_planned(spec, dead, plan_table, options)
+        initial, fault_free = _look_up_or_plan(spec, dead, plan_table, options)
     job_on_machines = with_machines(spec, initial, here)
     planner = FailurePlanner(job_on_machines, initial, plan_table, params=search_settings, progress=_say)
     resilience = Resilience(
@@ -203,31 +208,34 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
         faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
-    with refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
-            shown(config.training.iterations, config.model.context) as display:
-        result = run(initial, config, out=folder, progress=display.committed, resilience=resilience, options=RunOptions(
-            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
-            topology=spec.nodes, notify=display.say, observe=display.observe, fault_free_seconds=fault_free,
-            secret=secret, force=force, again=is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
+    with exit_on_errors(lambda: describe_resuming(ctx, folder, resume_from)), \
+            show_progress(config.training.iterations, config.model.context) as display:
+        result = run(initial, config, out=folder, progress=display.show_commit, resilience=resilience,
+                     options=RunOptions(
+            nodes=here.nodes, rendezvous=choose_listen_address(here), announce=partial(announce_node_0, here),
+            local=here.local,
+            topology=spec.nodes, notify=display.show_message, observe=display.show_event, fault_free_seconds=fault_free,
+            secret=secret, force=force, again=is_in_place(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
             peak_flops=peak_flops(config.training)))
     if json:
-        print_json(report(result))
+        print_json(build_report(result))
     else:
-        out.print(summary(result), soft_wrap=True)
+        out.print(summary_text(result), soft_wrap=True)
 
 
-def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, grace: float) -> None:
+def _join_run(here: LaunchInfo, own: NodeJob, folder: Path, join_timeout: float, grace: float) -> None:
     """Train as a node other than node 0, unless all iterations are done."""
-    if done_without_this_node(folder, own.resume, own.config.training.iterations):
+    if is_done_without_node(folder, own.resume, own.config.training.iterations):
         _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
         return
-    with refusals(), in_thread(_say) as say:
-        join(find(here, join_timeout, say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
-             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=say)
+    with exit_on_errors(), call_in_thread(_say) as say:
+        join_run(find_node_0(here, join_timeout, say), own, node=here.node, nodes=here.nodes, out=folder,
+                 local=here.local,
+                 join_timeout_seconds=join_timeout, grace_seconds=grace, notify=say)
 
 
-def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | None,
-                          options: PlanOptions) -> tuple[Schedule, float | None]:
+def _look_up_or_plan(job: Job, down: tuple[Worker, ...], table: Table | None,
+                     options: PlanOptions) -> tuple[Schedule, float | None]:
     """Return the first schedule, from the table or planned, and the period without failures, or None if unknown."""
     unbroken, found = look_up(table, ()), look_up(table, down, settled=options.layers == "move", nodes=job.nodes)
     fault_free = None if unbroken is None else unbroken.seconds(unbroken.period_ticks)
@@ -239,7 +247,7 @@ def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | Non
     return plan.schedule, plan.fault_free_period if fault_free is None else fault_free
 
 
-def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
+def _parse_config(job: Job, path: Path, **overrides: object) -> RunConfig:
     try:
         return parse_run_config(job.model, job.training, **overrides)
     except ConfigError as error:
@@ -254,14 +262,14 @@ def _require_model(job: Job, path: Path) -> None:
                "`hugging_face`, `name` or `blocks`")
 
 
-def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
-                 time_limit: float) -> tuple[Job, RunConfig]:
+def _with_recomputation(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
+                        time_limit: float) -> tuple[Job, RunConfig]:
     """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner."""
-    options = plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
+    options = build_plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:
         refuse(f"{path}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` writes "
                "them")
-    recomputation = chosen_recomputation(path, job, options)
+    recomputation = find_recomputation(path, job, options)
     if recomputation is None:
         return job, config
     for line in recomputation_lines(recomputation):
@@ -270,13 +278,13 @@ def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, 
     return recomputation.job, replace(config, training=training)
 
 
-def _fitting(path: Path, job: Job) -> Schedule:
+def _read_fitting_schedule(path: Path, job: Job) -> Schedule:
     """Return the schedule of a file. Exits 2 unless it has this job's shape, and 1 if it breaks a rule."""
     schedule = read_schedule_or_refuse(path)
-    require_fit(path, schedule.grid, job)
+    require_same_shape(path, schedule.grid, job)
     violations = check(schedule)
     if violations:
-        answer_no(f"{path}: breaks a rule: {violations[0]}")
+        exit_negative(f"{path}: breaks a rule: {violations[0]}")
     return schedule
 
 

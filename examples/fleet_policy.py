@@ -20,7 +20,7 @@ class WholePipelines(Entry):
     def rate(self, down):
         """Samples per second with so many workers down in each stage."""
         live = self.scenario.workers - sum(down)
-        return self.throughputs.one_f_one_b(live // self.scenario.stages)
+        return self.throughputs.one_f_one_b_rate(live // self.scenario.stages)
 
     def pause(self, down):  # noqa: ARG002
         """Seconds in which nothing is trained, to get to where so many are down."""

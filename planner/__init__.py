@@ -9,7 +9,7 @@
     params       parameters of the searches
     budget       limits of a search (seconds or counted steps), its seed, how to stop it, its progress
     kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
-    repetition   a plan of a block of micro-batches, repeated until all of many micro-batches are done
+    blockwise   a plan of a block of micro-batches, repeated until all of many micro-batches are done
     normalise    the choice of the roles that stay vacant, for a number of failures
     recompute    the choice of the stages that recompute their activations
     placement    the choice of virtual stages, their workers and their layers

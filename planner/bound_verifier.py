@@ -7,12 +7,17 @@ from fractions import Fraction
 import msgspec
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.bounds import least_of, placement_bound, strongest_bound
+from slipstream.planner.model.bounds import layout_lower_bound, placement_bound, strongest_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
+from slipstream.planner.model.from_job import (
+    build_held_problem,
+    build_problem_of_layers,
+    count_equal_layers,
+    layers_in_place,
+)
 from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
-from slipstream.planner.normalise import Windows
-from slipstream.planner.overlapped import exposed_anywhere, least_of_columns
+from slipstream.planner.normalise import WindowBounds
+from slipstream.planner.overlapped import keep_column_minimum, min_exposed_ticks
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
 from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
@@ -26,41 +31,44 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     them: then only the total work and the optimizer step of a layer bound the period. With a budget, CP-SAT also tries
     to prove the claimed bound of a small problem, if it exceeds what is proven without a search.
     """
-    bound, claimed = _counted(schedule), schedule.lower_bound_ticks
+    bound, claimed = _bound_without_search(schedule), schedule.lower_bound_ticks
     if budget is None or bound.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
         return bound
-    from slipstream.planner.search.cpsat import PROVED, excludes  # the solver takes a third of a second to load
+    from slipstream.planner.search.cpsat import (  # the solver takes a third of a second to load
+        BOUND_DESCRIPTION,
+        disproves_shorter,
+    )
 
-    problem = _problem(schedule, _vacant(schedule))
+    problem = _problem_in_place(schedule, _vacant_roles(schedule))
     # Pipelines that share no micro-batches are independent: what is proven of one holds for all.
     parts = [problem] if problem.sharing else [piece.problem for piece in decompose(problem)]
     largest = DEFAULTS.cp_sat.largest_proof
-    if any(part.operations_by_host <= largest and excludes(part, claimed, budget) for part in parts):
-        return Bound(claimed, schedule.scope, PROVED)
+    if any(part.host_operation_count <= largest and disproves_shorter(part, claimed, budget) for part in parts):
+        return Bound(claimed, schedule.scope, BOUND_DESCRIPTION)
     return bound
 
 
-def _counted(schedule: Schedule) -> Bound:
+def _bound_without_search(schedule: Schedule) -> Bound:
     """Return the strongest bound that is proven without a search."""
-    if schedule.times.of_layers and schedule.scope in (*([] if schedule.overlaps else [Scope.PLACE]), Scope.LAYERS):
-        return _least(schedule, schedule.times.of_layers)
+    if schedule.times.of_layers and schedule.scope in (*([] if schedule.has_overlap else [Scope.PLACE]), Scope.LAYERS):
+        return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
-        return _any_placement(schedule)
+        return _bound_over_placements(schedule)
     if schedule.scope is Scope.LAYERS:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, Scope.LAYERS)
     if schedule.scope is Scope.ROLES:
-        return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
-    problem = _problem(schedule, _vacant(schedule))
+        return WindowBounds(lambda failed: _problem_in_place(schedule, failed)).failures_bound(len(schedule.failed))
+    problem = _problem_in_place(schedule, _vacant_roles(schedule))
     bound = strongest_bound(problem)
     return Bound(bound.ticks, schedule.scope, bound.counts)
 
 
-def _vacant(schedule: Schedule) -> list[Worker]:
+def _vacant_roles(schedule: Schedule) -> list[Worker]:
     return [role for role in schedule.grid.workers() if role not in schedule.player_of]
 
 
-def _exposed(schedule: Schedule) -> tuple[int, ...]:
+def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
     """Return the ticks of reductions that remain after a worker's last W, by stage, in a schedule whose reductions
     overlap compute.
 
@@ -69,37 +77,38 @@ def _exposed(schedule: Schedule) -> tuple[int, ...]:
     told = schedule.times.of_layers
     if not told:
         return (0,) * len(schedule.grid.stages)
-    return least_of_columns(schedule.grid, [math.floor(min(told.all_reduce[slice(*layers)]) / Fraction(*told.per_tick))
-                                            for layers in schedule.grid.layers_by_stage])
+    return keep_column_minimum(schedule.grid,
+                               [math.floor(min(told.all_reduce[slice(*layers)]) / Fraction(*told.per_tick))
+                                               for layers in schedule.grid.layers_by_stage])
 
 
-def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
+def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
     """Return the problem of this schedule with layers in place and these roles vacant. Failed workers are not slow in
     it."""
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
-    reduced = _exposed(schedule) if schedule.overlaps else schedule.times.all_reduce
-    return held_problem(
+    reduced = _exposed_reduction_ticks(schedule) if schedule.has_overlap else schedule.times.all_reduce
+    return build_held_problem(
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
         times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
-        holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
+        holds=layers_in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=scope is not Scope.OWN,
-        parts=() if scope in (Scope.OWN, Scope.STAGES) else _parts(schedule))
+        parts=() if scope in (Scope.OWN, Scope.STAGES) else _parts_per_stage(schedule))
 
 
-def _parts(schedule: Schedule) -> tuple[int, ...]:
+def _parts_per_stage(schedule: Schedule) -> tuple[int, ...]:
     """Return into how many equal layers each stage may be cut. If the file does not record the costs of layers, a stage
     of several layers gets 0: only its work counts."""
     if schedule.times.of_layers:
-        return equal_parts(schedule.grid, _costs(schedule.times.of_layers))
+        return count_equal_layers(schedule.grid, _to_layer_ticks(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
 
 
-def _costs(told: LayerCosts) -> LayerTicks:
+def _to_layer_ticks(told: LayerCosts) -> LayerTicks:
     return LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
 
 
-def _any_placement(schedule: Schedule) -> Bound:
+def _bound_over_placements(schedule: Schedule) -> Bound:
     """Return a bound over all placements, for layers that cost at least what the file records; 0 ticks if it records
     nothing."""
     layer_costs, times = schedule.times.of_layers, schedule.times
@@ -107,32 +116,32 @@ def _any_placement(schedule: Schedule) -> Bound:
         return Bound(0, Scope.PLACEMENT)
     last = schedule.grid.depth
     input_free = not times.backward_input[0] and bool(times.backward_weight[0]) and any(times.backward_input[1:last])
-    bound = placement_bound(_below(schedule, layer_costs), input_free=input_free)
+    bound = placement_bound(_layer_problem(schedule, layer_costs), input_free=input_free)
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*layer_costs.per_tick)))
 
 
-def _least(schedule: Schedule, told: LayerCosts) -> Bound:
+def _bound_over_layouts(schedule: Schedule, told: LayerCosts) -> Bound:
     """Return a bound over all layouts, for layers that cost at least what the file records."""
-    bound = least_of(_below(schedule, told))
-    beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
+    bound = layout_lower_bound(_layer_problem(schedule, told))
+    beyond = min_exposed_ticks(schedule) if schedule.has_overlap else 0
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
 
 
-def _below(schedule: Schedule, told: LayerCosts) -> Problem:
+def _layer_problem(schedule: Schedule, told: LayerCosts) -> Problem:
     """Return the problem whose layers cost what the file records."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
-    costs = _costs(told)
-    if schedule.overlaps:  # reductions may go on beside all compute but the last
+    costs = _to_layer_ticks(told)
+    if schedule.has_overlap:  # reductions may go on beside all compute but the last
         costs = msgspec.structs.replace(costs, all_reduce=(0,) * grid.layer_count)
     if memory is not None:
         rooms = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
         memory = msgspec.structs.replace(memory, capacity_of=rooms or msgspec.UNSET,
                                          capacity=tuple(math.ceil(room * per_unit) for room in memory.capacity))
     shared = schedule.scope is Scope.PLACE and all(seat.holds is None for seat in schedule.seats)
-    return problem_of_layers(
+    return build_problem_of_layers(
         costs, msgspec.structs.replace(schedule.times, transfer=math.floor(schedule.times.transfer * per_tick)), memory,
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
-        holds={worker: schedule.holds(worker) for worker in schedule.members}, backward=schedule.backward,
+        holds={worker: schedule.held_layers(worker) for worker in schedule.members}, backward=schedule.backward,
         optimizer=schedule.optimizer, question=LayoutScope(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
-        sharing=shared, parts=equal_parts(grid, costs) if shared else ())
+        sharing=shared, parts=count_equal_layers(grid, costs) if shared else ())

@@ -26,7 +26,7 @@ CountCallback = Callable[[int, int], None]
 """Function that receives (parts finished, parts in all) from work that is done in parts."""
 
 
-def quiet(line: str) -> None:
+def ignore_progress(line: str) -> None:
     """Ignore a line of progress."""
 
 
@@ -34,16 +34,16 @@ class SearchProgress:
     """Reporter of one search: report a plan only if it is better than all plans reported before, by any step of the
     search."""
 
-    def __init__(self, line: ProgressCallback = quiet) -> None:
-        self.line = line
+    def __init__(self, line: ProgressCallback = ignore_progress) -> None:
+        self.report_line = line
         """Function that receives all other lines of progress."""
         self._least = math.inf
 
-    def found(self, method: str, period: float, bound: float) -> None:
+    def report_plan(self, method: str, period: float, bound: float) -> None:
         """Report a plan with this period and this proven bound, in seconds, if it is the best so far."""
         if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
             self._least = period
-            self.line(f"{method}: period {period:g} s, bound {bound:g} s")
+            self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
 
 
 STEP_SECONDS = 2.5e-6
@@ -72,7 +72,7 @@ class SearchEnd(StrEnum):
 class Clock:
     """Wall clock of this machine. It ignores counted steps: they take the time that they take."""
 
-    end = SearchEnd.SECONDS
+    limit_reason = SearchEnd.SECONDS
     """Reason of the end of a search that has used all of its time on this clock."""
 
     steps = 0.0
@@ -82,18 +82,18 @@ class Clock:
         """Return the time in seconds of `time.monotonic`."""
         return time.monotonic()
 
-    def processor(self) -> float:
+    def process_seconds(self) -> float:
         """Return the processor time of this process, in seconds."""
         return time.process_time()
 
-    def thread(self) -> float:
+    def thread_seconds(self) -> float:
         """Return the processor time of this thread, in seconds."""
         return time.thread_time()
 
-    def count(self, steps: float) -> None:
+    def count_steps(self, steps: float) -> None:
         """Count this number of steps."""
 
-    def beside(self) -> "Clock":
+    def fork(self) -> "Clock":
         """Return a clock for a thread that runs at the same time as this one."""
         return self
 
@@ -104,7 +104,7 @@ class Clock:
         """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
-    def described(self, seconds: float) -> str:
+    def format_duration(self, seconds: float) -> str:
         """Return a duration on this clock as text."""
         return f"{seconds:.2g} s"
 
@@ -112,7 +112,7 @@ class Clock:
 class StepClock(Clock):
     """Clock that counts steps, each of `STEP_SECONDS`. Only one thread may count on a clock."""
 
-    end = SearchEnd.STEPS
+    limit_reason = SearchEnd.STEPS
 
     def __init__(self, steps: float = 0.0) -> None:
         self.steps = steps
@@ -121,13 +121,13 @@ class StepClock(Clock):
         """Return the seconds that the counted steps represent."""
         return self.steps * STEP_SECONDS
 
-    processor = thread = now
+    process_seconds = thread_seconds = now
 
-    def count(self, steps: float) -> None:
+    def count_steps(self, steps: float) -> None:
         """Count this number of steps."""
         self.steps += steps
 
-    def beside(self) -> "Clock":
+    def fork(self) -> "Clock":
         """Return a clock that begins at the steps of this one, so that its time does not depend on other threads."""
         return StepClock(self.steps)
 
@@ -139,7 +139,7 @@ class StepClock(Clock):
         """Return the limit in units of CP-SAT's deterministic time, which is the same on any machine."""
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
-    def described(self, seconds: float) -> str:
+    def format_duration(self, seconds: float) -> str:
         """Return a duration on this clock as text, in steps."""
         return f"{round(seconds / STEP_SECONDS):,} steps"
 
@@ -152,7 +152,7 @@ class Tally:
         self.tried: Counter[str] = Counter()
         self.helped: Counter[str] = Counter()
 
-    def add(self, what: str, tried: int = 1, helped: int = 0) -> None:
+    def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
         """Count uses of a technique. An operator of a technique is named "technique: operator"."""
         self.tried[what] += tried
         self.helped[what] += helped
@@ -180,8 +180,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """Solutions of earlier searches (`search.incumbent.Solved`): this search begins with those of equal pieces, and
-    adds its own. None: no solutions are stored."""
+    """Solutions of earlier searches (`search.incumbent.SolvedPiece`): this search begins with those of
+    equal pieces, and adds its own. None: no solutions are stored."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
@@ -194,41 +194,41 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return cls(deadline=time.monotonic() + seconds, seed=seed)
 
     @property
-    def seconds(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds left until the deadline; negative after it."""
         return self.deadline - self.clock.now()
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """True if the search must end before the deadline."""
         return self.stop.is_set()
 
-    def end(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
+    def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
         """Return why a search must end whose best plan has this period in ticks; None if it continues.
 
         `needs` is the duration of its next operation, in seconds.
         """
         if best <= bound:
             return SearchEnd.BOUND
-        if self.stopped:
+        if self.is_stopped:
             return SearchEnd.INTERRUPT
-        return self.clock.end if self.seconds <= needs else None
+        return self.clock.limit_reason if self.seconds_left <= needs else None
 
-    def share(self, share: float) -> "Budget":
+    def with_share(self, share: float) -> "Budget":
         """Return a budget of this share of the time left."""
-        return self.within(share * self.seconds)
+        return self.with_seconds(share * self.seconds_left)
 
-    def within(self, seconds: float) -> "Budget":
+    def with_seconds(self, seconds: float) -> "Budget":
         """Return a budget of this number of seconds from now on. All other fields stay as they are."""
-        return self.until(self.clock.now() + seconds)
+        return self.with_deadline(self.clock.now() + seconds)
 
-    def until(self, deadline: float) -> "Budget":
+    def with_deadline(self, deadline: float) -> "Budget":
         """Return a budget with another deadline. All other fields stay as they are."""
         return msgspec.structs.replace(self, deadline=deadline)
 
-    def beside(self) -> "Budget":
+    def fork(self) -> "Budget":
         """Return a budget for a thread that runs at the same time as this one, until the same deadline; see `join`."""
-        return msgspec.structs.replace(self, clock=self.clock.beside(), tally=Tally())
+        return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
         """Add the steps and counts of a thread that ran at the same time with its own budget, after it has ended."""
@@ -239,7 +239,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 # --- Ctrl-C during a search: noted, and acted upon where the best plan so far is safe ---------------------------------
 
 
-class _Note:
+class _InterruptFlag:
     """Signal handler that sets an event at the first signal, and raises KeyboardInterrupt at the second one."""
 
     def __init__(self) -> None:
@@ -252,7 +252,7 @@ class _Note:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
+def defer_interrupts() -> Iterator[threading.Event]:
     """Set the event at the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises it.
 
     An exception could be raised anywhere, also where Python swallows it. Only the main thread of a program receives
@@ -262,11 +262,11 @@ def interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield threading.Event()
         return
-    note = _Note()
+    note = _InterruptFlag()
     before = signal.signal(signal.SIGINT, note)
     try:
         yield note.event
     finally:
         signal.signal(signal.SIGINT, before)
-        if isinstance(before, _Note) and note.event.is_set():
+        if isinstance(before, _InterruptFlag) and note.event.is_set():
             before.event.set()

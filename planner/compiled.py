@@ -14,18 +14,18 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from slipstream.planner.budget import ProgressCallback, quiet
-from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_machine_code, note_compiled
+from slipstream.planner.budget import ProgressCallback, ignore_progress
+from slipstream.planner.loops import can_store_machine_code, is_compiled, mark_as_compiled, use_plain_python
 
-BESIDE = "the planner's inner loops are being compiled, once per installation, about 20 s: until then plans are list " \
-    "schedules only"
-LINE = "compiling the planner's inner loops, once per installation, about 20 s"
-NOT_KEPT = "compiling the planner's inner loops, about 20 s, and each time anew: no folder for machine code can be " \
-    "written (NUMBA_CACHE_DIR names one)"
+COMPILING_IN_BACKGROUND = "the planner's inner loops are being compiled, once per installation, about 20 s: " \
+    "until then plans are list schedules only"
+COMPILING = "compiling the planner's inner loops, once per installation, about 20 s"
+COMPILING_EACH_TIME = "compiling the planner's inner loops, about 20 s, and each time anew: no folder for machine " \
+    "code can be written (NUMBA_CACHE_DIR names one)"
 
 
 @cache
-def load() -> None:
+def load_kernel() -> None:
     """Load the machine code into this process, which takes a third of a second, or compile it.
 
     This plans the smallest job, since numba compiles a function at its first call.
@@ -34,44 +34,44 @@ def load() -> None:
     from slipstream.planner.model.arrays import ProblemArrays
     from slipstream.planner.model.from_job import build_problem
     from slipstream.planner.search.annealing import AnnealingChain
-    from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
+    from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
 
     problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))
-    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
-    scheduler.period(DispatchRule())
-    AnnealingChain(scheduler.solution(), 0, 0).run()
+    scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
+    scheduler.evaluate_rule(DispatchRule())
+    AnnealingChain(scheduler.last_solution(), 0, 0).run()
 
 
-def ready(progress: ProgressCallback = quiet) -> None:
+def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
     """Compile the kernel unless it is compiled, and report one line of progress first. This takes some 20 seconds, or
     none."""
     if is_compiled():
         return
-    progress(LINE if keeps_machine_code() else NOT_KEPT)
+    progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
     # One process at a time: a second compilation would be wasted.
     with Path(__file__).with_name("kernel.py").open("rb") as source:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
-        load()
-        note_compiled()
+        load_kernel()
+        mark_as_compiled()
 
 
-def begin(progress: ProgressCallback = quiet) -> None:
+def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
     """Start another process that compiles the kernel, unless it is compiled; until then plans are list schedules only.
 
     If no folder for machine code is writable, compile in this process and wait.
     """
     if is_compiled():
         return
-    if not keeps_machine_code():
-        ready(progress)
+    if not can_store_machine_code():
+        ensure_compiled(progress)
         return
-    progress(BESIDE)
+    progress(COMPILING_IN_BACKGROUND)
     subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                      stderr=subprocess.DEVNULL, start_new_session=True)
-    go_on_in_plain_python()
+    use_plain_python()
 
 
 if __name__ == "__main__":
-    ready(lambda line: print(line, file=sys.stderr))
+    ensure_compiled(lambda line: print(line, file=sys.stderr))

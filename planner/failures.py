@@ -10,26 +10,26 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from slipstream.planner.budget import ProgressCallback, quiet
-from slipstream.planner.compiled import load, ready
+from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.budget import ProgressCallback, ignore_progress
+from slipstream.planner.compiled import ensure_compiled, load_kernel
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.plan import plan_only
-from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.report import transition
+from slipstream.planner.report import compute_transition
 from slipstream.schedules.check import check
-from slipstream.schedules.memory import memory_peaks, room
+from slipstream.schedules.memory import activation_room, memory_peaks
 from slipstream.schedules.schedule import HeldLayers, Room, Schedule, Speeds, Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.pattern import dead_column
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 from slipstream.schedules.tables.table import Table
 from slipstream.schedules.timing import period_at
 
-ROUNDED = 1e-9
+ROUNDING = 1e-9
 """Tolerance for rounding, in units of memory."""
 
 
@@ -42,7 +42,7 @@ class FailurePlanner:
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
                  settled_seconds: float | None = None, params: SearchParams = DEFAULTS,
-                 progress: ProgressCallback = quiet) -> None:
+                 progress: ProgressCallback = ignore_progress) -> None:
         """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
         `progress` receives a line if the planner is compiled here; `params` are the parameters of every search.
@@ -51,8 +51,8 @@ class FailurePlanner:
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
         self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=self._params.at_once_seconds)
         self._settled_seconds = settled_seconds or self._params.settled_seconds
-        ready(progress)
-        load()
+        ensure_compiled(progress)
+        load_kernel()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
         """Return the schedule to continue with when these workers are down: from the table, or made by the list
@@ -62,10 +62,10 @@ class FailurePlanner:
         up for the pause of loading layers within `FailureParams.pause_pays_seconds`, or no schedule exists with layers
         in place.
         """
-        with _no_plan():
-            moved = self._looked_up(down, roles_move=True)
+        with _as_no_plan_error():
+            moved = self._look_up(down, roles_move=True)
             try:
-                in_place = self._looked_up(down) or self._planned(self._job, down, self._params.at_once_seconds)
+                in_place = self._look_up(down) or self._plan_schedule(self._job, down, self._params.at_once_seconds)
             except NoPlanError:
                 if moved is None:
                     raise
@@ -77,35 +77,36 @@ class FailurePlanner:
 
         The first schedule and that of the table are used if they have a shorter period at these speeds than a new plan.
         """
-        with _no_plan():
+        with _as_no_plan_error():
             choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
-                       self._looked_up(down), self._planned(self._job_at(speeds), down, self._params.meanwhile_seconds)]
+                       self._look_up(down),
+                       self._plan_schedule(self._job_at_speeds(speeds), down, self._params.meanwhile_seconds)]
             return min(filter(None, choices), key=lambda one: period_at(one, dict(speeds)))
 
-    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return a schedule in which no worker needs a layer that it does not hold.
 
         Here and in the methods below, empty `speeds` mean the speeds of the job.
         """
         options = msgspec.structs.replace(self._greedy, holds=held)
-        return plan_only(options, self._job_at(speeds), down).schedule
+        return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
-    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return the best schedule, whichever layers move for it: from the table, or planned."""
         in_table = None if speeds else self._settled_in_table(down, held)
         if in_table is not None:
             return in_table
         options = msgspec.structs.replace(self._options, layers="move", time_limit=self._settled_seconds, holds=held)
-        with _no_plan():
-            return plan_only(options, self._job_at(speeds), down).schedule
+        with _as_no_plan_error():
+            return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
-    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+    def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """Return a schedule for which all layers are loaded from a checkpoint."""
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
-        return plan_only(options, self._job_at(speeds), down).schedule
+        return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
-    def _job_at(self, speeds: Speeds) -> Job:
-        return job_at(self._job, speeds) if speeds else self._job
+    def _job_at_speeds(self, speeds: Speeds) -> Job:
+        return with_speeds(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
         """Return whether loading the layers for a schedule takes less time than its shorter period saves.
@@ -113,7 +114,7 @@ class FailurePlanner:
         Savings count over `FailureParams.pause_pays_seconds`. If the job does not give the weights of layers, the pause
         is unknown and not worth it.
         """
-        loading = transition(moved, self._job)
+        loading = compute_transition(moved, self._job)
         if not loading.layers:
             return period_seconds(moved) < period_seconds(in_place)
         if loading.seconds is None:
@@ -121,22 +122,22 @@ class FailurePlanner:
         saved = self._params.pause_pays_seconds * (1 - period_seconds(moved) / period_seconds(in_place))
         return saved > loading.seconds + self._params.joining_seconds
 
-    def _looked_up(self, down: tuple[Worker, ...], *, roles_move: bool = False) -> Schedule | None:
+    def _look_up(self, down: tuple[Worker, ...], *, roles_move: bool = False) -> Schedule | None:
         # If a stage is lost, as with a machine, a worker of another stage that has taken over there before holds its
         # layers, or a checkpoint does.
         lost = dead_column(down, self._first.grid) is not None
-        return self._fitting(down, held_elsewhere=lost, roles_move=roles_move)
+        return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
         """Return the table's settled schedule, or None if a worker no longer holds the layers that the table
         assumes."""
-        if any(layers != self._first.holds_of_column(worker.column) for worker, layers in held):
+        if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
-        with _no_plan():
-            return self._fitting(down, settled=True)
+        with _as_no_plan_error():
+            return self._table_schedule(down, settled=True)
 
-    def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
-                 settled: bool = False) -> Schedule | None:
+    def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
+                        settled: bool = False) -> Schedule | None:
         """Return the table's schedule, or None if it is of another grid, exceeds a worker's room, or breaks a rule."""
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
@@ -145,10 +146,10 @@ class FailurePlanner:
             and not check(entry.schedule)
         return entry.schedule if entry is not None and fits else None
 
-    def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
+    def _plan_schedule(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
         """Return a schedule with these workers down, made by the list schedulers in about this many seconds. Roles move
         if a stage has no live worker. Raises KeyboardInterrupt if Ctrl-C ended the search."""
-        params, ops = self._params, _most_ops(job, down)
+        params, ops = self._params, _max_changed_ops(job, down)
         options = msgspec.structs.replace(self._greedy, time_limit=seconds)
         if ops > params.large:
             options = msgspec.structs.replace(options, slices=False)
@@ -157,7 +158,7 @@ class FailurePlanner:
         if dead_column(down, self._first.grid) is not None:
             # A worker of another stage, which has taken over there before, may hold its layers: roles must move.
             options = msgspec.structs.replace(options, time_limit=params.roles_seconds, slices=False)
-            return _with_moves(job, down, options)
+            return _plan_with_moved_roles(job, down, options)
         try:
             planned = plan_only(options, job, down)
         except TooLargeError:
@@ -172,7 +173,7 @@ def period_seconds(schedule: Schedule) -> float:
     return schedule.seconds(schedule.period_ticks)
 
 
-def _most_ops(job: Job, down: tuple[Worker, ...]) -> int:
+def _max_changed_ops(job: Job, down: tuple[Worker, ...]) -> int:
     """Return an upper bound on the number of ops that differ from those of a healthy pipeline. Each micro-batch of a
     failed worker may go to another pipeline."""
     most = max(job.microbatches)
@@ -180,7 +181,7 @@ def _most_ops(job: Job, down: tuple[Worker, ...]) -> int:
 
 
 @contextmanager
-def _no_plan() -> Iterator[None]:
+def _as_no_plan_error() -> Iterator[None]:
     """Turn TableError and TooLargeError into NoPlanError."""
     try:
         yield
@@ -188,7 +189,7 @@ def _no_plan() -> Iterator[None]:
         raise NoPlanError(" ".join(str(error).split())) from None
 
 
-def job_at(job: Job, speeds: Speeds) -> Job:
+def with_speeds(job: Job, speeds: Speeds) -> Job:
     """Return the job with these speeds of its workers."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
@@ -201,10 +202,10 @@ def has_room(job: Job, schedule: Schedule) -> bool:
     if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
     own = _with_own_rooms(job, schedule)
-    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items())
+    return all(peak <= (activation_room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items())
 
 
-def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
     """Return a schedule for as many failures, spread over the stages, in which live workers move to other roles.
 
     Which workers move is chosen last. If some workers have less room than others, and one of them is given more than it
@@ -213,24 +214,25 @@ def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Sch
     """
     memory = job.memory
     if memory is None or not memory.capacity_of:
-        return _moved(job, down, options)
+        return _relabelled_normal_form(job, down, options)
     within = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
-    lowest = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
+    lowest = tuple(min(room, *(_room_in_role(job, worker, column) for worker, _ in memory.capacity_of))
                    for column, room in enumerate(memory.capacity))
     for capacity, too_little in ((memory.capacity, ()), (lowest, (NoPlanError,))):
         of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
         with suppress(*too_little):
-            schedule = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
+            schedule = _relabelled_normal_form(msgspec.structs.replace(job, memory=of_columns), down, within)
             if has_room(job, schedule):
                 return _with_own_rooms(job, schedule)
     raise NoPlanError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
 
 
-def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
     """Return the normal form for as many failures, relabelled to these failed workers. Raises NoPlanError if none
     fits."""
     job = slow_while_alive(job, down)
-    relabelled = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
+    relabelled = relabel_schedule(normal_form(job, len(down), options).schedule, down, held_elsewhere=True,
+                                  nodes=job.nodes)
     if relabelled is None:
         raise NoPlanError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
     return relabelled
@@ -244,13 +246,13 @@ def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
     for worker, _ in job.memory.capacity_of:
         seat = schedule.seat_of.get(worker)
         if seat is not None:
-            left = _room_at(job, worker, seat.role.column if seat.holds is None else worker.column)
-            rooms.append(Room(worker, max(0, math.floor(left / schedule.memory.unit + ROUNDED))))
+            left = _room_in_role(job, worker, seat.role.column if seat.holds is None else worker.column)
+            rooms.append(Room(worker, max(0, math.floor(left / schedule.memory.unit + ROUNDING))))
     return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(
         schedule.memory, capacity_of=tuple(rooms) or msgspec.UNSET))
 
 
-def _room_at(job: Job, worker: Worker, column: int) -> float:
+def _room_in_role(job: Job, worker: Worker, column: int) -> float:
     """Return the room that a worker with a capacity of its own has in a role of this column."""
     memory = job.memory
     assert memory is not None

@@ -21,28 +21,28 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def jit(function: Function) -> Function:
     """Compile a function at its first call, for the types of its arguments."""
-    return _compiled(function, {})
+    return _compile_with(function, {})
 
 
-def borrowing(function: Function) -> Function:
+def jit_borrowing(function: Function) -> Function:
     """Compile a function that allocates no arrays, sets no slices of them, and is called by compiled functions only.
 
     Its arrays belong to its caller while it runs. Otherwise numba would count references to every array of a tuple at
     every call, which is a third to a half of the time of annealing.
     """
-    return _compiled(function, BORROWED)
+    return _compile_with(function, BORROWED)
 
 
-def inlined(function: Function) -> Function:
+def jit_inlined(function: Function) -> Function:
     """Compile a small function into its callers: passing its arguments would take longer than what it does."""
-    return _compiled(function, {"forceinline": True, **BORROWED})
+    return _compile_with(function, {"forceinline": True, **BORROWED})
 
 
 BORROWED: Mapping[str, Any] = {"_nrt": False}
 """Option that compiles without numba's runtime, which counts references. It has no public name."""
 
 
-def _compiled(function: Function, options: Mapping[str, Any]) -> Function:
+def _compile_with(function: Function, options: Mapping[str, Any]) -> Function:
     """Compile a function with these options of numba; outside of the compiled kernel return it as it is."""
     if __name__ != "slipstream.planner.kernel":
         return function
@@ -113,7 +113,7 @@ class Reductions(NamedTuple):
 
 
 @jit
-def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
+def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
     """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last
     ops."""
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -129,8 +129,8 @@ def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
         free[row] = begin + duration[op]
 
 
-@inlined
-def first_awaiting(awaiting: Ints, begin: Ints, number: int) -> int:
+@jit_inlined
+def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
     """Return the tick of the first reduction that waits for W of a slice."""
     first = begin[awaiting[number, 0]]
     for index in range(1, awaiting.shape[1]):
@@ -139,8 +139,8 @@ def first_awaiting(awaiting: Ints, begin: Ints, number: int) -> int:
     return first
 
 
-@inlined
-def clear_of(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
+@jit_inlined
+def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
     """Return the latest start, up to this one, at which an op overlaps no reduction of its worker's group."""
     number = 0
     while number < between.shape[1] and between[group, number] >= 0:
@@ -154,8 +154,8 @@ def clear_of(between: Ints, begin: Ints, group: int, start: int, duration: int) 
 
 
 @jit
-def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reductions: "Reductions",
-           begin: Ints) -> None:
+def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reductions: "Reductions",
+                      begin: Ints) -> None:
     """Fill `start` [op] with the latest ticks that an order and the ends of all workers, in `free` [worker], allow.
 
     Afterwards `free` holds the starts of the workers' first ops. `group` gives the group of each worker. `begin` gives
@@ -170,15 +170,15 @@ def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reduct
         for arc in range(arc_start[op], arc_start[op + 1]):
             end = min(end, start[arc_op[arc]] - arc_hop[arc])
         if interleaved and (op + 1) % ops.kinds == 0:
-            end = min(end, first_awaiting(reductions.awaiting, begin, ops.slice[unit[op]]))
+            end = min(end, first_awaiting_reduction(reductions.awaiting, begin, ops.slice[unit[op]]))
         start[op] = end - duration[op]
         if interleaved:
-            start[op] = clear_of(reductions.between, begin, group[row], start[op], duration[op])
+            start[op] = latest_clear_start(reductions.between, begin, group[row], start[op], duration[op])
         free[row] = start[op]
 
 
 @jit
-def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
     """Run all reductions: each on all groups that share it at once, and one at a time on each group.
 
     The next reduction is the one that can begin first; of equals, that of the later layers. On entry `end` [group]
@@ -191,7 +191,7 @@ def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> No
         first = number
         for place in range(number, turn.shape[0]):
             reduction, other = turn[place], turn[first]
-            begin[reduction] = _all_done(sharers, end, reduction)
+            begin[reduction] = _last_end(sharers, end, reduction)
             if begin[reduction] < begin[other] or (begin[reduction] == begin[other] and reduction > other):
                 first = place
         reduction = turn[first]
@@ -199,8 +199,8 @@ def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> No
         _set_ends(sharers, end, reduction, begin[reduction] + ticks[reduction])
 
 
-@inlined
-def _all_done(sharers: Ints, end: Ints, reduction: int) -> int:
+@jit_inlined
+def _last_end(sharers: Ints, end: Ints, reduction: int) -> int:
     """Return when the last of the groups that share a reduction has finished everything before it."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
@@ -209,7 +209,7 @@ def _all_done(sharers: Ints, end: Ints, reduction: int) -> int:
     return last
 
 
-@inlined
+@jit_inlined
 def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
     for index in range(sharers.shape[1]):
         if sharers[reduction, index] >= 0:
@@ -217,7 +217,7 @@ def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
 
 
 @jit
-def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
+def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
     """Replace each end in `end` [group], that of its reductions, by the latest end of its compute ops, for this order
     of reductions."""
     for number in range(turn.shape[0] - 1, -1, -1):
@@ -230,22 +230,22 @@ def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
 
 
 @jit
-def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Delay the deadlines of compute ops, [group], as far as no reduction ends later; fill the other arrays as `reduce`
-    does.
+def delay_deadlines(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+    """Delay the deadlines of compute ops, [group], as far as no reduction ends later; fill the other arrays as
+    `run_reductions` does.
 
     If reductions would then come in another order and some would end later, the deadlines stay as they are.
     """
     end[:] = deadline
-    reduce(sharers, ticks, end, begin, turn)
+    run_reductions(sharers, ticks, end, begin, turn)
     late = end.copy()
-    put_off(sharers, ticks, turn, late)
+    set_latest_compute_ends(sharers, ticks, turn, late)
     after = late.copy()
-    reduce(sharers, ticks, after, begin, turn)
+    run_reductions(sharers, ticks, after, begin, turn)
     for group in range(end.shape[0]):
         if after[group] > end[group]:
             end[:] = deadline
-            reduce(sharers, ticks, end, begin, turn)
+            run_reductions(sharers, ticks, end, begin, turn)
             return
     deadline[:] = late
     end[:] = after
@@ -306,7 +306,7 @@ class Dispatch(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Values of the problem and the rule that `_pick` needs besides arrays."""
+    """Values of the problem and the rule that `_pick_op` needs besides arrays."""
 
     kinds: int
     mixed: bool
@@ -348,27 +348,27 @@ def _pop(heap: Ints, base: int, size: int) -> int:
 
 
 @jit
-def _add(heap: Ints, state: Ints, worker: int, which: int, key: int) -> None:
+def _add_key(heap: Ints, state: Ints, worker: int, which: int, key: int) -> None:
     _push(heap, state[worker, HEAP + which], state[worker, SIZE + which], key)
     state[worker, SIZE + which] += 1
 
 
 @jit
-def _take(heap: Ints, state: Ints, worker: int, which: int) -> int:
+def _take_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
     key = _pop(heap, state[worker, HEAP + which], state[worker, SIZE + which])
     state[worker, SIZE + which] -= 1
     return key
 
 
 @jit
-def _first(heap: Ints, state: Ints, worker: int, which: int) -> int:
+def _first_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
     return heap[state[worker, HEAP + which]]
 
 
 @jit
-def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
+def _arrives_soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
     """Return whether something more urgent arrives within this number of ticks."""
-    return ticks > 0 and state[worker, SIZE + which] > 0 and _first(heap, state, worker, which) - clock < ticks
+    return ticks > 0 and state[worker, SIZE + which] > 0 and _first_key(heap, state, worker, which) - clock < ticks
 
 
 @jit
@@ -384,60 +384,60 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
     """Remove and return the unit of the most urgent F, or I or B, that has room; -1 if there is none."""
     units = slice_of.shape[0]
-    if _has_room(state, room, worker, which, slice_of[_first(heap, state, worker, which) % units]):
-        return _take(heap, state, worker, which) % units
+    if _has_room(state, room, worker, which, slice_of[_first_key(heap, state, worker, which) % units]):
+        return _take_key(heap, state, worker, which) % units
     if not mixed:  # all are of one slice
         return -1
     skipped = np.zeros(state[worker, SIZE + which], np.int64)
     count, unit = 0, -1
     while state[worker, SIZE + which] and unit < 0:
-        key = _take(heap, state, worker, which)
+        key = _take_key(heap, state, worker, which)
         if _has_room(state, room, worker, which, slice_of[key % units]):
             unit = key % units
         else:
             skipped[count] = key
             count += 1
     for index in range(count):
-        _add(heap, state, worker, which, skipped[index])
+        _add_key(heap, state, worker, which, skipped[index])
     return unit
 
 
 @jit
-def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
-          worker: int, clock: int) -> int:
+def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
+             worker: int, clock: int) -> int:
     """Remove and return the most urgent op that may run; -1 if there is none."""
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False
         if choices.make_room and state[worker, SIZE + FORWARD]:
-            taken = state[worker, USED] + room[slice_of[_first(heap, state, worker, FORWARD) % units], AT_START]
+            taken = state[worker, USED] + room[slice_of[_first_key(heap, state, worker, FORWARD) % units], AT_START]
             stuck = taken > state[worker, CAPACITY]
         if choices.eager_weights or stuck:
-            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+            return _take_key(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + BACKWARD]:
         unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
         if unit >= 0:
             state[worker, FILLED] = 1
             return unit * kinds + BACKWARD
         if state[worker, SIZE + WEIGHT]:
-            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+            return _take_key(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + FORWARD]:
-        number = slice_of[_first(heap, state, worker, FORWARD) % units]
-        if _soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
+        number = slice_of[_first_key(heap, state, worker, FORWARD) % units]
+        if _arrives_soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
             return -1
         unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
             return unit * kinds
     if state[worker, SIZE + WEIGHT]:
-        op = _first(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
-        if not _soon(heap, state, worker, ARRIVAL, clock, choices.lookahead * duration[op]):
-            _take(heap, state, worker, WEIGHT)
+        op = _first_key(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+        if not _arrives_soon(heap, state, worker, ARRIVAL, clock, choices.lookahead * duration[op]):
+            _take_key(heap, state, worker, WEIGHT)
             return op
     return -1
 
 
 @jit
-def _idle_workers(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
+def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
     """Return the state of all workers before the first op: empty heaps with room for all of their units, twice for
     arrivals."""
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
@@ -461,7 +461,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     The schedule begins with the ops `first`, which wait for nothing, and runs all that follow from them. This is one
     long loop on local names, for speed.
     """
-    heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
+    heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _initial_states(ops.worker, memory, dispatch), \
         memory.room
     unit_of, slice_of, worker_of, duration = ops.unit, ops.slice, ops.worker, ops.duration
     position_of, back_of = ops.position, ops.back
@@ -504,16 +504,16 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             if kind == FORWARD:
                 back = back_of[unit]
                 urgency = back * span + rank[unit] if deepest_first else rank[unit] * depth + back
-            _add(heap, state, worker, kind, urgency * units + unit)
-            if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first(heap, state, worker, ARRIVAL) <= clock:
-                _take(heap, state, worker, ARRIVAL)
+            _add_key(heap, state, worker, kind, urgency * units + unit)
+            if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first_key(heap, state, worker, ARRIVAL) <= clock:
+                _take_key(heap, state, worker, ARRIVAL)
             if waits and kind == BACKWARD:
-                _take(heap, state, worker, GRADIENT)
+                _take_key(heap, state, worker, GRADIENT)
         for index in range(touched_count):
             worker = touched[index]
             state[worker, AWAKE] = 0
             while not state[worker, BUSY]:
-                op = _pick(heap, state, room, slice_of, duration, forward_wait, choices, worker, clock)
+                op = _pick_op(heap, state, room, slice_of, duration, forward_wait, choices, worker, clock)
                 if op < 0:
                     break
                 order[done] = op
@@ -537,9 +537,9 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                     _push(events, 0, waiting, (when * EVENTS + READY[kind]) * count + other)
                     waiting += 1
                     if kind != WEIGHT:
-                        _add(heap, state, target, ARRIVAL, when)
+                        _add_key(heap, state, target, ARRIVAL, when)
                     if waits and kind == BACKWARD:
-                        _add(heap, state, target, GRADIENT, when)
+                        _add_key(heap, state, target, GRADIENT, when)
     return done
 
 
@@ -713,7 +713,7 @@ class Chain(NamedTuple):
     """Working arrays for the timing of another state."""
     sorting: Sorting
     heads: Ints
-    """Earliest start of the op, [op]; see `_renew`."""
+    """Earliest start of the op, [op]; see `_renew_head`."""
     queue: Queue
     log: Log
     path: Path
@@ -784,8 +784,8 @@ NONE, EXCHANGE, TRADE, MOVE, SHIFT = range(5)
 # --- Annealing: random numbers, by xorshift64 (Marsaglia 2003) --------------------------------------------------------
 
 
-@inlined
-def _bits(random):
+@jit_inlined
+def _random_bits(random):
     """Return the next 53 random bits, as an unsigned number."""
     x = random[0]
     x ^= x << np.uint64(13)
@@ -795,16 +795,16 @@ def _bits(random):
     return x >> np.uint64(11)
 
 
-@inlined
-def below(random, bound):
+@jit_inlined
+def random_below(random, bound):
     """Return a random whole number from 0 to below the bound."""
-    return np.int64(_bits(random) % np.uint64(bound))
+    return np.int64(_random_bits(random) % np.uint64(bound))
 
 
-@inlined
-def uniform(random):
+@jit_inlined
+def random_uniform(random):
     """Return a random number from 0 to below 1."""
-    return np.int64(_bits(random)) / 9007199254740992.0
+    return np.int64(_random_bits(random)) / 9007199254740992.0
 
 
 # --- Annealing: windows and costs -------------------------------------------------------------------------------------
@@ -822,81 +822,81 @@ def uniform(random):
 # over pipelines, the cost changes by what a step changes.
 
 
-@inlined
-def window(instance, state, late, worker):
+@jit_inlined
+def window_ticks(instance, state, late, worker):
     """Return the busy window of a worker, in ticks."""
     if state.size[worker] == 0:
         return 0
     return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
 
 
-@inlined
-def measure(instance, state, timing, goal, pipeline):
+@jit_inlined
+def measure_pipeline(instance, state, timing, goal, pipeline):
     """Fill in the longest window and the excess of a pipeline."""
     longest, excess = 0, 0
     for number in range(instance.members.shape[1]):
         worker = instance.members[pipeline, number]
         if worker < 0:
             break
-        ticks = window(instance, state, timing.late, worker)
+        ticks = window_ticks(instance, state, timing.late, worker)
         longest = max(longest, ticks)
         excess += max(0, ticks - goal)
     timing.longest[pipeline], timing.excess[pipeline] = longest, excess
 
 
-@inlined
-def _cost_of(instance, timing, cycle, pipeline):
+@jit_inlined
+def _pipeline_cost(instance, timing, cycle, pipeline):
     """Return the cost of a pipeline as measured, in ticks."""
     return max(0, timing.longest[pipeline] - cycle.goal) + \
         cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
 
 
-@borrowing
-def cost(instance, timing, cycle):
+@jit_borrowing
+def state_cost(instance, timing, cycle):
     """Return the cost of a state as timed, in ticks."""
     total = 0.0
     for pipeline in range(timing.longest.shape[0]):
-        total += _cost_of(instance, timing, cycle, pipeline)
+        total += _pipeline_cost(instance, timing, cycle, pipeline)
     return total
 
 
-@inlined
+@jit_inlined
 def cost_after(instance, state, timing, log, cycle, before):
     """Return the cost after a step that touched the pipelines in the log, in ticks, and measure them again."""
     total = before
     for number in range(log.counters[TOUCHED]):
         pipeline = log.pipeline[number]
-        total -= _cost_of(instance, timing, cycle, pipeline)
-        measure(instance, state, timing, cycle.goal, pipeline)
-        total += _cost_of(instance, timing, cycle, pipeline)
+        total -= _pipeline_cost(instance, timing, cycle, pipeline)
+        measure_pipeline(instance, state, timing, cycle.goal, pipeline)
+        total += _pipeline_cost(instance, timing, cycle, pipeline)
     return total
 
 
 # --- Annealing: critical workers and paths ----------------------------------------------------------------------------
 
 
-@inlined
+@jit_inlined
 def critical_worker(random, instance, state, timing, goal):
     """Return a worker with the longest window of a random pipeline above the goal; all choices are equally likely."""
     pipeline, seen = 0, 0
     for other in range(timing.longest.shape[0]):
         if timing.longest[other] > goal:
             seen += 1
-            if below(random, seen) == 0:
+            if random_below(random, seen) == 0:
                 pipeline = other
     worker, seen = instance.members[pipeline, 0], 0
     for number in range(instance.members.shape[1]):
         other = instance.members[pipeline, number]
         if other < 0:
             break
-        if state.size[other] and window(instance, state, timing.late, other) == timing.longest[pipeline]:
+        if state.size[other] and window_ticks(instance, state, timing.late, other) == timing.longest[pipeline]:
             seen += 1
-            if below(random, seen) == 0:
+            if random_below(random, seen) == 0:
                 worker = other
     return worker
 
 
-@borrowing
+@jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
     """Follow what keeps an op from starting later; return the op at which the path ends, at a deadline.
 
@@ -922,7 +922,7 @@ def critical_path(random, instance, state, late, op, within, path):
                 break
         if own < 0 and other < 0:
             break
-        if other < 0 or (own >= 0 and below(random, 2) == 0):
+        if other < 0 or (own >= 0 and random_below(random, 2) == 0):
             if own != other and low <= late[op] < high:
                 path.op[arcs] = op
                 arcs += 1
@@ -936,8 +936,8 @@ def critical_path(random, instance, state, late, op, within, path):
 # --- Annealing: a state timed from scratch ----------------------------------------------------------------------------
 
 
-@borrowing
-def _sort(instance, state, sorting):
+@jit_borrowing
+def _sort_topologically(instance, state, sorting):
     """Fill in `order` and `early`; return False if there is a circular wait."""
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
@@ -973,8 +973,8 @@ def _sort(instance, state, sorting):
     return done == state.duration.shape[0]
 
 
-@inlined
-def _latest(instance, state, late, op):
+@jit_inlined
+def _latest_start(instance, state, late, op):
     """Return the latest start of an op, given those of the ops after it.
 
     The rule is
@@ -995,16 +995,16 @@ def _latest(instance, state, late, op):
         end = min(end, late[later] - hop)
     if instance.interleaved:
         if (op + 1) % instance.kinds == 0:
-            end = min(end, first_awaiting(instance.awaiting, state.begin, instance.slice[unit]))
-        return clear_of(instance.between, state.begin, group, end - state.duration[op], state.duration[op])
+            end = min(end, first_awaiting_reduction(instance.awaiting, state.begin, instance.slice[unit]))
+        return latest_clear_start(instance.between, state.begin, group, end - state.duration[op], state.duration[op])
     return end - state.duration[op]
 
 
 @jit
-def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
+def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
     """Let every reduce group finish as early as its orders allow; return False if there is a circular wait."""
     sorting.release[:] = 0
-    if not _sort(instance, state, sorting):
+    if not _sort_topologically(instance, state, sorting):
         return False
     state.deadline[:] = 0
     for worker in range(state.size.shape[0]):
@@ -1012,29 +1012,29 @@ def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
             op = state.sequence[worker, state.size[worker] - 1]
             group = instance.group[worker]
             state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
-    end_with_deadlines(instance, state)
+    set_ends_from_deadlines(instance, state)
     return True
 
 
 @jit
 def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
-    """Fill in the heads of all ops of a state as timed (`_renew`); they count from releases that are set here."""
+    """Fill in the heads of all ops of a state as timed (`_renew_head`); they count from releases that are set here."""
     for worker in range(sorting.release.shape[0]):
         longest = max(timing.longest[instance.pipeline[worker]], goal)
         sorting.release[worker] = state.end[instance.group[worker]] + instance.tail[worker] - longest
-    _sort(instance, state, sorting)
+    _sort_topologically(instance, state, sorting)
     heads[:] = sorting.early
 
 
 @jit
-def end_with_deadlines(instance: Instance, state: State) -> None:
+def set_ends_from_deadlines(instance: Instance, state: State) -> None:
     """Let every group end as early as its deadline and the groups with which it reduces allow, then delay the
     deadlines.
 
     Deadlines become as late as these ends allow.
     """
     if not instance.interleaved:
-        close(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
+        delay_deadlines(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
         return
     for group in range(state.end.shape[0]):
         end = state.deadline[group]
@@ -1044,22 +1044,22 @@ def end_with_deadlines(instance: Instance, state: State) -> None:
                 break
             end = max(end, state.deadline[other])
         state.end[group] = end
-    _begin_with_ends(instance, state)
+    _set_begins_from_ends(instance, state)
 
 
 @jit
-def keep_ends(instance: Instance, state: State) -> None:
+def set_deadlines_from_ends(instance: Instance, state: State) -> None:
     """Set the latest deadlines and reductions at which all groups keep their ends, or end earlier if they can."""
     if instance.interleaved:
-        _begin_with_ends(instance, state)
+        _set_begins_from_ends(instance, state)
         return
     state.deadline[:] = state.end
-    put_off(instance.sharers, instance.ticks, state.turn, state.deadline)
-    end_with_deadlines(instance, state)
+    set_latest_compute_ends(instance.sharers, instance.ticks, state.turn, state.deadline)
+    set_ends_from_deadlines(instance, state)
 
 
 @jit
-def _begin_with_ends(instance, state):
+def _set_begins_from_ends(instance, state):
     """Let every reduction begin at the first end of its groups, which run ops until they end; used if interleaved."""
     state.deadline[:] = state.end
     for reduction in range(instance.sharers.shape[0]):
@@ -1072,37 +1072,37 @@ def _begin_with_ends(instance, state):
 
 
 @jit
-def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
+def time_state(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
     """Time a state from scratch: return its period in ticks; -1 if there is a circular wait."""
-    if not _sort(instance, state, sorting):
+    if not _sort_topologically(instance, state, sorting):
         return -1
     for index in range(state.duration.shape[0] - 1, -1, -1):
         op = sorting.order[index]
-        timing.late[op] = _latest(instance, state, timing.late, op)
+        timing.late[op] = _latest_start(instance, state, timing.late, op)
     for pipeline in range(timing.longest.shape[0]):
-        measure(instance, state, timing, goal, pipeline)
+        measure_pipeline(instance, state, timing, goal, pipeline)
     return int(timing.longest.max())
 
 
 # --- Annealing: a state timed where it changed ------------------------------------------------------------------------
 # Ops whose latest start may have changed wait in a queue by time, late ones first. Each that did change calls those
 # that it follows: its predecessors and the op before it on its worker. So a step costs what it moves, not what the job
-# holds. A log keeps what was before, for `revert`.
+# holds. A log keeps what was before, for `revert_timing`.
 
 
-@inlined
-def _bucket(ticks, span):
+@jit_inlined
+def _bucket_of(ticks, span):
     """Return the bucket of a time, `ticks` after the first one."""
     return min(max(ticks * BUCKETS // span, 0), BUCKETS - 1)
 
 
-@inlined
-def call(queue, late, op):
+@jit_inlined
+def queue_op(queue, late, op):
     """Put an op into the queue, unless it is queued."""
     if op < 0 or queue.queued[op]:
         return
     counters = queue.counters
-    index = _bucket(late[op] - counters[BASE], counters[SPAN])
+    index = _bucket_of(late[op] - counters[BASE], counters[SPAN])
     queue.queued[op] = 1
     queue.next[op] = queue.bucket[index]
     queue.bucket[index] = op
@@ -1110,8 +1110,8 @@ def call(queue, late, op):
     counters[TOP] = max(counters[TOP], index)
 
 
-@inlined
-def touch(timing, log, pipeline):
+@jit_inlined
+def touch_pipeline(timing, log, pipeline):
     """Record that the windows of a pipeline may change."""
     if not log.marked[pipeline]:
         log.marked[pipeline] = 1
@@ -1121,14 +1121,14 @@ def touch(timing, log, pipeline):
         log.counters[TOUCHED] += 1
 
 
-def _retiming(interleaved):
+def _make_retime(interleaved):
     """Return the loop of `retime`, compiled for reductions that may or may not lie between compute ops.
 
-    A test in the loop would make it a quarter slower. Its rule is that of `_latest`. It is one long loop on local
+    A test in the loop would make it a quarter slower. Its rule is that of `_latest_start`. It is one long loop on local
     names, since a call with all these arrays would take longer than what it does.
     """
 
-    @borrowing
+    @jit_borrowing
     def retime_ops(instance, state, timing, queue, log, limits, run):
         unit, group, owner = instance.unit, instance.group, instance.pipeline
         first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
@@ -1168,10 +1168,10 @@ def _retiming(interleaved):
                 if late[other] - transfer[arc] < start:  # else it does not matter who runs it
                     start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
             if interleaved and (op + 1) % kinds == 0:
-                start = min(start, first_awaiting(awaiting, reduction, slice_of[unit[op]]))
+                start = min(start, first_awaiting_reduction(awaiting, reduction, slice_of[unit[op]]))
             start -= duration[op]
             if interleaved:
-                start = clear_of(between, reduction, group[worker], start, duration[op])
+                start = latest_clear_start(between, reduction, group[worker], start, duration[op])
             pipeline = owner[worker]
             if at == 0 and not marked[pipeline]:
                 marked[pipeline] = 1
@@ -1191,7 +1191,7 @@ def _retiming(interleaved):
             other = sequence[worker, at - 1] if at else -1
             while True:  # the op before it on its worker, then its predecessors
                 if other >= 0 and not queued[other]:
-                    index = _bucket(late[other] - base, span)
+                    index = _bucket_of(late[other] - base, span)
                     queued[other] = 1
                     link[other] = bucket[index]
                     bucket[index] = other
@@ -1208,10 +1208,10 @@ def _retiming(interleaved):
     return retime_ops
 
 
-_RETIME, _RETIME_INTERLEAVED = _retiming(interleaved=False), _retiming(interleaved=True)
+_RETIME, _RETIME_INTERLEAVED = _make_retime(interleaved=False), _make_retime(interleaved=True)
 
 
-@inlined
+@jit_inlined
 def retime(instance, state, timing, queue, log, limits, run):
     """Recompute the times of the ops at places [begin, end) of a worker, those in the queue, and all that follow from
     them.
@@ -1224,7 +1224,7 @@ def retime(instance, state, timing, queue, log, limits, run):
     return _RETIME(instance, state, timing, queue, log, limits, run)
 
 
-@borrowing
+@jit_borrowing
 def waits_for_itself(instance, state, timing, queue, op):
     """Return whether an op without duration waits for itself. The queue must be empty.
 
@@ -1256,15 +1256,15 @@ def waits_for_itself(instance, state, timing, queue, op):
     return circle
 
 
-@inlined
-def unmark(log):
+@jit_inlined
+def unmark_pipelines(log):
     """Clear the marks of the pipelines that the step touched."""
     for number in range(log.counters[TOUCHED]):
         log.marked[log.pipeline[number]] = 0
 
 
-@inlined
-def revert(timing, queue, log):
+@jit_inlined
+def revert_timing(timing, queue, log):
     """Restore the timing from before the step, and empty the queue."""
     counters = queue.counters
     while counters[WAITING]:
@@ -1292,8 +1292,8 @@ def revert(timing, queue, log):
 # All heads are found anew now and then (`set_heads`); in between, those of ops that change their places.
 
 
-@borrowing
-def _renew(instance, state, heads, release, op):
+@jit_borrowing
+def _renew_head(instance, state, heads, release, op):
     """Recompute the head of an op from those of the op before it on its worker and of its predecessors."""
     duration, predecessors = state.duration, instance.predecessors
     worker, place = state.worker[instance.unit[op]], state.place[op]
@@ -1308,17 +1308,17 @@ def _renew(instance, state, heads, release, op):
     heads[op] = head
 
 
-@inlined
-def renew(instance, state, heads, release, move):
+@jit_inlined
+def renew_heads(instance, state, heads, release, move):
     """Recompute the heads of the ops that a change, or its undoing, has put in other places."""
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
-            _renew(instance, state, heads, release, state.sequence[move.worker, place])
+            _renew_head(instance, state, heads, release, state.sequence[move.worker, place])
         return
     for kind in range(instance.kinds):
-        _renew(instance, state, heads, release, move.unit * instance.kinds + kind)
+        _renew_head(instance, state, heads, release, move.unit * instance.kinds + kind)
         if move.kind == TRADE:
-            _renew(instance, state, heads, release, move.other * instance.kinds + kind)
+            _renew_head(instance, state, heads, release, move.other * instance.kinds + kind)
 
 
 # --- Annealing: moves -------------------------------------------------------------------------------------------------
@@ -1328,24 +1328,24 @@ def renew(instance, state, heads, release, move):
 # move        a unit moves to another worker, to where its ops fit by time
 # shift       a deadline, or the end of a window, shifts
 #
-# The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift
+# The first three are drawn by their `propose` functions, which also make the change; `undo_move` takes it back. A shift
 # moves the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 
-@inlined
-def fits(instance, state, move):
+@jit_inlined
+def is_move_within_capacity(instance, state, move):
     """Return whether the workers with other ops, or another order, keep within their capacity."""
     if move.kind == EXCHANGE:
-        return _keeps_capacity(instance, state, move.worker, move.end)
+        return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
         worker = state.worker[move.unit]
-        return _keeps_capacity(instance, state, worker, state.size[worker])
+        return _is_order_within_capacity(instance, state, worker, state.size[worker])
     return True  # a trade puts ops of one slice in each other's places
 
 
-@inlined
+@jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
     """Time a change.
 
@@ -1353,19 +1353,19 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
     """
     if move.kind == EXCHANGE:
         if move.begin:
-            call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
+            queue_op(queue, timing.late, state.sequence[move.worker, move.begin - 1])
     else:
-        _call_unit(instance, state, timing, queue, log, move.unit)
+        _queue_unit(instance, state, timing, queue, log, move.unit)
         if move.kind == TRADE:
-            _call_unit(instance, state, timing, queue, log, move.other)
+            _queue_unit(instance, state, timing, queue, log, move.other)
         else:
-            _call_left(instance, state, timing, queue, log, move.other, places)
+            _queue_before_gaps(instance, state, timing, queue, log, move.other, places)
     return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end)) and \
-        _no_circle(instance, state, timing, queue, move)
+        _has_no_circular_wait(instance, state, timing, queue, move)
 
 
-@inlined
-def _no_circle(instance, state, timing, queue, move):
+@jit_inlined
+def _has_no_circular_wait(instance, state, timing, queue, move):
     """Return whether no op that changed its place waits for itself. Any circular wait includes one of them, and takes
     no time."""
     sequence, duration, kinds = state.sequence, state.duration, instance.kinds
@@ -1384,45 +1384,45 @@ def _no_circle(instance, state, timing, queue, move):
     return True
 
 
-@inlined
-def undo(instance, state, run, places, move):
-    """Undo a change of the state. Its timing is undone by `revert`."""
+@jit_inlined
+def undo_move(instance, state, run, places, move):
+    """Undo a change of the state. Its timing is undone by `revert_timing`."""
     if move.kind == EXCHANGE:
-        _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
+        _exchange_runs(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
-        _trade(instance, state, move.unit, move.other)
+        _trade_units(instance, state, move.unit, move.other)
     else:
-        _move(instance, state, move.unit, move.other, places)
+        _move_unit(instance, state, move.unit, move.other, places)
 
 
 # --- Exchange ---------------------------------------------------------------------------------------------------------
 
 
-@inlined
+@jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
     """Let two neighbouring runs of a worker exchange places; return NEVER if they must not."""
     late = timing.late
-    if below(random, 5):
+    if random_below(random, 5):
         if path.size[0] < 0:
             worker = critical_worker(random, instance, state, timing, cycle.goal)
             critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high), path)
         if path.size[0] == 0:
             path.size[0] = -1
             return NEVER
-        op = path.op[below(random, path.size[0])]
+        op = path.op[random_below(random, path.size[0])]
         middle = state.place[op] + 1
-        if below(random, 4) == 0:
-            middle += below(random, 3) - 1
+        if random_below(random, 4) == 0:
+            middle += random_below(random, 3) - 1
     else:
-        op = below(random, state.duration.shape[0])
+        op = random_below(random, state.duration.shape[0])
         if late[op] < cycle.low or late[op] >= cycle.high:
             return NEVER
         middle = state.place[op]
     worker = state.worker[instance.unit[op]]
     before, behind = _run_length(random, cycle.largest_run), _run_length(random, cycle.largest_run)
-    if below(random, 4) == 0:  # one op jumps over several
-        before, behind = 1, 1 + below(random, cycle.longest_jump)
-        if below(random, 2):
+    if random_below(random, 4) == 0:  # one op jumps over several
+        before, behind = 1, 1 + random_below(random, cycle.longest_jump)
+        if random_below(random, 2):
             before, behind = behind, before
     begin, end = middle - before, middle + behind
     if begin < 0 or end > state.size[worker]:
@@ -1432,21 +1432,21 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
         for other in range(middle, end):
             if unit[row[place]] == unit[row[other]]:
                 return NEVER  # a unit's own ops keep their order
-    _exchange(state, run, worker, begin, middle, end)
+    _exchange_runs(state, run, worker, begin, middle, end)
     return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
 
 
-@inlined
+@jit_inlined
 def _run_length(random, most):
     """Draw the number of ops in a run; small numbers are more frequent."""
     size = 1
-    while size < most and below(random, 3) == 0:
+    while size < most and random_below(random, 3) == 0:
         size += 1
     return size
 
 
-@inlined
-def _exchange(state, run, worker, begin, middle, end):
+@jit_inlined
+def _exchange_runs(state, run, worker, begin, middle, end):
     """Let the runs [begin, middle) and [middle, end) of a worker exchange places."""
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
@@ -1459,8 +1459,8 @@ def _exchange(state, run, worker, begin, middle, end):
         state.place[row[index]] = index
 
 
-@inlined
-def _keeps_capacity(instance, state, worker, end):
+@jit_inlined
+def _is_order_within_capacity(instance, state, worker, end):
     """Return whether the ops of a worker before place `end` keep within its capacity."""
     capacity = instance.capacity[worker]
     if capacity < 0:
@@ -1476,37 +1476,37 @@ def _keeps_capacity(instance, state, worker, end):
 # --- Trade ------------------------------------------------------------------------------------------------------------
 
 
-@inlined
+@jit_inlined
 def propose_trade(random, instance, state, late, cycle):
     """Let two units trade workers and places; return NEVER if they must not."""
-    unit = instance.movable[below(random, instance.movable.shape[0])]
-    other = _partner(random, instance, state, unit)
-    if other < 0 or not _within(instance, late, cycle, unit):
+    unit = instance.movable[random_below(random, instance.movable.shape[0])]
+    other = _draw_partner(random, instance, state, unit)
+    if other < 0 or not _is_unit_in_range(instance, late, cycle, unit):
         return NEVER
-    _trade(instance, state, unit, other)
+    _trade_units(instance, state, unit, other)
     return Move(TRADE, unit, other, -1, 0, 0, 0)
 
 
-@inlined
-def _partner(random, instance, state, unit):
+@jit_inlined
+def _draw_partner(random, instance, state, unit):
     """Draw a unit of the same slice to trade with: another movable one, or one of the same worker; -1 for none."""
-    if below(random, 3) == 0:
+    if random_below(random, 3) == 0:
         worker = state.worker[unit]
-        other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
+        other = instance.unit[state.sequence[worker, random_below(random, state.size[worker])]]
     else:
-        other = instance.movable[below(random, instance.movable.shape[0])]
+        other = instance.movable[random_below(random, instance.movable.shape[0])]
     return other if other != unit and instance.slice[other] == instance.slice[unit] else -1
 
 
-@inlined
-def _within(instance, late, cycle, unit):
+@jit_inlined
+def _is_unit_in_range(instance, late, cycle, unit):
     """Return whether some op of a unit may change its place in this cycle."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
 
-@borrowing
-def _trade(instance, state, unit, other):
+@jit_borrowing
+def _trade_units(instance, state, unit, other):
     worker, other_worker = state.worker[unit], state.worker[other]
     for kind in range(instance.kinds):
         op, twin = unit * instance.kinds + kind, other * instance.kinds + kind
@@ -1520,32 +1520,32 @@ def _trade(instance, state, unit, other):
 # --- Move to another worker -------------------------------------------------------------------------------------------
 
 
-@borrowing
+@jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
     """Move a unit to another worker; return NEVER if there is none."""
-    unit = instance.movable[below(random, instance.movable.shape[0])]
-    worker = _other_worker(random, instance, state, unit)
-    if worker < 0 or not _within(instance, late, cycle, unit):
+    unit = instance.movable[random_below(random, instance.movable.shape[0])]
+    worker = _draw_other_worker(random, instance, state, unit)
+    if worker < 0 or not _is_unit_in_range(instance, late, cycle, unit):
         return NEVER
     old_worker = state.worker[unit]
     _find_places(instance, state, late, unit, worker, places)
-    _move(instance, state, unit, worker, places)
+    _move_unit(instance, state, unit, worker, places)
     return Move(MOVE, unit, old_worker, -1, 0, 0, 0)
 
 
-@borrowing
-def _other_worker(random, instance, state, unit):
+@jit_borrowing
+def _draw_other_worker(random, instance, state, unit):
     """Draw another worker that may run a unit and has room in its row; -1 for none."""
     hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
         count += 1
-    worker = hosts[below(random, count)]
+    worker = hosts[random_below(random, count)]
     full = state.size[worker] + instance.kinds > state.sequence.shape[1]
     return -1 if full or worker == state.worker[unit] else worker
 
 
-@borrowing
+@jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
     """Find where the ops of a unit fit into another worker's order by the time at which they run now."""
     kinds = instance.kinds
@@ -1556,24 +1556,24 @@ def _find_places(instance, state, late, unit, worker, places):
         places[kind] = place + kind
 
 
-@borrowing
-def _move(instance, state, unit, worker, places):
+@jit_borrowing
+def _move_unit(instance, state, unit, worker, places):
     """Assign a unit to a worker, with its ops at these places in the worker's order; `places` becomes where they
     were."""
     kinds, old_worker, number = instance.kinds, state.worker[unit], instance.slice[unit]
     for kind in range(kinds):
-        _remove(state, unit * kinds + kind, old_worker)
+        _remove_op(state, unit * kinds + kind, old_worker)
     for kind in range(kinds):
         op = unit * kinds + kind
         before = state.place[op] + kind  # those removed before it were in front of it
-        _insert(state, op, worker, places[kind])
+        _insert_op(state, op, worker, places[kind])
         state.duration[op] = instance.cost[kind, number, worker]
         places[kind] = before
     state.worker[unit] = worker
 
 
-@borrowing
-def _remove(state, op, worker):
+@jit_borrowing
+def _remove_op(state, op, worker):
     """Remove an op from a worker's order."""
     row = state.sequence[worker]
     for index in range(state.place[op], state.size[worker] - 1):
@@ -1582,8 +1582,8 @@ def _remove(state, op, worker):
     state.size[worker] -= 1
 
 
-@borrowing
-def _insert(state, op, worker, place):
+@jit_borrowing
+def _insert_op(state, op, worker, place):
     """Insert an op into a worker's order, before the one that is at this place."""
     row = state.sequence[worker]
     for index in range(state.size[worker], place, -1):
@@ -1594,33 +1594,33 @@ def _insert(state, op, worker, place):
     state.size[worker] += 1
 
 
-@borrowing
-def _call_unit(instance, state, timing, queue, log, unit):
+@jit_borrowing
+def _queue_unit(instance, state, timing, queue, log, unit):
     """Queue the ops of a unit that came to another worker or place, and the ops that they follow there."""
     worker, predecessors = state.worker[unit], instance.predecessors
-    touch(timing, log, instance.pipeline[worker])
+    touch_pipeline(timing, log, instance.pipeline[worker])
     for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
-        call(queue, timing.late, op)
+        queue_op(queue, timing.late, op)
         for arc in range(predecessors.start[op], predecessors.start[op + 1]):
-            call(queue, timing.late, predecessors.op[arc])
-        call(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
+            queue_op(queue, timing.late, predecessors.op[arc])
+        queue_op(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
 
 
-@borrowing
-def _call_left(instance, state, timing, queue, log, worker, places):
+@jit_borrowing
+def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
     """Queue the ops that were followed by those of a unit, which has left these places of a worker."""
-    touch(timing, log, instance.pipeline[worker])
+    touch_pipeline(timing, log, instance.pipeline[worker])
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
         if 0 <= place < state.size[worker]:
-            call(queue, timing.late, state.sequence[worker, place])
+            queue_op(queue, timing.late, state.sequence[worker, place])
 
 
 # --- Shift a deadline -------------------------------------------------------------------------------------------------
 
 
 @jit
-def shift(chain, cycle, before, allowance):
+def shift_deadline(chain, cycle, before, allowance):
     """Shift the end of a critical window earlier, or the deadline at which its path ends later; return the new cost.
 
     The shift is undone if the cost grows by more than the allowance.
@@ -1629,18 +1629,18 @@ def shift(chain, cycle, before, allowance):
     worker = critical_worker(random, instance, state, timing, cycle.goal)
     last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path)
     end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
-    ticks = 1 + below(random, 1 + int(cycle.scale))
-    if below(random, 2):
+    ticks = 1 + random_below(random, 1 + int(cycle.scale))
+    if random_below(random, 2):
         state.end[instance.group[worker]] -= ticks
-        keep_ends(instance, state)
+        set_deadlines_from_ends(instance, state)
     elif instance.interleaved:
-        state.end[_first_to_reduce(instance, state, timing.late, last)] += ticks
-        keep_ends(instance, state)
+        state.end[_group_ending_with(instance, state, timing.late, last)] += ticks
+        set_deadlines_from_ends(instance, state)
     else:
         state.deadline[instance.group[state.worker[instance.unit[last]]]] += ticks
-        end_with_deadlines(instance, state)
-    period = time(instance, state, chain.sorting, trial, cycle.goal)
-    after = cost(instance, trial, cycle)
+        set_ends_from_deadlines(instance, state)
+    period = time_state(instance, state, chain.sorting, trial, cycle.goal)
+    after = state_cost(instance, trial, cycle)
     if period < 0 or after > before + allowance:
         state.end[:], state.deadline[:], state.begin[:], state.turn[:] = end, deadline, begin, turn
         return before
@@ -1650,8 +1650,8 @@ def shift(chain, cycle, before, allowance):
     return after
 
 
-@borrowing
-def _first_to_reduce(instance, state, late, op):
+@jit_borrowing
+def _group_ending_with(instance, state, late, op):
     """Return a group that ends when the last op of a path ends, and shares a reduction with the group of that op. The
     reduction waits for the op. If there is no such group, return that of the op."""
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
@@ -1679,8 +1679,8 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
     instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
         chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
         chain.record, chain.random, chain.run, chain.places, chain.statistics
-    time(instance, state, sorting, timing, cycle.goal)
-    now = cost(instance, timing, cycle)
+    time_state(instance, state, sorting, timing, cycle.goal)
+    now = state_cost(instance, timing, cycle)
     between_heads = 1 + state.duration.shape[0] // cycle.ops_per_step
     movable = instance.movable.shape[0] > 0
     for step in range(begin, end):
@@ -1691,14 +1691,14 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         if step % cycle.steps_per_path == 0:
             path.size[0] = -1
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
-        allowance = -temperature * math.log(1.0 - uniform(random))
-        draw = uniform(random) if movable else 1.0
-        if cycle.shifts and below(random, cycle.shifts) == 0:
-            before, now = now, shift(chain, cycle, now, allowance)
+        allowance = -temperature * math.log(1.0 - random_uniform(random))
+        draw = random_uniform(random) if movable else 1.0
+        if cycle.shifts and random_below(random, cycle.shifts) == 0:
+            before, now = now, shift_deadline(chain, cycle, now, allowance)
             statistics[SHIFT, TRIED] += 1
             statistics[SHIFT, ACCEPTED] += now != before
             if _is_better(timing, record, now, cycle.scale):
-                statistics[SHIFT, BETTER] += _keep(chain, cycle, now)
+                statistics[SHIFT, BETTER] += _store_best(chain, cycle, now)
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
             path.size[0] = -1
             continue
@@ -1714,25 +1714,25 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         statistics[move.kind, TRIED] += 1
         limits = (heads, allowance + cycle.margin * cycle.scale)
         after, accepted = now, False
-        if fits(instance, state, move):
-            renew(instance, state, heads, sorting.release, move)
+        if is_move_within_capacity(instance, state, move):
+            renew_heads(instance, state, heads, sorting.release, move)
             if retime_after(instance, state, timing, queue, log, limits, move, places):
                 after = cost_after(instance, state, timing, log, cycle, now)
                 accepted = after <= now + allowance
-        unmark(log)
+        unmark_pipelines(log)
         if not accepted:
-            revert(timing, queue, log)
-            undo(instance, state, run, places, move)
-            renew(instance, state, heads, sorting.release, move)
+            revert_timing(timing, queue, log)
+            undo_move(instance, state, run, places, move)
+            renew_heads(instance, state, heads, sorting.release, move)
             continue
         now = after
         path.size[0] = -1
         statistics[move.kind, ACCEPTED] += 1
         if _is_better(timing, record, now, cycle.scale):
-            statistics[move.kind, BETTER] += _keep(chain, cycle, now)
+            statistics[move.kind, BETTER] += _store_best(chain, cycle, now)
     if end == cycle.steps and record[PERIOD] > cycle.goal and (
             timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
-        _keep(chain, cycle, now)
+        _store_best(chain, cycle, now)
     return end
 
 
@@ -1740,11 +1740,11 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
 def measure_best(chain: Chain, cycle: Cycle) -> None:
     """Time the best state again, with its cost in this cycle: other cycles count other windows and weigh them
     differently."""
-    period = time(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
-    chain.record[PERIOD], chain.record[COST] = period, int(cost(chain.instance, chain.trial, cycle) * 1000)
+    period = time_state(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
+    chain.record[PERIOD], chain.record[COST] = period, int(state_cost(chain.instance, chain.trial, cycle) * 1000)
 
 
-@inlined
+@jit_inlined
 def _is_better(timing, record, now, scale):
     """Return whether a state is worth storing: its period is shorter, or equal at a cost that is lower by more than a
     copy is worth."""
@@ -1756,11 +1756,11 @@ def _is_better(timing, record, now, scale):
 
 
 @jit
-def _keep(chain, cycle, now):
+def _store_best(chain, cycle, now):
     """Store the best state so far, timed from scratch to be sure; return 1 if its period is shorter than before, else
     0."""
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
-    period = time(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
+    period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:
         chain.record[PERIOD], chain.record[COST] = period, int(now * 1000)
         best.worker[:] = state.worker

@@ -10,29 +10,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MADE_LAST = "kernel.anneal-*.nbi"
+LAST_INDEX_FILE = "kernel.anneal-*.nbi"
 """File name pattern of the index that numba writes for `kernel.anneal`, the function that is compiled last."""
 
 
-_compiled_beside = threading.Event()
+_compiling_elsewhere = threading.Event()
 
 
-def loops() -> Any:
+def kernel_loops() -> Any:
     """Return the module whose functions are to be called: the compiled kernel, or its plain Python copy."""
-    return _plain() if plain() else _machine_code()
+    return _plain_kernel() if is_plain_python() else _compiled_kernel()
 
 
-def plain() -> bool:
+def is_plain_python() -> bool:
     """Return whether plain Python is used because another process is still compiling.
 
     Plain Python makes the same list schedules, a hundred times slower.
     """
-    return _compiled_beside.is_set() and not is_compiled()
+    return _compiling_elsewhere.is_set() and not is_compiled()
 
 
-def go_on_in_plain_python() -> None:
+def use_plain_python() -> None:
     """Use plain Python until another process has written the machine code."""
-    _compiled_beside.set()
+    _compiling_elsewhere.set()
 
 
 def is_compiled() -> bool:
@@ -40,46 +40,46 @@ def is_compiled() -> bool:
 
     That is so if this process has loaded the machine code, or if its index file is not older than the source.
     """
-    kernel = _machine_code()
-    if kernel.anneal.signatures or not keeps_machine_code():
+    kernel = _compiled_kernel()
+    if kernel.anneal.signatures or not can_store_machine_code():
         return bool(kernel.anneal.signatures)
     changed = Path(kernel.__file__).stat().st_mtime
-    return any(path.stat().st_mtime >= changed for path in _made_last())
+    return any(path.stat().st_mtime >= changed for path in _last_index_files())
 
 
-def note_compiled() -> None:
+def mark_as_compiled() -> None:
     """Mark the machine code on disk as that of the present source, after it was loaded or compiled.
 
     numba identifies machine code by the content of the source. If a checkout writes the same source again, numba does
     not rewrite the machine code, which would then seem to be too old.
     """
-    changed = Path(_machine_code().__file__).stat().st_mtime
+    changed = Path(_compiled_kernel().__file__).stat().st_mtime
     with contextlib.suppress(OSError):  # a folder that may only be read
-        for path in _made_last():
+        for path in _last_index_files():
             if path.stat().st_mtime < changed:
                 os.utime(path, (changed, changed))
 
 
-def _made_last() -> Iterator[Path]:
-    kernel = _machine_code()
-    return Path(kernel.anneal.stats.cache_path).glob(MADE_LAST) if keeps_machine_code() else iter(())
+def _last_index_files() -> Iterator[Path]:
+    kernel = _compiled_kernel()
+    return Path(kernel.anneal.stats.cache_path).glob(LAST_INDEX_FILE) if can_store_machine_code() else iter(())
 
 
-def keeps_machine_code() -> bool:
+def can_store_machine_code() -> bool:
     """Return whether numba has a folder to which it can write machine code."""
-    return bool(_machine_code().anneal.stats.cache_path)
+    return bool(_compiled_kernel().anneal.stats.cache_path)
 
 
 @cache
-def _machine_code() -> Any:
+def _compiled_kernel() -> Any:
     from slipstream.planner import kernel  # numba takes a third of a second to load
 
     return kernel
 
 
 @cache
-def _plain() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("slipstream.planner.plain_kernel", _machine_code().__file__)
+def _plain_kernel() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("slipstream.planner.plain_kernel", _compiled_kernel().__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -4,8 +4,8 @@ A live worker may take over another role when it has loaded that stage's paramet
 failures is given; which F roles are vacant is a choice. It is made in three steps:
 
 1. how many roles are vacant in each column: dynamic programming over columns, on the proven bound of the window of a
-   column with this number of vacant roles, for the best few distributions (`Windows`);
-2. which pipelines they belong to: the same pipelines or different ones (`arrangements`);
+   column with this number of vacant roles, for the best few distributions (`WindowBounds`);
+2. which pipelines they belong to: the same pipelines or different ones (`arrange_vacancies`);
 3. plans of the best few candidates decide. On small grids every pattern is a candidate.
 
 The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses which
@@ -23,10 +23,11 @@ from itertools import islice
 
 import msgspec
 
-from slipstream.planner.budget import Clock, ProgressCallback, StepClock, quiet
-from slipstream.planner.compiled import begin, ready
+from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.budget import Clock, ProgressCallback, StepClock, ignore_progress
+from slipstream.planner.compiled import compile_in_background, ensure_compiled
 from slipstream.planner.job.file import Job
-from slipstream.planner.model.assemble import claiming
+from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem
@@ -34,28 +35,27 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.params import DEFAULTS, RoleParams
 from slipstream.planner.plan import FaultFree, Plan, plan_only, plan_with
-from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 from slipstream.schedules.tables.pattern import (
     Pattern,
     dead_column,
+    failure_patterns,
     pattern_of,
-    patterns,
     pipeline_classes,
-    representative,
+    representative_failures,
 )
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 
 Counts = tuple[int, ...]
 """Number of vacant roles in each column."""
-Ranked = tuple[int, int, int, Counts]
+RankedDistribution = tuple[int, int, int, Counts]
 """Rank of a distribution of failures: (longest window in ticks, sum of windows, sum of squared counts, counts)."""
 
 ProblemOf = Callable[[Sequence[Worker]], Problem]
 
 
-class Windows:
+class WindowBounds:
     """Lower bounds on the period by column and number of vacant roles in it, and the best distributions of failures
     over columns.
 
@@ -80,39 +80,39 @@ class Windows:
         """Slow workers, which are alive and therefore never leave their roles."""
         self._equal = len({(worker.column, live.room) for worker, live in whole.workers.items()}) == self.grid.columns
         self._bound: dict[tuple[int, int], int] = {}
-        self._best: dict[int, list[Ranked]] = {}
+        self._best: dict[int, list[RankedDistribution]] = {}
 
-    def bound(self, column: int, down: int) -> int:
+    def column_bound(self, column: int, down: int) -> int:
         """Return a proven lower bound on the period, in ticks, with at least this many vacant roles in the column."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
-            problem = self._problem_of(self.candidates(column)[:down])
-            fewer = self.bound(column, down - 1) if down else 0
+            problem = self._problem_of(self.possible_vacancies(column)[:down])
+            fewer = self.column_bound(column, down - 1) if down else 0
             self._bound[column, down] = max(fewer, lower_bound(problem))
         return self._bound[column, down]
 
-    def least(self, failures: int) -> Bound:
+    def failures_bound(self, failures: int) -> Bound:
         """Return a bound for this number of failures, whichever roles are vacant; 0 if workers of a column differ in
         room."""
-        best = self.distributions(failures)
+        best = self.best_distributions(failures)
         return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
-    def seconds(self, ticks: int) -> float:
+    def to_seconds(self, ticks: int) -> float:
         """Convert the ticks of a bound to seconds, with a margin for rounding."""
         return ticks * self.tick_seconds * (1 + 1e-12)
 
-    def candidates(self, column: int) -> list[Worker]:
+    def possible_vacancies(self, column: int) -> list[Worker]:
         """Return the roles of a column that may be vacant: all but those of slow workers, which are alive and play
         them."""
         return [role for pipeline in range(self.grid.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
-    def most(self, column: int) -> int:
+    def max_vacancies(self, column: int) -> int:
         """Return the largest number of roles of a column that may be vacant."""
-        return min(self.grid.pipelines - 1, len(self.candidates(column)))
+        return min(self.grid.pipelines - 1, len(self.possible_vacancies(column)))
 
-    def distributions(self, failures: int) -> list[Ranked]:
+    def best_distributions(self, failures: int) -> list[RankedDistribution]:
         """Return the best few ways to distribute failures over columns, best first; the first has the shortest longest
         window.
 
@@ -124,16 +124,16 @@ class Windows:
         then those with failures in later stages, which wait less.
         """
         if failures not in self._best:
-            self._best[failures] = self._programme(failures)
+            self._best[failures] = self._rank_distributions(failures)
         return self._best[failures]
 
-    def _programme(self, failures: int) -> list[Ranked]:
+    def _rank_distributions(self, failures: int) -> list[RankedDistribution]:
         """Compute best[columns][failures] over the counts that leave no more failures than the later columns can
         take."""
-        useful = self._useful(failures)
-        best: dict[int, list[Ranked]] = {0: [(0, 0, 0, ())]}
+        useful = self._useful_counts(failures)
+        best: dict[int, list[RankedDistribution]] = {0: [(0, 0, 0, ())]}
         for column, most in enumerate(useful):
-            windows = [self.bound(column, down) for down in range(most + 1)]
+            windows = [self.column_bound(column, down) for down in range(most + 1)]
             least = max(0, failures - sum(useful[column + 1:]))
             best = {count: sorted((max(longest, window), total + window, squares + down * down, (*counts, down))
                                   for down, window in enumerate(windows[:count + 1])
@@ -141,7 +141,7 @@ class Windows:
                     for count in range(least, min(failures, sum(useful[:column + 1])) + 1)}
         return best.get(failures, [])
 
-    def _useful(self, failures: int) -> list[int]:
+    def _useful_counts(self, failures: int) -> list[int]:
         """Return how many vacant roles of each column need to be considered, which avoids bounds that cannot matter.
 
         Windows grow with the number of vacant roles. So repeatedly taking the shortest next window gives the longest
@@ -149,19 +149,21 @@ class Windows:
         """
         down = [0] * self.grid.columns
         for _ in range(failures):
-            free = [column for column in range(self.grid.columns) if down[column] < self.most(column)]
+            free = [column for column in range(self.grid.columns) if down[column] < self.max_vacancies(column)]
             if not free:
                 break
-            down[min(free, key=lambda column: (self.bound(column, down[column] + 1), down[column], -column))] += 1
-        return [min(count + 1, self.most(column)) for column, count in enumerate(down)]
+            down[min(free,
+                     key=lambda column: (self.column_bound(column, down[column] + 1), down[column], -column))] += 1
+        return [min(count + 1, self.max_vacancies(column)) for column, count in enumerate(down)]
 
 
-def windows_of(job: Job, options: PlanOptions) -> Windows:
-    """Return the `Windows` of a job's plans with these options, valid for whole and for cut micro-batches."""
-    return Windows(partial(bounding_problem, options, job), options.params.roles)  # picklable: sent to other processes
+def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
+    """Return the `WindowBounds` of a job's plans with these options, valid for whole and for cut micro-batches."""
+    # picklable: sent to other processes
+    return WindowBounds(partial(bounding_problem, options, job), options.params.roles)
 
 
-def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
+def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
     """Iterate over ways to choose the pipelines of the vacant roles: the same pipelines, or different ones.
 
     The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
@@ -172,24 +174,24 @@ def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[W
         for spread in (False, True):
             position, vacant = 0, list[Worker]()
             for column, count in enumerate(counts):
-                allowed = {role.pipeline for role in windows.candidates(column)}
+                allowed = {role.pipeline for role in windows.possible_vacancies(column)}
                 turn = order[position % job.pipelines:] + order[:position % job.pipelines] if spread else order
                 vacant += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
                 position += count
             yield tuple(sorted(vacant))
 
 
-def candidates(job: Job, windows: Windows, failures: int,
-               params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
+def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
+                        params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
     """Return the sets of vacant roles among which plans decide, one for each pattern, the most promising first."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
-    for *_, counts in windows.distributions(failures):
-        for vacant in arrangements(job, windows, counts):
+    for *_, counts in windows.best_distributions(failures):
+        for vacant in arrange_vacancies(job, windows, counts):
             by_pattern.setdefault(pattern_of(vacant, classes), vacant)
     for pattern in _few_patterns(failures, job.stages, classes, params.exhaustive):
-        vacant = representative(pattern, classes)
+        vacant = representative_failures(pattern, classes)
         if dead_column(vacant, grid) is None and not windows.slow & set(vacant):
             by_pattern.setdefault(pattern, vacant)
     return list(by_pattern.values())
@@ -199,38 +201,38 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int
     """Return all patterns of this number of failures if there are at most `most`, else none."""
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
-    few = list(islice(patterns(failures, columns, classes), most + 1))
+    few = list(islice(failure_patterns(failures, columns, classes), most + 1))
     return few if len(few) <= most else []
 
 
-def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
+def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds | None = None,
+                progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
     """Return the best plan for a number of failures whose roles may be chosen: a function of job, number and options.
 
     The vacant roles are the `failed` of its schedule, in which every worker plays its own role. `windows` are those of
     the same job and options, passed to avoid computing them again; `clock` is that of a search that this one is part
     of. Raises NoPlanError if so many failures leave some stage without a live worker, however roles are assigned.
     """
-    clock = clock or options.clock()
+    clock = clock or options.make_clock()
     if failures == 0:
         return plan_only(options, job, (), clock)
-    windows = windows or windows_of(job, options)
-    if not windows.distributions(failures):
-        most = sum(windows.most(column) for column in range(job.stages))
+    windows = windows or window_bounds_of(job, options)
+    if not windows.best_distributions(failures):
+        most = sum(windows.max_vacancies(column) for column in range(job.stages))
         raise NoPlanError(f"{failures} failures leave some stage without a live worker, whoever plays which role: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
-    ready(progress)
-    deadline = clock.now() + options.seconds
+    ensure_compiled(progress)
+    deadline = clock.now() + options.limit_seconds
     best = _best_candidate(job, windows, failures, options, progress, clock)
     seconds_left = deadline - clock.now()
     if best.interrupted or best.schedule.status == "optimal" or seconds_left < best.solve_seconds:
         return best
-    final = plan_only(options.within(seconds_left), job, best.schedule.failed, clock)
+    final = plan_only(options.with_limit(seconds_left), job, best.schedule.failed, clock)
     better = final.period <= best.period
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
-def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
+def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
     """Return the plan of the candidate with the shortest period; the first of equals.
 
@@ -240,13 +242,13 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     for.
     """
     params = options.params.roles
-    deadline = clock.now() + 2 * params.compared * options.seconds
-    floor = windows.seconds(windows.distributions(failures)[0][0])
+    deadline = clock.now() + 2 * params.compared * options.limit_seconds
+    floor = windows.to_seconds(windows.best_distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Plan] = {}
     shortest: Plan | None = None
-    remaining = candidates(job, windows, failures, params)
+    remaining = candidate_vacancies(job, windows, failures, params)
     for keep in (params.finalists, 0):
-        quick = options.comparing.within(options.seconds * params.compared / len(remaining))
+        quick = options.for_comparison.with_limit(options.limit_seconds * params.compared / len(remaining))
         for vacant in remaining:
             try:
                 plan = plan_only(quick, job, vacant, clock)
@@ -256,7 +258,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
                 best[vacant] = plan
             if shortest is None or plan.period < shortest.period:
                 shortest = plan
-                progress(_described(plan.schedule))
+                progress(_describe_plan(plan.schedule))
             if plan.interrupted or shortest.period <= floor or clock.now() + plan.solve_seconds > deadline:
                 return msgspec.structs.replace(shortest, interrupted=plan.interrupted)
         if len(best) <= params.finalists:
@@ -265,7 +267,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     return min(best.values(), key=lambda plan: plan.period)
 
 
-def _described(schedule: Schedule) -> str:
+def _describe_plan(schedule: Schedule) -> str:
     down = [sum(role.column == column for role in schedule.failed) for column in range(schedule.grid.columns)]
     broken = len({role.pipeline for role in schedule.failed})
     return f"{'+'.join(map(str, down))} roles down by stage, in {broken} pipeline{'' if broken == 1 else 's'}: " \
@@ -273,40 +275,40 @@ def _described(schedule: Schedule) -> str:
 
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
-               progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
+               progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
     """Plan for these failed workers, with roles moved if that shortens the period; the plan is never longer than
     without.
 
     A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. Raises
     JobError for unknown workers, NoPlanError if no schedule can exist.
     """
-    clock = clock or options.clock()
-    (ready if isinstance(clock, StepClock) else begin)(progress)
+    clock = clock or options.make_clock()
+    (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
     began = time.monotonic()
     params = options.params.roles
     share = params.share if options.layers == "fixed" else params.share_of_layers
-    roles = options.seconds * share if failed else 0.0
+    roles = options.limit_seconds * share if failed else 0.0
     # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
-    first = options if options.steps is not None else options.within(options.seconds - roles)
+    first = options if options.steps is not None else options.with_limit(options.limit_seconds - roles)
     best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
-    in_place = msgspec.structs.replace(options.within(roles), layers="fixed")
+    in_place = msgspec.structs.replace(options.with_limit(roles), layers="fixed")
     with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
         if failed and not best.interrupted:
-            best = _with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress,
-                               clock=clock)
+            best = _improve_with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress,
+                                       clock=clock)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 
-def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
-                progress: ProgressCallback, clock: Clock) -> Plan:
+def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
+                        progress: ProgressCallback, clock: Clock) -> Plan:
     """Return the plan, or one for as many failures with roles moved if that is shorter. `moving`: layers may move,
     too."""
     job = slow_while_alive(job, failed)
-    windows = windows_of(job, options)
-    least = windows_of(_without_state(job), options).least(len(set(failed)))
+    windows = window_bounds_of(job, options)
+    least = window_bounds_of(_without_state(job), options).failures_bound(len(set(failed)))
     own = best.schedule
     if not moving:
-        best = msgspec.structs.replace(best, schedule=claiming(own, least, windows.tick_seconds))
+        best = msgspec.structs.replace(best, schedule=with_converted_bound(own, least, windows.tick_seconds))
         if best.schedule.status == "optimal":
             return best
     elif own.scope is Scope.LAYERS:
@@ -314,9 +316,10 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
             return best
         least = Bound(own.lower_bound_ticks, own.scope)
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
-    schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
+    schedule = relabel_schedule(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-        schedule = claiming(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS else windows.tick_seconds)
+        schedule = with_converted_bound(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS
+                                        else windows.tick_seconds)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,

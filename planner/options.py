@@ -64,36 +64,36 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
-    def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+    def make_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """Return the problem to solve. Raises NoPlanError if no schedule can exist."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
                              sliced=self.slices and self.method not in BASELINES)
 
-    def shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+    def make_shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """Return the problem in which any live holder of a stage may run any micro-batch, whole or cut.
 
         Raises NoPlanError if no schedule can exist.
         """
-        own = self.problem(job, failed)
+        own = self.make_problem(job, failed)
         return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True)
 
     @property
-    def comparing(self) -> "PlanOptions":
+    def for_comparison(self) -> "PlanOptions":
         """Options with a method that is fast enough to compare candidates."""
         return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
 
     @property
-    def seconds(self) -> float:
+    def limit_seconds(self) -> float:
         """Time limit in seconds: `time_limit`, or the seconds that `steps` represent."""
         return self.time_limit if self.steps is None else self.steps * STEP_SECONDS
 
-    def clock(self) -> Clock:
+    def make_clock(self) -> Clock:
         """Return a new clock for a plan: the machine's clock, or one that counts steps."""
         return Clock() if self.steps is None else StepClock()
 
-    def within(self, seconds: float) -> "PlanOptions":
+    def with_limit(self, seconds: float) -> "PlanOptions":
         """Return options with another time limit, in seconds of the plan's clock."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

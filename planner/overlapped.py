@@ -8,7 +8,7 @@ et al., VLDB 2020, arXiv 2006.15704, where the backward itself is cut, from the 
 and their order except for these W. Several numbers of cut micro-batches and two orders of the W are tried.
 
 The reduction of the layers whose W is last cannot be hidden: bounds count it by `bounding_problem`, and, if layers may
-move, by `exposed_anywhere`.
+move, by `min_exposed_ticks`.
 """
 
 from collections import defaultdict
@@ -22,15 +22,15 @@ from msgspec.structs import asdict, replace
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, ratio
-from slipstream.planner.job.network import Network, rounded
-from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
+from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, limited_ratio
+from slipstream.planner.job.network import Network, round_to_four_digits
+from slipstream.planner.model.from_job import choose_memory_unit, choose_tick, to_layer_ticks
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import OverlapParams
 from slipstream.schedules.check import check
 from slipstream.schedules.graph import programs_of
-from slipstream.schedules.precedence import OpKey, op_key, waits
+from slipstream.schedules.precedence import OpKey, op_key, producers_with_rules
 from slipstream.schedules.schedule import (
     Grid,
     LayerRange,
@@ -45,19 +45,19 @@ from slipstream.schedules.schedule import (
     Worker,
 )
 from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
-from slipstream.schedules.schedule import period_ticks as window_ticks
+from slipstream.schedules.schedule import compute_period_ticks as window_ticks
 
-ROUNDED = 1e-5
+ROUNDING = 1e-5
 """Tolerance for rounding: if the ticks of a plan are finer than those in which its bound is proven, times are rounded
 differently."""
-FINAL = (OpKind.W, OpKind.B)
-OF_LAYERS = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
-OF_STAGES = (*OF_LAYERS, "optimizer_of_layer")
-HELD = ("activation", "weight_stash", "weights")
+WEIGHT_KINDS = (OpKind.W, OpKind.B)
+LAYER_TIMES = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
+STAGE_TIMES = (*LAYER_TIMES, "optimizer_of_layer")
+MEMORY_FIELDS = ("activation", "weight_stash", "weights")
 T = TypeVar("T", Times, Memory, TicksOfLayers)
 
 
-def overlaps(job: Job) -> bool:
+def has_overlapping_reductions(job: Job) -> bool:
     """Return whether the job has reductions that take time and overlap compute."""
     return job.network.overlap and any(job.time.all_reduce)
 
@@ -69,8 +69,8 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
     wherever they run.
     """
     return replace(job, network=Network(), time=replace(
-        job.time, all_reduce=tuple(rounded(share * seconds) for seconds in job.time.all_reduce),
-        optimizer=tuple(step + rounded(job.network.slowdown * seconds) for step, seconds in zip(
+        job.time, all_reduce=tuple(round_to_four_digits(share * seconds) for seconds in job.time.all_reduce),
+        optimizer=tuple(step + round_to_four_digits(job.network.slowdown * seconds) for step, seconds in zip(
             job.time.optimizer, job.time.all_reduce, strict=True)) if job.network.slowdown else job.time.optimizer))
 
 
@@ -79,12 +79,12 @@ def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -
 
     Raises NoPlanError if no schedule can exist.
     """
-    if not overlaps(job):
-        return options.shared_problem(job, failed)
-    return _with_exposed(options.shared_problem(without_reductions(job), failed), job)
+    if not has_overlapping_reductions(job):
+        return options.make_shared_problem(job, failed)
+    return _with_exposed_reductions(options.make_shared_problem(without_reductions(job), failed), job)
 
 
-def _with_exposed(problem: Problem, job: Job) -> Problem:
+def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
     """Return a problem of whole stages without reductions, plus the one reduction of each worker that cannot be hidden.
 
     Each worker reduces the one of its layers that takes the least time. At least that remains after its last compute
@@ -93,21 +93,21 @@ def _with_exposed(problem: Problem, job: Job) -> Problem:
     grid = problem.grid
     if not has_layers(job):
         return problem
-    finer = _ticks_of_layers(problem.tick_seconds, job)
-    tick = exact(problem.tick_seconds) / finer
+    finer = _layer_tick_divisor(problem.tick_seconds, job)
+    tick = exact_decimal(problem.tick_seconds) / finer
     ticks = reductions_of_layers(job, tick)
     return replace(problem, tick_seconds=float(tick), times=replace(
-        _times_more(problem.times, finer, OF_STAGES), transfer=finer * problem.times.transfer,
-        all_reduce=least_of_columns(grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
+        _with_scaled_values(problem.times, finer, STAGE_TIMES), transfer=finer * problem.times.transfer,
+        all_reduce=keep_column_minimum(grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
 
 
-def _ticks_of_layers(tick_seconds: float, job: Job) -> int:
+def _layer_tick_divisor(tick_seconds: float, job: Job) -> int:
     """Return into how many finer ticks a tick must be divided to represent the times of single layers. The ticks of a
     problem of whole stages are coarser."""
-    return max(1, ceil(ratio(tick_seconds, float(tick_of(job, layer_costs(job))))))
+    return max(1, ceil(limited_ratio(tick_seconds, float(choose_tick(job, layer_costs(job))))))
 
 
-def _times_more(of: T, factor: int, names: Sequence[str]) -> T:
+def _with_scaled_values(of: T, factor: int, names: Sequence[str]) -> T:
     """Return a copy in which the values with these names are multiplied by a factor."""
     return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
 
@@ -122,22 +122,22 @@ def reductions_of_layers(job: Job, tick: Fraction) -> tuple[int, ...]:
 
     A tick may be a rounded float.
     """
-    seconds = _Reductions(job)
-    return tuple(floor(seconds.of((layer, layer + 1)) / tick + Fraction(ROUNDED))
+    seconds = _ReductionSeconds(job)
+    return tuple(floor(seconds.seconds_of((layer, layer + 1)) / tick + Fraction(ROUNDING))
                  for layer in range(len(layer_costs(job).forward)))
 
 
-def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
+def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
     """Return ticks by stage in which only the stage with the fewest ticks of each column keeps its value; others are
     0."""
     ticks_by_stage = [0] * len(ticks)
     for column in range(grid.columns):
-        least = min(grid.stages_of(column), key=lambda stage: ticks[stage])
+        least = min(grid.stages_of_column(column), key=lambda stage: ticks[stage])
         ticks_by_stage[least] = ticks[least]
     return tuple(ticks_by_stage)
 
 
-def exposed_anywhere(schedule: Schedule) -> int:
+def min_exposed_ticks(schedule: Schedule) -> int:
     """Return by how many ticks a schedule would be shorter at least without its reductions, for any holders of layers.
 
     The last W of a worker is of some layer. The reduction of that layer begins no earlier than this W ends, takes at
@@ -152,8 +152,8 @@ def exposed_anywhere(schedule: Schedule) -> int:
     return floor(min(costs.all_reduce) / Fraction(*costs.per_tick))
 
 
-def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
-                   params: OverlapParams) -> Schedule:
+def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
+                               params: OverlapParams) -> Schedule:
     """Return the schedule of a job without reductions, with the job's reductions added: the shortest found in the
     budget.
 
@@ -161,78 +161,81 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
     for those without reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
-    schedule = _in_ticks_of_layers(schedule, job)
+    schedule = _in_layer_ticks(schedule, job)
     counts = params.cut if ops <= params.largest else params.cut[len(params.cut) // 2:][:1]
-    best = _best(schedule, job, counts, params, budget)
-    result, ticks = _telling(best, job), int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
+    best = _shortest_cut(schedule, job, counts, params, budget)
+    result, ticks = _with_layer_costs(best, job), int(limited_ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
     if bound.scope is Scope.LAYERS:
-        ticks += exposed_anywhere(result)
-    assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
+        ticks += min_exposed_ticks(result)
+    assert ticks <= best.period_ticks * (1 + ROUNDING), f"a bound of {ticks} ticks is above {best.period_ticks}"
     return result.with_bound(min(ticks, best.period_ticks), bound.scope)
 
 
-def _telling(schedule: Schedule, job: Job) -> Schedule:
+def _with_layer_costs(schedule: Schedule, job: Job) -> Schedule:
     """Return the schedule with the costs of layers, and the time of each layer's reduction by itself, which the bound
     counts."""
     if not has_layers(job):
         return schedule
-    recorded, tick = schedule.times.of_layers, exact(schedule.tick_seconds)
+    recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
     if not recorded:
         costs = layer_costs(job)
-        fine, unit = tick_of(job, costs), unit_of(job, costs)
-        least = layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
-        per_tick = ratio(schedule.tick_seconds, float(fine))
-        per_unit = ratio(schedule.memory.unit, float(unit)) if schedule.memory else Fraction(1)
+        fine, unit = choose_tick(job, costs), choose_memory_unit(job, costs)
+        least = to_layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
+        per_tick = limited_ratio(schedule.tick_seconds, float(fine))
+        per_unit = limited_ratio(schedule.memory.unit, float(unit)) if schedule.memory else Fraction(1)
         recorded = TicksOfLayers(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                                  **asdict(least))
     recorded = replace(recorded, all_reduce=reductions_of_layers(job, tick / Fraction(*recorded.per_tick)))
     return replace(schedule, times=replace(schedule.times, of_layers=recorded))
 
 
-def period_beside(schedule: Schedule, job: Job, params: OverlapParams) -> float:
-    """Return approximately the period of `beside_compute`, in seconds, for callers that need hundreds of periods.
+def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> float:
+    """Return approximately the period of `add_overlapping_reductions`, in seconds, for callers that need hundreds of
+    periods.
 
     Fewer ways to cut micro-batches are tried.
     """
-    schedule = _in_ticks_of_layers(schedule, job)
-    return schedule.seconds(_best(schedule, job, params.few[:2], params).period_ticks)
+    schedule = _in_layer_ticks(schedule, job)
+    return schedule.seconds(_shortest_cut(schedule, job, params.few[:2], params).period_ticks)
 
 
-def _in_ticks_of_layers(schedule: Schedule, job: Job) -> Schedule:
+def _in_layer_ticks(schedule: Schedule, job: Job) -> Schedule:
     """Return the schedule in ticks, and units of memory, that can also represent the costs of single layers."""
     if not has_layers(job):
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
-    finer = _ticks_of_layers(schedule.tick_seconds, job)
-    smaller = max(1, ceil(ratio(memory.unit, float(unit_of(job, layer_costs(job)))))) if memory else 1
+    finer = _layer_tick_divisor(schedule.tick_seconds, job)
+    smaller = max(1, ceil(limited_ratio(memory.unit, float(choose_memory_unit(job, layer_costs(job)))))) if memory \
+        else 1
     if finer == smaller == 1:
         return schedule
     if costs:  # its ticks hold what layers take without reductions
-        costs = _times_more(_times_more(costs, finer, OF_LAYERS), smaller, HELD)
+        costs = _with_scaled_values(_with_scaled_values(costs, finer, LAYER_TIMES), smaller, MEMORY_FIELDS)
     if memory:
-        memory = replace(_times_more(memory, smaller, ("capacity", *HELD)), unit=float(exact(memory.unit) / smaller),
+        memory = replace(_with_scaled_values(memory, smaller, ("capacity", *MEMORY_FIELDS)),
+                         unit=float(exact_decimal(memory.unit) / smaller),
                          capacity_of=memory.capacity_of and tuple(replace(one, capacity=smaller * one.capacity)
                                                                   for one in memory.capacity_of))
-    return replace(schedule, tick_seconds=float(exact(schedule.tick_seconds) / finer), memory=memory,
-                   times=replace(_times_more(schedule.times, finer, OF_STAGES), of_layers=costs,
+    return replace(schedule, tick_seconds=float(exact_decimal(schedule.tick_seconds) / finer), memory=memory,
+                   times=replace(_with_scaled_values(schedule.times, finer, STAGE_TIMES), of_layers=costs,
                                  transfer=finer * schedule.times.transfer),
                    programs=tuple(tuple(replace(op, start_ticks=finer * op.start_ticks) for op in program)
                                   for program in schedule.programs),
                    period_ticks=finer * schedule.period_ticks, lower_bound_ticks=finer * schedule.lower_bound_ticks)
 
 
-def _best(schedule: Schedule, job: Job, counts: Sequence[int], params: OverlapParams,
-          budget: Budget | None = None) -> Schedule:
+def _shortest_cut(schedule: Schedule, job: Job, counts: Sequence[int], params: OverlapParams,
+                  budget: Budget | None = None) -> Schedule:
     """Return the shortest schedule over several ways to cut the last micro-batches of each worker, or none of them.
     Ways are tried while there is time."""
     costs = layer_costs(job) if has_layers(job) else None
-    best = _Overlapped(schedule, job, costs, 0, 1).schedule()
+    best = _OverlapBuilder(schedule, job, costs, 0, 1).build_schedule()
 
     def try_cut(count: int, pieces: int, *, ascending: bool) -> bool:
         nonlocal best
-        if budget is not None and (budget.seconds <= 0 or budget.stopped):
+        if budget is not None and (budget.seconds_left <= 0 or budget.is_stopped):
             return False
-        candidate = _Overlapped(schedule, job, costs, count, pieces, ascending=ascending).schedule()
+        candidate = _OverlapBuilder(schedule, job, costs, count, pieces, ascending=ascending).build_schedule()
         if candidate.period_ticks >= best.period_ticks or check(candidate):
             return False
         best = candidate
@@ -248,27 +251,27 @@ def _best(schedule: Schedule, job: Job, counts: Sequence[int], params: OverlapPa
     return best
 
 
-class _Reductions:
+class _ReductionSeconds:
     """Durations of the reductions of ranges of layers: a minimum for each reduction, and a share of each layer beyond
     it."""
 
     def __init__(self, job: Job) -> None:
-        least = exact(job.network.least(job.pipelines * job.chains))
+        least = exact_decimal(job.network.reduction_latency(job.pipelines * job.chains))
         costs, ends = layer_costs(job), [*accumulate(job.layers or (1,) * job.depth, initial=0)]
-        self._least = min([least, *(exact(seconds) for seconds in job.time.all_reduce if seconds)])
-        self._beyond = [layer * (1 - self._least / exact(whole)) if whole else layer
+        self._least = min([least, *(exact_decimal(seconds) for seconds in job.time.all_reduce if seconds)])
+        self._beyond = [layer * (1 - self._least / exact_decimal(whole)) if whole else layer
                         for (first, end), whole in zip(pairwise(ends), job.time.all_reduce, strict=False)
                         for layer in costs.all_reduce[first:end]]
 
-    def of(self, layers: LayerRange) -> Fraction:
+    def seconds_of(self, layers: LayerRange) -> Fraction:
         """Return the seconds of the reduction of these layers."""
         beyond = sum(self._beyond[slice(*layers)], Fraction(0))
         return self._least + beyond if beyond else beyond
 
 
-def _ticks(seconds: Fraction, tick: Fraction) -> int:
+def _ticks_rounded_up(seconds: Fraction, tick: Fraction) -> int:
     """Convert seconds to ticks, rounded up, with a tolerance for a tick that is a rounded float."""
-    return ceil(seconds / tick - Fraction(ROUNDED))
+    return ceil(seconds / tick - Fraction(ROUNDING))
 
 
 class _LayerParts(NamedTuple):
@@ -278,7 +281,7 @@ class _LayerParts(NamedTuple):
     reduced: list[LayerRange]
 
 
-class _Overlapped:
+class _OverlapBuilder:
     """Builder of a schedule whose workers cut the last `count` micro-batches that they run, and each reduced range of
     layers.
 
@@ -286,7 +289,7 @@ class _Overlapped:
     first, instead of by Johnson's rule.
     """
 
-    def __init__(self, schedule: Schedule, job: Job, costs: LayerSeconds | None, count: int, pieces: int, *,
+    def __init__(self, schedule: Schedule, job: Job, costs: ExactLayerCosts | None, count: int, pieces: int, *,
                  ascending: bool = False) -> None:
         self._old, self._costs, self._count, self._ascending = schedule, costs, count, ascending
         self._job = job
@@ -301,32 +304,32 @@ class _Overlapped:
         self._within: dict[LayerRange, list[LayerRange]] = {}
         self._turn: dict[int, int] = {}
 
-    def schedule(self) -> Schedule:
+    def build_schedule(self) -> Schedule:
         """Return the schedule, without a bound."""
         old = self._old
-        self._turn = self._turns()
-        parts = [self._divided(program) for program in old.programs]
+        self._turn = self._weight_turns()
+        parts = [self._cut_program(program) for program in old.programs]
         reductions = sorted({layers for part in parts for layers in part.reduced})
         for layers in reductions:
-            self._known(layers)
+            self._slice_number(layers)
         forward, inputs, weights, *held = zip(*self._values, strict=True)
         times = replace(old.times, forward=forward, backward_input=inputs, backward_weight=weights, overlap=True,
                         all_reduce=self._reduction_ticks())
         memory = old.memory and replace(old.memory, activation=held[0], weight_stash=held[1])
         cut_schedule = replace(old, slices=tuple(self._layers[len(old.grid.stages):]), times=times, memory=memory,
                                programs=tuple(tuple(part.ops) for part in parts))
-        return _timed(cut_schedule, [part.reduced for part in parts], self._number)
+        return _with_start_times(cut_schedule, [part.reduced for part in parts], self._number)
 
     def _reduction_ticks(self) -> tuple[int, ...]:
         """Return the ticks of the reduction of each slice."""
-        tick, stages = exact(self._old.tick_seconds), self._job.time.all_reduce
+        tick, stages = exact_decimal(self._old.tick_seconds), self._job.time.all_reduce
         if self._costs is None:
-            return tuple(_ticks(exact(seconds), tick) for seconds in stages)
-        seconds = _Reductions(self._job)
-        return (*(_ticks(exact(stage_seconds), tick) for stage_seconds in stages),
-                *(_ticks(seconds.of(layers), tick) for layers in self._layers[len(stages):]))
+            return tuple(_ticks_rounded_up(exact_decimal(seconds), tick) for seconds in stages)
+        seconds = _ReductionSeconds(self._job)
+        return (*(_ticks_rounded_up(exact_decimal(stage_seconds), tick) for stage_seconds in stages),
+                *(_ticks_rounded_up(seconds.seconds_of(layers), tick) for layers in self._layers[len(stages):]))
 
-    def _turns(self) -> dict[int, int]:
+    def _weight_turns(self) -> dict[int, int]:
         """Return, by layer, the turn in which its W is done; empty if there is no choice.
 
         Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
@@ -338,27 +341,27 @@ class _Overlapped:
         if not self._count or self._costs is None:
             return {}
         pieces = {piece for program in self._old.programs for op in program if op.kind is OpKind.A
-                  for piece in self._cut(self._old.layers_of(op.slice or 0))}
-        seconds = _Reductions(self._job)
+                  for piece in self._divide_range(self._old.layers_of(op.slice or 0))}
+        seconds = _ReductionSeconds(self._job)
 
         def sort_key(piece: LayerRange) -> tuple[bool, Fraction, int]:
             assert self._costs is not None
             weights = self._costs.backward_weight[slice(*piece)]
             if self._ascending:
                 return False, Fraction(0), piece[0]
-            first, second = self._count * sum(weights, Fraction(0)), seconds.of(piece)
+            first, second = self._count * sum(weights, Fraction(0)), seconds.seconds_of(piece)
             return first >= second, first if first < second else -second, -piece[0]
 
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=sort_key)) for layer in range(*piece)}
 
-    def _divided(self, program: Program) -> _LayerParts:
+    def _cut_program(self, program: Program) -> _LayerParts:
         """Return a program with its last micro-batches cut."""
         reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
         if not self._count:
             return _LayerParts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
-        pieces = sorted(piece for layers in reduced for piece in self._cut(layers))
+        pieces = sorted(piece for layers in reduced for piece in self._divide_range(layers))
         edges = sorted({edge for piece in pieces for edge in piece})
-        finals = [op for op in program if op.kind in FINAL]
+        finals = [op for op in program if op.kind in WEIGHT_KINDS]
         chosen = {(op.slice, op.microbatch, op.pipeline) for op in finals[-self._count:]}
         ops: list[ProgramOp] = []
         waiting: list[tuple[int, int, ProgramOp]] = []
@@ -369,7 +372,7 @@ class _Overlapped:
             if unit not in chosen:
                 ops.append(op)
                 continue
-            cut = [replace(op, slice=number) for number in self._pieces_of(op.slice, edges)]
+            cut = [replace(op, slice=number) for number in self._slices_within(op.slice, edges)]
             if op.kind is OpKind.F:
                 ops += cut
             elif op.kind is OpKind.W:
@@ -383,14 +386,14 @@ class _Overlapped:
                                 for place, piece_op in enumerate(reversed(cut))]
         return _LayerParts(ops, pieces)
 
-    def _cut(self, layers: LayerRange) -> list[LayerRange]:
+    def _divide_range(self, layers: LayerRange) -> list[LayerRange]:
         """Divide layers that are reduced together into ranges that are reduced one after the other."""
         first, end = layers
         count = min(self._pieces, end - first)
         edges = [first + (end - first) * piece // count for piece in range(count + 1)]
         return list(pairwise(edges))
 
-    def _pieces_of(self, slice_: int, edges: Sequence[int]) -> list[int]:
+    def _slices_within(self, slice_: int, edges: Sequence[int]) -> list[int]:
         """Return the numbers of the slices into which a slice is cut."""
         layers = self._layers[slice_]
         if layers not in self._within:
@@ -398,10 +401,10 @@ class _Overlapped:
             inner = [first, *(edge for edge in edges if first < edge < end), end]
             self._within[layers] = list(pairwise(inner))
             if len(inner) > 2:
-                self._add(slice_, self._within[layers])
+                self._add_slices(slice_, self._within[layers])
         return [self._number[piece] for piece in self._within[layers]]
 
-    def _add(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
+    def _add_slices(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
         """Add new slices with their shares of the values of a slice. A piece of two slices gets the larger value of the
         two."""
         costs, whole = self._costs, self._values[slice_]
@@ -411,11 +414,11 @@ class _Overlapped:
             *before, total = accumulate((sum(by_layer[place][slice(*piece)]) for piece in pieces), initial=Fraction(0))
             ends = [round(value * partial / total) if total else 0 for partial in (*before, total)]
             for piece, (begin, end) in zip(pieces, pairwise(ends), strict=True):
-                number = self._known(piece)
+                number = self._slice_number(piece)
                 if number >= len(self._old.layers_by_slice):
                     self._values[number][place] = max(self._values[number][place], end - begin)
 
-    def _known(self, layers: LayerRange) -> int:
+    def _slice_number(self, layers: LayerRange) -> int:
         if layers not in self._number:
             self._number[layers] = len(self._layers)
             self._layers.append(layers)
@@ -426,7 +429,8 @@ class _Overlapped:
 # --- Start times ------------------------------------------------------------------------------------------------------
 
 
-def _timed(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]], number: Mapping[LayerRange, int]) -> Schedule:
+def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]],
+                      number: Mapping[LayerRange, int]) -> Schedule:
     """Return a schedule of compute ops with the reductions of each program and with new start times.
 
     The ranges of layers that each program reduces are in `reduced`, the numbers of their slices in `number`. Every op
@@ -444,7 +448,7 @@ def _timed(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]], number: 
         for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True):
             assert op.slice is not None
             ends[worker] = end = start + schedule.times.duration_ticks(op.kind, op.slice, worker)
-            if op.kind in FINAL:
+            if op.kind in WEIGHT_KINDS:
                 last_of_slice[op.slice] = max(last_of_slice[op.slice], end)
         for layers in reduced[seat.program]:
             holders[layers].append(worker)
@@ -490,7 +494,7 @@ def _compute_begins(schedule: Schedule) -> dict[Worker, list[int]]:
         worker = todo.pop()
         for op in islice(programs[worker], len(begins[worker]), None):
             key, start = op_key(op), free[worker]
-            for awaited, rule in waits(key, schedule.path(*key[2:])):
+            for awaited, rule in producers_with_rules(key, schedule.route_of(*key[2:])):
                 if awaited not in done:
                     waiting[awaited].append(worker)
                     break

@@ -3,7 +3,7 @@ schedule.
 
 A simulation needs the period of every state that a fleet enters. Swapping roles within a stage costs nothing, so a
 period depends only on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
-(`planner.normalise.arrangements`) are planned by list schedules within a short time, and the best one counts.
+(`planner.normalise.arrange_vacancies`) are planned by list schedules within a short time, and the best one counts.
 
 A job of more than `BlockParams.piecewise` ops is planned piece by piece (`planner.model.decompose`), each different
 piece once. Its period is that of the slowest piece. Pieces meet only at the all-reduces; if their workers end at
@@ -16,21 +16,27 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.budget import Budget, ProgressCallback, quiet
-from slipstream.planner.compiled import ready
+from slipstream.planner.budget import Budget, ProgressCallback, ignore_progress
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.bounds import lower_bound, work_bound
-from slipstream.planner.model.decompose import decompose, undivided
-from slipstream.planner.model.from_job import layered_problem, tick_of
+from slipstream.planner.model.decompose import decompose, make_whole_piece
+from slipstream.planner.model.from_job import build_layered_problem, choose_tick
 from slipstream.planner.model.problem import Problem
-from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
+from slipstream.planner.normalise import Counts, WindowBounds, arrange_vacancies, window_bounds_of
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import overlaps, period_beside, without_reductions
-from slipstream.planner.search.engine import solve
-from slipstream.planner.search.incumbent import Incumbent, ordered
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign, in_flight, one_f_one_b
+from slipstream.planner.overlapped import has_overlapping_reductions, overlapped_period, without_reductions
+from slipstream.planner.search.engine import find_best_candidate
+from slipstream.planner.search.incumbent import Incumbent, order_pieces
+from slipstream.planner.search.list_scheduler import (
+    DispatchRule,
+    ListScheduler,
+    assign_hosts,
+    scale_in_flight_limits,
+    schedule_1f1b,
+)
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 
@@ -40,17 +46,17 @@ Solver = Callable[[Problem], Incumbent]
 class Periods:
     """Periods of one job without slow workers; each piece is planned once."""
 
-    def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = quiet) -> None:
+    def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress) -> None:
         """Compile the planner if necessary, and build the job's problem with the options of the search.
 
         Raises NoPlanError if no schedule can run the job.
         """
-        ready(progress)
-        self._given, self._overlaps = job, overlaps(job)
+        ensure_compiled(progress)
+        self._given, self._overlaps = job, has_overlapping_reductions(job)
         self._job, self._options = without_reductions(job) if self._overlaps else job, options
-        problem = options.problem(job)
+        problem = options.make_problem(job)
         self._classes = pipeline_classes(problem.grid, problem.times, problem.memory)
-        self._windows: dict[int, Windows] = {}
+        self._windows: dict[int, WindowBounds] = {}
         self._pieces: dict[Hashable, int] = {}
 
     @property
@@ -58,7 +64,7 @@ class Periods:
         """True if the job is planned piece by piece."""
         return 3 * self._job.depth * sum(self._job.microbatches) > self._options.params.blocks.piecewise
 
-    def affected(self, failures: int) -> Job:
+    def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
         The other pipelines are equal and change nothing. With f (M + 1) pipelines, one more micro-batch for each peer
@@ -70,81 +76,82 @@ class Periods:
             return self._job
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
-    def windows(self, failures: int) -> Windows:
-        """Return the `Windows` of the part of the job that this number of failures affects."""
-        job = self.affected(failures)
+    def window_bounds(self, failures: int) -> WindowBounds:
+        """Return the `WindowBounds` of the part of the job that this number of failures affects."""
+        job = self.affected_job(failures)
         if job.pipelines not in self._windows:
-            self._windows[job.pipelines] = windows_of(job, self._options)
+            self._windows[job.pipelines] = window_bounds_of(job, self._options)
         return self._windows[job.pipelines]
 
-    def planned(self, down: Counts) -> tuple[float, bool]:
+    def planned_period(self, down: Counts) -> tuple[float, bool]:
         """Return (shortest period found in seconds, whether it meets its bound) over the planner's list schedules."""
-        return self._shortest(down, self._options, self._search)
+        return self._shortest_period(down, self._options, self._plan_quickly)
 
-    def round_robin(self, down: Counts, options: PlanOptions) -> float:
+    def round_robin_period(self, down: Counts, options: PlanOptions) -> float:
         """Return the shortest period found, in seconds, if micro-batches of the dead are dealt round-robin as in
         ReCycle.
 
         The best of some list schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
         """
-        return self._shortest(down, options, _round_robin)[0]
+        return self._shortest_period(down, options, _plan_round_robin)[0]
 
-    def one_f_one_b(self, microbatches: int) -> float:
+    def one_f_one_b_period(self, microbatches: int) -> float:
         """Return the period of 1F1B (fused, synchronous) on one pipeline with this number of micro-batches, in
         seconds."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
-        problem = PlanOptions(method="1f1b").problem(job)
-        return self._seconds(ordered(problem, [undivided(problem)], one_f_one_b))
+        problem = PlanOptions(method="1f1b").make_problem(job)
+        return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
-    def _shortest(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
+    def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
         """Return (shortest period in seconds, whether it meets its bound) over the arrangements of these failures. The
         period is infinite if a stage has no live worker."""
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
-        for problem in self._problems(down, options):
+        for problem in self._problems_to_plan(down, options):
             best = min(best, self._period_of(problem, solver))
             if best <= lower_bound(problem) * problem.tick_seconds:
                 return best, True
         return best, False
 
-    def _problems(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
+    def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
         """Return one problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
 
         The problems of a large job are sorted by the size of their largest piece, and only the first may have large
         pieces.
         """
         distinct: dict[Pattern, Problem] = {}
-        job = self.affected(sum(down))
-        for failed in arrangements(job, self.windows(sum(down)), down) if any(down) else [()]:
+        job = self.affected_job(sum(down))
+        for failed in arrange_vacancies(job, self.window_bounds(sum(down)), down) if any(down) else [()]:
             pattern = pattern_of(failed, self._classes)
             if pattern not in distinct:
-                distinct[pattern] = options.problem(job, failed)
+                distinct[pattern] = options.make_problem(job, failed)
         problems, most = list(distinct.values()), options.params.blocks.piecewise
-        if problems[0].operations <= most:
+        if problems[0].operation_count <= most:
             return problems
-        largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
+        largest = [max(piece.problem.operation_count for piece in decompose(problem)) for problem in problems]
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
         return [problems[index] for index in ranked if largest[index] <= most or index == ranked[0]]
 
-    def _search(self, problem: Problem) -> Incumbent:
+    def _plan_quickly(self, problem: Problem) -> Incumbent:
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
-        clock = self._options.clock()
-        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock))
+        clock = self._options.make_clock()
+        return find_best_candidate(problem, "greedy",
+                                   Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
         """Return the period in seconds: that of the assembled schedule, or of the slowest piece of a large job."""
-        if problem.operations > self._options.params.blocks.piecewise:
+        if problem.operation_count > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
-        return self._seconds(solver(problem))
+        return self._period_seconds(solver(problem))
 
-    def _seconds(self, solved: Incumbent) -> float:
+    def _period_seconds(self, solved: Incumbent) -> float:
         """Return the period of a solution in seconds, with reductions added if they overlap compute."""
         if not self._overlaps:
-            return solved.seconds
+            return solved.period_seconds
         grid = solved.problem.grid
         job = msgspec.structs.replace(self._given, pipelines=grid.pipelines, microbatches=grid.microbatches)
-        return period_beside(solved.schedule("greedy"), job, self._options.params.overlap)
+        return overlapped_period(solved.make_schedule("greedy"), job, self._options.params.overlap)
 
     def _piece_period(self, problem: Problem, solver: Solver) -> int:
         key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
@@ -153,34 +160,35 @@ class Periods:
         return self._pieces[key]
 
 
-def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
+def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
     """Return a lower bound in seconds on any plan, whatever layers live workers hold: their shared work."""
-    return float(work_bound(layered_problem(job, failed, down=True)) * tick_of(job, layer_costs(job)))
+    return float(work_bound(build_layered_problem(job, failed, down=True)) * choose_tick(job, layer_costs(job)))
 
 
-def _round_robin(problem: Problem) -> Incumbent:
+def _plan_round_robin(problem: Problem) -> Incumbent:
     """Plan each piece by list schedules with round-robin assignment; with fused backwards, by 1F1B with its memory."""
-    return ordered(problem, decompose(problem), _best_round_robin)
+    return order_pieces(problem, decompose(problem), _best_round_robin)
 
 
 def _best_round_robin(problem: Problem) -> Solution:
     if problem.backward == "fused":
-        return one_f_one_b(problem)
+        return schedule_1f1b(problem)
     bound = lower_bound(problem)
-    orders = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
+    orders = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "round-robin")))
     best, solution = math.inf, None
-    for rule in _rules(problem):
-        if (period := orders.period(rule)) < best:
-            best, solution = period, orders.solution()
+    for rule in _round_robin_rules(problem):
+        if (period := orders.evaluate_rule(rule)) < best:
+            best, solution = period, orders.last_solution()
         if best <= bound:
             break
     assert solution is not None
     return solution
 
 
-def _rules(problem: Problem) -> Iterator[DispatchRule]:
+def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
     """Return dispatch rules with as many micro-batches in flight as memory allows, as many as in 1F1B, or twice as
     many."""
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
-            yield DispatchRule(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)
+            yield DispatchRule(ignore_transfers=ignore, in_flight=scale_in_flight_limits(problem, factor) if factor
+                               else None)

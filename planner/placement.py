@@ -23,15 +23,16 @@ from contextlib import suppress
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock, ProgressCallback, quiet
-from slipstream.planner.compiled import ready
+from slipstream.planner.blockwise import TooLargeError
+from slipstream.planner.budget import Budget, Clock, ProgressCallback, ignore_progress
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
-from slipstream.planner.job.divisions import StageLoads, changed, placements
+from slipstream.planner.job.divisions import StageLoads, change_at_random, known_placements
 from slipstream.planner.job.file import Job, JobError, parse_job
-from slipstream.planner.job.layers import ratio
-from slipstream.planner.model.assemble import claiming
+from slipstream.planner.job.layers import limited_ratio
+from slipstream.planner.model.assemble import with_converted_bound
 from slipstream.planner.model.bounds import placement_bound
-from slipstream.planner.model.from_job import layered_problem, tick_of, unit_of
+from slipstream.planner.model.from_job import build_layered_problem, choose_memory_unit, choose_tick
 from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
@@ -40,11 +41,10 @@ from slipstream.planner.recompute import (
     Recomputation,
     choose_recomputation,
     chooses_recomputation,
-    recomputing,
+    with_recomputation,
 )
-from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.search.improvement import list_schedules
-from slipstream.planner.search.incumbent import Solved, divided
+from slipstream.planner.search.improvement import improve_by_list_schedules
+from slipstream.planner.search.incumbent import SolvedPiece, divide_problem
 from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
 
@@ -55,15 +55,15 @@ FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
 """Shares of the time left for steps 1 to 4 above."""
 QUICK_TRIES = 10
 """Number of list schedules of a placement that is compared."""
-MOST_WEIGHED = 64
+MAX_WEIGHED_FAILURES = 64
 """Maximum number of failures that count."""
-DOWN = 0.01
+MEAN_DOWN_SHARE = 0.01
 """Default mean share of workers that are down, for `failures`."""
-FIRST_AGAIN = (0.0, 0.5, 1.0)
+RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
 """Shares of a chain's stages, from the first on, that recompute their activations in placements that are compared."""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """A placement that was planned."""
 
     arrangement: Arrangement
@@ -102,14 +102,14 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Number of placements and divisions that were planned."""
 
 
-def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = DOWN,
-                   progress: ProgressCallback = quiet, clock: Clock | None = None) -> FoundPlacement:
+def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
+                   progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
     """Find the best pipeline for a job, in about as much time as a plan takes.
 
     The job file in `text` must extend no other. Up to `failures` failures count, with a mean share `down` of the
     workers that are down. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if nothing fits.
     """
-    return _Search(MovableLayers(text), options, failures, down, progress, clock or options.clock()).found()
+    return _Search(MovableLayers(text), options, failures, down, progress, clock or options.make_clock()).find_best()
 
 
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
@@ -123,46 +123,47 @@ def failure_weights(workers: int, failures: int, down: float) -> list[float]:
 # --- The bound --------------------------------------------------------------------------------------------------------
 
 
-def question_of(layers: MovableLayers, options: PlanOptions) -> Problem:
+def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Problem:
     """Return the problem of the job's layers, none of which costs more than in any placement."""
     job = layers.job
-    own = options.problem(job)
-    below = layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
-                            down=True)
+    own = options.make_problem(job)
+    below = build_layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
+                                  down=True)
     costs = below.costs
     if job.network.overlap:  # reductions may go on beside all compute
         costs = msgspec.structs.replace(costs, all_reduce=(0,) * layers.layers)
     if chooses_recomputation(job) and any(layers.costs.recomputed):
-        unit = unit_of(job, layers.costs)
+        unit = choose_memory_unit(job, layers.costs)
         least = tuple(min(one, math.floor(other / unit)) for one, other in zip(
             costs.activation, layers.costs.recomputed, strict=True))
         stash = costs.weight_stash
         if layers.input_free:  # a first stage that leaves its backward to W may hold as little until then
             stash = tuple(map(min, stash, least))
         costs = msgspec.structs.replace(costs, activation=least, weight_stash=stash)
-    inputs, weights = layers.least_in_ticks(tick_of(job, layers.costs))
+    inputs, weights = layers.backward_floor_ticks(choose_tick(job, layers.costs))
     return msgspec.structs.replace(below, costs=msgspec.structs.replace(costs, backward_input=inputs,
                                                                         backward_weight=weights))
 
 
-def bound_of(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
+def bound_over_placements(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
     """Return a lower bound on the plans of all placements, and the problem in whose ticks it is given."""
-    below = question_of(layers, options)
+    below = movable_layers_problem(layers, options)
     return placement_bound(below, input_free=layers.input_free), below
 
 
-def _claimed(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
+def _with_placement_bound(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
     """Return the schedule with the bound of all placements; with its own bound if pipelines are not all whole and
     equal."""
-    if schedule.scope is not Scope.OWN or schedule.overlaps:
+    if schedule.scope is not Scope.OWN or schedule.has_overlap:
         return schedule
-    bound, below = bound_of(layers, options)
-    per_tick = ratio(schedule.tick_seconds, below.tick_seconds)
-    per_unit = ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory else ratio(1, 1)
+    bound, below = bound_over_placements(layers, options)
+    per_tick = limited_ratio(schedule.tick_seconds, below.tick_seconds)
+    per_unit = limited_ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory \
+        else limited_ratio(1, 1)
     layer_costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                              **msgspec.structs.asdict(below.costs))
     times = msgspec.structs.replace(schedule.times, of_layers=layer_costs)
-    return claiming(msgspec.structs.replace(schedule, times=times), bound, below.tick_seconds)
+    return with_converted_bound(msgspec.structs.replace(schedule, times=times), bound, below.tick_seconds)
 
 
 # --- The search -------------------------------------------------------------------------------------------------------
@@ -177,161 +178,164 @@ class _Search:
         self._loads = StageLoads(layers)
         self._weights = failure_weights(layers.job.pipelines * layers.job.stages, failures, down)
         self._failures = failures
-        self._deadline = clock.now() + options.seconds
-        self._tried: dict[Arrangement, Tried | None] = {}
-        self._solved: list[Solved] = []
+        self._deadline = clock.now() + options.limit_seconds
+        self._tried: dict[Arrangement, TriedPlacement | None] = {}
+        self._solved: list[SolvedPiece] = []
         self._again, self._shortest = chooses_recomputation(layers.job), math.inf
 
-    def found(self) -> FoundPlacement:
+    def find_best(self) -> FoundPlacement:
         """Run the search and return the best placement. Raises NoPlanError if nothing fits."""
-        ready(self._progress)
-        own = self._layers.given
-        self._look_at_all(own, self._budget(FIRST_SHARE))
-        self._change(self._budget(CHANGES_SHARE))
+        ensure_compiled(self._progress)
+        own = self._layers.own_arrangement
+        self._evaluate_all(own, self._budget_share(FIRST_SHARE))
+        self._change_best(self._budget_share(CHANGES_SHARE))
         tried = sorted((entry for entry in self._tried.values() if entry), key=lambda entry: entry.period)
         if not tried:
             raise NoPlanError("no placement of the layers over the workers has room for the micro-batches in flight")
         finalists = tried[:FINALISTS] + [entry for entry in tried[FINALISTS:] if entry.arrangement == own]
         if self._options.method == "cp-sat":
-            finalists = self._finalists(finalists)
+            finalists = self._plan_finalists(finalists)
         if self._failures:
-            finalists = self._with_failures(finalists)
+            finalists = self._plan_with_failures(finalists)
         best = min(finalists, key=lambda entry: entry.mean_period(self._weights))
-        return self._planned(best, next((entry for entry in finalists if entry.arrangement == own), None))
+        return self._plan_whole_job(best, next((entry for entry in finalists if entry.arrangement == own), None))
 
     @property
-    def _seconds(self) -> float:
+    def _seconds_left(self) -> float:
         return self._deadline - self._clock.now()
 
-    def _budget(self, share: float) -> Budget:
-        return Budget(deadline=self._clock.now() + share * self._seconds, clock=self._clock, seed=self._options.seed)
+    def _budget_share(self, share: float) -> Budget:
+        return Budget(deadline=self._clock.now() + share * self._seconds_left, clock=self._clock,
+                      seed=self._options.seed)
 
     # --- Quickly ---
 
-    def _look_at_all(self, own: Arrangement, budget: Budget) -> None:
+    def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
         """Try every placement with its balanced division, beginning with the job's own arrangement."""
         stages = self._layers.job.stages
-        self._try(own)
-        candidates = [self._loads.balanced(order, chunks) for order, chunks in placements(stages, self._layers.layers)]
-        for number, arrangement in enumerate(sorted(candidates, key=self._loads.rank)):
-            if budget.seconds <= 0 and number >= 3:
+        self._evaluate(own)
+        candidates = [self._loads.balance_layers(order, chunks) for order,
+                      chunks in known_placements(stages, self._layers.layers)]
+        for number, arrangement in enumerate(sorted(candidates, key=self._loads.ranking_key)):
+            if budget.seconds_left <= 0 and number >= 3:
                 return
-            self._try(arrangement)
+            self._evaluate(arrangement)
 
-    def _change(self, budget: Budget) -> None:
+    def _change_best(self, budget: Budget) -> None:
         """Change the best arrangements of different placements at random, the more promising ones more often."""
         chance = random.Random(self._options.seed)
         starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
         for number, count in enumerate(fewer):
             starts = sorted(starts, key=lambda tried: tried.period)[:count]
-            turn = budget.share(1 / (len(fewer) - number))
+            turn = budget.with_share(1 / (len(fewer) - number))
             for index, at in enumerate(starts):
-                starts[index] = self._walk(at, turn.share(1 / (len(starts) - index)), chance)
+                starts[index] = self._random_walk(at, turn.with_share(1 / (len(starts) - index)), chance)
 
-    def _walk(self, at: Tried, budget: Budget, chance: random.Random) -> Tried:
+    def _random_walk(self, at: TriedPlacement, budget: Budget, chance: random.Random) -> TriedPlacement:
         """Change an arrangement at random until the budget ends or 200 changes in a row find nothing; return the
         best."""
         unsuccessful = 0
-        while budget.seconds > 0 and unsuccessful < 200:
-            other = changed(at.arrangement, self._layers.job.stages, self._loads, chance)
+        while budget.seconds_left > 0 and unsuccessful < 200:
+            other = change_at_random(at.arrangement, self._layers.job.stages, self._loads, chance)
             unsuccessful += 1
             if other is None:
                 break
             if other in self._tried:
                 continue
-            tried = self._try(other, at.period)
+            tried = self._evaluate(other, at.period)
             if tried is not None and tried.period <= at.period:
                 unsuccessful = 0 if tried.period < at.period else unsuccessful
                 at = tried
         return at
 
-    def _try(self, arrangement: Arrangement, shortest: float = math.inf) -> Tried | None:
+    def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
         """Evaluate an arrangement by a few list schedules of one pipeline; return None if it does not fit or cannot be
         shorter."""
         if arrangement in self._tried:
             return self._tried[arrangement]
         tried = None
         most = max(self._layers.job.microbatches)
-        if max(self._loads.columns(arrangement)) * most < shortest:
+        if max(self._loads.column_loads(arrangement)) * most < shortest:
             with suppress(JobError, NoPlanError, TooLargeError):
-                tried = self._quick(arrangement, most)
+                tried = self._evaluate_quickly(arrangement, most)
         self._tried[arrangement] = tried
         if tried is not None and tried.period < self._shortest:
             self._shortest = tried.period
-            self._progress(f"{arrangement.words}: about {tried.period:g} s")
+            self._progress(f"{arrangement.description}: about {tried.period:g} s")
         return tried
 
-    def _quick(self, arrangement: Arrangement, most: int) -> Tried | None:
+    def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
         """Return the best of a few list schedules of one pipeline, with several numbers of stages that recompute
         activations."""
-        job = parse_job(self._layers.text(arrangement))
+        job = parse_job(self._layers.arranged_job_text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
         fewer += (most - fewer) % job.chains
-        remaining_seconds = (most - fewer) * max(self._loads.columns(arrangement))
+        remaining_seconds = (most - fewer) * max(self._loads.column_loads(arrangement))
         best: tuple[float, tuple[int, ...]] | None = None
-        for share in FIRST_AGAIN if self._again else (0.0,):
+        for share in RECOMPUTED_SHARES if self._again else (0.0,):
             stages = tuple(range(round(share * job.depth)))
-            period = self._list_period(_one_pipeline(recomputing(job, stages), fewer))
+            period = self._list_period(_one_pipeline(with_recomputation(job, stages), fewer))
             if period is not None and (best is None or period + remaining_seconds < best[0]):
                 best = period + remaining_seconds, stages
-        return None if best is None else Tried(arrangement=arrangement, job=job, period=best[0], again=best[1])
+        return None if best is None else TriedPlacement(arrangement=arrangement, job=job, period=best[0], again=best[1])
 
     def _list_period(self, job: Job) -> float | None:
         """Return the period of a few list schedules in seconds; None if they get stuck or nothing fits."""
         with suppress(NoPlanError, StuckError):
-            problem = self._options.problem(job)
-            known = divided(problem, Bound(0, problem.scope))
+            problem = self._options.make_problem(job)
+            known = divide_problem(problem, Bound(0, problem.bound_scope))
             # A list schedule and the making of it; annealing is for the finalists.
-            seconds = QUICK_TRIES * 2.5e-6 * (200 + 0.3 * problem.operations)
+            seconds = QUICK_TRIES * 2.5e-6 * (200 + 0.3 * problem.operation_count)
             budget = Budget(deadline=self._clock.now() + seconds, clock=self._clock, seed=self._options.seed)
-            return list_schedules(known, budget, self._options.params.lists, 0).seconds
+            return improve_by_list_schedules(known, budget, self._options.params.lists, 0).period_seconds
         return None
 
     # --- In earnest ---
 
-    def _finalists(self, some: Sequence[Tried]) -> list[Tried]:
+    def _plan_finalists(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
         """Plan one pipeline of each finalist with all its micro-batches, by the whole search."""
-        budget = self._budget(FINAL_SHARE)
+        budget = self._budget_share(FINAL_SHARE)
         planned = []
         for number, tried in enumerate(some):
-            seconds = max(0.01, budget.seconds / (len(some) - number))
+            seconds = max(0.01, budget.seconds_left / (len(some) - number))
             with suppress(NoPlanError, TooLargeError):
-                job = _one_pipeline(recomputing(tried.job, tried.again), max(tried.job.microbatches))
-                plan = plan_only(self._options.within(seconds), job, (), self._clock, self._solved)
+                job = _one_pipeline(with_recomputation(tried.job, tried.again), max(tried.job.microbatches))
+                plan = plan_only(self._options.with_limit(seconds), job, (), self._clock, self._solved)
                 planned.append(msgspec.structs.replace(tried, period=plan.period))
-                self._progress(f"{tried.arrangement.words}: period {plan.period:g} s")
+                self._progress(f"{tried.arrangement.description}: period {plan.period:g} s")
         return planned or list(some)
 
-    def _with_failures(self, some: Sequence[Tried]) -> list[Tried]:
+    def _plan_with_failures(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
         """Plan each finalist with 1, 2 ... vacant roles, up to the number that it can lose; return those that lose the
         most."""
-        budget = self._budget(FAILURES_SHARE)
-        quick = self._options.comparing
+        budget = self._budget_share(FAILURES_SHARE)
+        quick = self._options.for_comparison
         planned = []
         for number, tried in enumerate(some):
             periods: list[float] = []
-            share = budget.seconds / (len(some) - number) / self._failures
+            share = budget.seconds_left / (len(some) - number) / self._failures
             with suppress(NoPlanError, TooLargeError):
                 for count in range(1, self._failures + 1):
-                    plan = normal_form(recomputing(tried.job, tried.again), count, quick.within(max(0.01, share)),
+                    plan = normal_form(with_recomputation(tried.job, tried.again), count,
+                                       quick.with_limit(max(0.01, share)),
                                        clock=self._clock)
                     periods.append(max(plan.period, *periods) if periods else plan.period)
             planned.append(msgspec.structs.replace(tried, with_failures=tuple(periods)))
         most = max(len(tried.with_failures) for tried in planned)
         return [tried for tried in planned if len(tried.with_failures) == most]
 
-    def _planned(self, best: Tried, own: Tried | None) -> FoundPlacement:
+    def _plan_whole_job(self, best: TriedPlacement, own: TriedPlacement | None) -> FoundPlacement:
         """Plan the whole job with the best placement, in the rest of the time."""
         arrangement = best.arrangement
-        text = self._layers.text(arrangement, f"{arrangement.words}.")
+        text = self._layers.arranged_job_text(arrangement, f"{arrangement.description}.")
         job, again = best.job, None
-        left = max(0.01, self._seconds)
+        left = max(0.01, self._seconds_left)
         if self._again:
-            again = choose_recomputation(job, self._options.within(left), self._clock)
+            again = choose_recomputation(job, self._options.with_limit(left), self._clock)
             job = again.job
-        plan = plan_only(self._options.within(max(0.01, self._seconds)), job, (), self._clock, self._solved)
-        schedule = _claimed(plan.schedule, MovableLayers(text), self._options)
+        plan = plan_only(self._options.with_limit(max(0.01, self._seconds_left)), job, (), self._clock, self._solved)
+        schedule = _with_placement_bound(plan.schedule, MovableLayers(text), self._options)
         plan = msgspec.structs.replace(plan, schedule=schedule)
         final = msgspec.structs.replace(best, period=plan.period)
         return FoundPlacement(

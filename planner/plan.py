@@ -3,7 +3,7 @@
 With layers in place, the candidates are the problem as it is, in which live holders share micro-batches, and layouts
 that cut some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all layouts of `planner.layout`
 are candidates, too. `planner.search.engine` finds the best of them; if there is not enough time for the whole job,
-`planner.repetition` plans a part of it.
+`planner.blockwise` plans a part of it.
 """
 
 import gc
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.planner.blockwise import Speed, TooLargeError, choose_blocks, plan_in_blocks
 from slipstream.planner.budget import (
     Budget,
     Clock,
@@ -26,24 +27,34 @@ from slipstream.planner.budget import (
     SearchProgress,
     StepClock,
     Tally,
-    interruptible,
-    quiet,
+    defer_interrupts,
+    ignore_progress,
 )
-from slipstream.planner.compiled import begin, ready
-from slipstream.planner.job.file import Job, require_known
-from slipstream.planner.job.layers import layer_costs, ratio
-from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.assemble import claiming
-from slipstream.planner.model.bounds import least_of, strongest_bound
+from slipstream.planner.compiled import compile_in_background, ensure_compiled
+from slipstream.planner.job.file import Job, require_workers
+from slipstream.planner.job.layers import layer_costs, limited_ratio
+from slipstream.planner.layout.candidates import generate_layouts
+from slipstream.planner.model.assemble import with_converted_bound
+from slipstream.planner.model.bounds import layout_lower_bound, strongest_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
+from slipstream.planner.model.from_job import (
+    build_layered_problem,
+    choose_memory_unit,
+    choose_tick,
+    count_equal_layers,
+    with_layout,
+)
 from slipstream.planner.model.problem import Bound, Layout, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import beside_compute, bounding_problem, overlaps, without_reductions
+from slipstream.planner.overlapped import (
+    add_overlapping_reductions,
+    bounding_problem,
+    has_overlapping_reductions,
+    without_reductions,
+)
 from slipstream.planner.params import OverlapParams
-from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
-from slipstream.planner.search.engine import Method, solve
-from slipstream.planner.search.incumbent import Incumbent, Proposals, Solved, divided
+from slipstream.planner.search.engine import Method, find_best_candidate
+from slipstream.planner.search.incumbent import CandidateSource, Incumbent, SolvedPiece, divide_problem
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
 from slipstream.schedules.layers import layers_in
@@ -68,17 +79,17 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Proven lower bound: no plan is shorter."""
 
     @property
-    def close(self) -> bool:
+    def is_close(self) -> bool:
         """True if a better plan would make no difference that matters."""
         return self.period <= self.bound * (1 + CLOSE)
 
-    def better(self, other: "FaultFree | None") -> "FaultFree":
+    def merged_with(self, other: "FaultFree | None") -> "FaultFree":
         """Return the shorter of two periods with the larger of two bounds."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
-    def at_most(self, period: float) -> "FaultFree":
+    def capped_at(self, period: float) -> "FaultFree":
         """Return a copy that takes account of a plan of the same kind with this period for fewer workers.
 
         All workers together could do as well, so period and bound are at most this period.
@@ -94,18 +105,18 @@ def reference_options(options: PlanOptions) -> PlanOptions:
     return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
 
 
-def is_alike(schedule: Schedule) -> bool:
+def is_reference_kind(schedule: Schedule) -> bool:
     """Return whether a schedule is of the kind that `reference_options` describes.
 
     If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
     """
-    in_place = not schedule.slices or (schedule.overlaps and not schedule.rerouted and not schedule.shed)
+    in_place = not schedule.slices or (schedule.has_overlap and not schedule.rerouted and not schedule.shed)
     return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
     """Return a digest of all inputs on which the fault-free period depends."""
-    problem = reference_options(options).problem(job)
+    problem = reference_options(options).make_problem(job)
     rules = (VERSION, options.method, problem.backward, problem.optimizer,
              *([job.network] if job.network.overlap else []))
     text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
@@ -115,62 +126,65 @@ def reference_key(options: PlanOptions, job: Job) -> str:
 # --- What answers a failure -------------------------------------------------------------------------------------------
 
 
-def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None) -> Proposals:
+def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
+                     problem: Problem | None) -> CandidateSource:
     """Return all candidates that these options allow for a job and its failures.
 
     `problem` is that of the options, or None if it has no plan. It is the only candidate if no layout can be better.
     """
-    alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
+    alone = options.method not in ("cp-sat", "greedy") \
+        or not (options.layers == "move" or _can_layouts_gain(options, problem))
     if problem is not None and alone:
-        return Proposals(first=problem)
-    sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
+        return CandidateSource(first=problem)
+    sliced = options.slices if problem is None or options.layers == "move" else problem.can_cut_stages
     layout_scope = LayoutScope(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
     layered, lower = (
-        layered_problem(job, failed, layout_scope, backward=options.backward or "split",
-                        optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
+        build_layered_problem(job, failed, layout_scope, backward=options.backward or "split",
+                              optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
         for down in (False, True))
     costs = layer_costs(job)
-    scale, units = tick_of(job) / tick_of(job, costs), unit_of(job) / unit_of(job, costs)
+    scale, units = choose_tick(job) / choose_tick(job, costs), choose_memory_unit(job) / choose_memory_unit(job, costs)
     if problem is not None and options.layers == "fixed":
-        lower = msgspec.structs.replace(lower, sharing=problem.sharing, parts=equal_parts(lower.grid, lower.costs))
-    least, layered = least_of(lower), _telling(layered, lower)
+        lower = msgspec.structs.replace(lower, sharing=problem.sharing,
+                                        parts=count_equal_layers(lower.grid, lower.costs))
+    least, layered = layout_lower_bound(lower), _with_layer_costs(layered, lower)
 
     def iterate_layouts(largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(layered, largest_fine=largest_fine, params=options.params.layouts):
-                yield divided(with_layout(layered, layout), least, moved=_moved(layered, layout))
+            for layout in generate_layouts(layered, largest_fine=largest_fine, params=options.params.layouts):
+                yield divide_problem(with_layout(layered, layout), least, moved=_moved_memory(layered, layout))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(first=problem and _telling(problem, lower, scale, units), layouts=iterate_layouts,
-                     bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
-                     units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
+    return CandidateSource(first=problem and _with_layer_costs(problem, lower, scale, units), layouts=iterate_layouts,
+                           bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
+                           units=layered.grid.total_microbatches * layered.grid.depth, moving=options.layers == "move")
 
 
-def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
+def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
     """Return whether layouts can be better than the problem as it is: if they may be cut, or if its workers differ in
     room."""
     return problem is not None and (
-        problem.roomier or (options.slices and problem.sliced and problem.grid.chains == 1))
+        problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
 
 
-def _telling(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
-             per_unit: Fraction = Fraction(1)) -> Problem:
+def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
+                      per_unit: Fraction = Fraction(1)) -> Problem:
     """Return the problem with the costs of layers that bounds count, so that the files of its schedules record them."""
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
 
 
-def _moved(given: Problem, layout: Layout) -> int:
+def _moved_memory(given: Problem, layout: Layout) -> int:
     """Return the memory of the layers that workers hold in a layout and did not hold before; without weights, their
     number."""
     weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
     return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
-               for layer in layers_in(ranges).difference(given.layers_held(worker)))
+               for layer in layers_in(ranges).difference(given.list_held_layers(worker)))
 
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
@@ -196,7 +210,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the search ended, if known."""
 
     @classmethod
-    def of(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
+    def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
         """Return the plan of a schedule. An optimal schedule has no evidence."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
@@ -217,7 +231,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
+             steps: int | None = None, seed: int = 0, progress: ProgressCallback = ignore_progress) -> Plan:
     """Plan one schedule within about `time_limit` seconds, or within `steps` counted steps; with steps, one seed gives
     one plan.
 
@@ -233,58 +247,59 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
-              progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
+              progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
     """Plan one schedule with the given options; see `plan_job`.
 
     Earlier plans of the fault-free job may be passed as `known`. The `clock` is that of a search that this plan is part
     of.
     """
-    require_known(failed, job)
-    clock = clock or options.clock()
-    (ready if isinstance(clock, StepClock) else begin)(progress)
+    require_workers(failed, job)
+    clock = clock or options.make_clock()
+    (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
     began = time.monotonic()
-    with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
-        speed = Speed(options.seconds, clock, options.params.blocks)
+    with _disable_garbage_collection(), defer_interrupts() as stop:
+        budget = Budget(deadline=clock.now() + options.limit_seconds, clock=clock, seed=options.seed, stop=stop)
+        speed = Speed(options.limit_seconds, clock, options.params.blocks)
         plan_budget = msgspec.structs.replace(budget, progress=SearchProgress(progress))
         # Counted steps of the reference are its own, so that no plan depends on what is known of it.
-        other = options.clock()
+        other = options.make_clock()
         share = options.params.blocks.reference_share
-        reference_budget = Budget(deadline=other.now() + share * options.seconds, clock=other, seed=options.seed,
+        reference_budget = Budget(deadline=other.now() + share * options.limit_seconds, clock=other, seed=options.seed,
                                   stop=stop, progress=SearchProgress(
                                       lambda line: progress(f"with no worker down, to compare with: {line}")))
-        reference_speed = speed if options.steps is None else Speed(options.seconds, other, options.params.blocks)
+        reference_speed = speed if options.steps is None else Speed(options.limit_seconds, other, options.params.blocks)
         is_reference = not failed and options.layers == "fixed"
-        fault_free = known if is_reference else _fault_free(options, job, known, reference_budget, reference_speed)
-        plan = _answer(options, job, failed, plan_budget, speed)
+        fault_free = known if is_reference else _plan_fault_free(options, job, known, reference_budget, reference_speed)
+        plan = _plan_with_fallback(options, job, failed, plan_budget, speed)
         schedule = plan.schedule
-        is_comparable = is_alike(schedule)
+        is_comparable = is_reference_kind(schedule)
         if is_reference and is_comparable:
-            fault_free = _reference(schedule, options).better(known)
+            fault_free = _as_reference(schedule, options).merged_with(known)
         else:
             # If the search ends early, the rest of the time goes to the reference.
-            rest = msgspec.structs.replace(reference_budget.within(budget.seconds), progress=SearchProgress())
-            fault_free = _fault_free(options, job, fault_free, rest, reference_speed)
+            rest = msgspec.structs.replace(reference_budget.with_seconds(budget.seconds_left),
+                                           progress=SearchProgress())
+            fault_free = _plan_fault_free(options, job, fault_free, rest, reference_speed)
             if fault_free and is_comparable:
-                fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
+                fault_free = fault_free.capped_at(schedule.seconds(schedule.period_ticks))
         return msgspec.structs.replace(plan, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
                                        fault_free=fault_free, tally=budget.tally)
 
 
-def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
-                speed: Speed) -> FaultFree | None:
+def _plan_fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
+                     speed: Speed) -> FaultFree | None:
     """Return what is known of the fault-free period after as much search as it is worth. Grace is reserved for the plan
     itself."""
-    if (known and known.close) or (budget.seconds < 0.0 and known):
+    if (known and known.is_close) or (budget.seconds_left < 0.0 and known):
         return known
     try:
-        schedule = _search(reference_options(options), job, (), budget, speed, grace=False).schedule
-        return _reference(schedule, options).better(known)
+        schedule = _plan_whole_or_blocks(reference_options(options), job, (), budget, speed, grace=False).schedule
+        return _as_reference(schedule, options).merged_with(known)
     except TooLargeError:
         return known
 
 
-def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
+def _as_reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
     """Return the period and bound of a plan with no worker down. A baseline method has no better plan than its own: its
     bound equals the period."""
     period = schedule.seconds(schedule.period_ticks)
@@ -293,108 +308,115 @@ def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
 
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,
-              solved: list[Solved] | None = None) -> Plan:
+              solved: list[SolvedPiece] | None = None) -> Plan:
     """Plan one schedule, without a fault-free plan for comparison.
 
     The `clock` is that of a search that this plan is part of; `solved` holds what that search stores from plan to plan.
     Raises NoPlanError if no schedule can exist.
     """
-    ready()
-    clock = clock or options.clock()
+    ensure_compiled()
+    clock = clock or options.make_clock()
     began = clock.now()
-    with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop,
+    with _disable_garbage_collection(), defer_interrupts() as stop:
+        budget = Budget(deadline=began + max(0.01, options.limit_seconds), clock=clock, seed=options.seed, stop=stop,
                         solved=solved)
-        plan = _answer(options, job, failed, budget, Speed(options.seconds, clock, options.params.blocks))
+        plan = _plan_with_fallback(options, job, failed, budget,
+                                   Speed(options.limit_seconds, clock, options.params.blocks))
         return msgspec.structs.replace(plan, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
 
 
-def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
+def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
     """Return the best plan found within the budget.
 
     If layers may move, a search limited by the clock begins with a quick one by list schedules alone, and is never
     worse. With counted steps, the plan is never longer than the answer to a narrower question: if that may be shorter,
     it is searched, too, with as many steps again.
     """
-    seconds_given = budget.seconds
+    seconds_given = budget.seconds_left
     quick_plan = None
     if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
         seconds = options.params.layouts.quick_share * seconds_given
-        quick_options = msgspec.structs.replace(options, method="greedy").within(seconds)
+        quick_options = msgspec.structs.replace(options, method="greedy").with_limit(seconds)
         with suppress(TooLargeError):
-            quick_plan = _search(quick_options, job, failed, budget.within(seconds), speed)
+            quick_plan = _plan_whole_or_blocks(quick_options, job, failed, budget.with_seconds(seconds), speed)
             if quick_plan.schedule.status == "optimal":
                 return quick_plan
-    plan = _search(options, job, failed, budget, speed)
+    plan = _plan_whole_or_blocks(options, job, failed, budget, speed)
     if quick_plan is not None and quick_plan.period < plan.period:
-        plan = msgspec.structs.replace(quick_plan, schedule=_claiming_as(quick_plan.schedule, plan.schedule),
+        plan = msgspec.structs.replace(quick_plan, schedule=_with_bound_of(quick_plan.schedule, plan.schedule),
                                        fixed_period=min(filter(None, (quick_plan.fixed_period, plan.fixed_period)),
                                                         default=None), end=plan.end)
     cut = options.slices and plan.schedule.scope is Scope.PLACE
-    if options.steps is None or options.method in BASELINES or budget.stopped or not (options.layers == "move" or cut):
+    if options.steps is None or options.method in BASELINES or budget.is_stopped \
+            or not (options.layers == "move" or cut):
         return plan
     narrower = msgspec.structs.replace(options, layers="fixed", from_checkpoint=False,
                                        slices=options.slices and options.layers == "move")
     with suppress(NoPlanError):
         least = bounding_problem(narrower, job, failed)
         if strongest_bound(least).ticks * least.tick_seconds < plan.period:
-            clock = options.clock()
+            clock = options.make_clock()
             within = msgspec.structs.replace(budget, clock=clock, deadline=seconds_given)
-            narrow_plan = _answer(narrower, job, failed, within, Speed(options.seconds, clock, options.params.blocks))
+            narrow_plan = _plan_with_fallback(narrower, job, failed, within,
+                                              Speed(options.limit_seconds, clock, options.params.blocks))
             if narrow_plan.period < plan.period:
-                return msgspec.structs.replace(narrow_plan, schedule=_claiming_as(narrow_plan.schedule, plan.schedule))
+                return msgspec.structs.replace(narrow_plan,
+                                               schedule=_with_bound_of(narrow_plan.schedule, plan.schedule))
     return plan
 
 
-def _claiming_as(schedule: Schedule, other: Schedule) -> Schedule:
+def _with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
     """Return the schedule with the bound of another one, and with the costs of layers that this bound counts."""
-    ticks = ratio(schedule.tick_seconds, other.tick_seconds)
+    ticks = limited_ratio(schedule.tick_seconds, other.tick_seconds)
     costs = other.times.of_layers
     if costs:
-        units = ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
+        units = limited_ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
         costs = msgspec.structs.replace(costs, per_tick=(Fraction(*costs.per_tick) * ticks).as_integer_ratio(),
                                         per_unit=(Fraction(*costs.per_unit) * units).as_integer_ratio())
     times = msgspec.structs.replace(schedule.times, of_layers=costs)
-    return claiming(msgspec.structs.replace(schedule, times=times), Bound(other.lower_bound_ticks, other.scope),
-                    other.tick_seconds)
+    return with_converted_bound(msgspec.structs.replace(schedule, times=times),
+                                Bound(other.lower_bound_ticks, other.scope),
+                                other.tick_seconds)
 
 
-def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
-                search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
+def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
+                     search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
     """Return the best schedule whose reductions overlap compute. Micro-batches are cut for the reductions. So only
     those bounds hold that allow for cuts and count no reductions."""
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
-    at_first = budget.within(share * budget.seconds)
+    at_first = budget.with_seconds(share * budget.seconds_left)
     plain = search(options, without_reductions(job), failed, at_first)
     bound, tick = Bound(plain.schedule.lower_bound_ticks, plain.schedule.scope), plain.schedule.tick_seconds
-    if Scope.PLACE.holds_for(bound.scope):
+    if Scope.PLACE.is_valid_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
-    began = budget.seconds
-    best = _beside(plain, job, bound, tick, budget, params)
-    cutting = began - budget.seconds  # the cuts of the next plan take as long; this counts no steps
+    began = budget.seconds_left
+    best = _add_reductions(plain, job, bound, tick, budget, params)
+    cutting = began - budget.seconds_left  # the cuts of the next plan take as long; this counts no steps
     again = best.schedule.status != "optimal" and options.method not in BASELINES
-    if again and (not cutting or budget.seconds > cutting):
-        plain = search(options, without_reductions(job, params.share), failed, budget.within(budget.seconds - cutting))
-        second = _beside(plain, job, bound, tick, budget, params)
+    if again and (not cutting or budget.seconds_left > cutting):
+        plain = search(options, without_reductions(job, params.share), failed,
+                       budget.with_seconds(budget.seconds_left - cutting))
+        second = _add_reductions(plain, job, bound, tick, budget, params)
         best = second if second.period < best.period else best
     return best
 
 
-def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget, params: OverlapParams) -> Plan:
+def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
+                    params: OverlapParams) -> Plan:
     """Return a plan made without reductions, with the job's reductions added."""
-    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds, budget, params),
-                   evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
+    return Plan.from_schedule(add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params),
+                              evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
 
 
-def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
-            grace: bool = True) -> Plan:
+def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
+                          grace: bool = True) -> Plan:
     """Return the best schedule of a job within the budget; if that is too little for the whole job, plan it in
     blocks."""
-    if overlaps(job):
-        return _overlapped(options, job, failed, budget, partial(_search, speed=speed, grace=grace))
+    if has_overlapping_reductions(job):
+        return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
     if options.method in BASELINES and (options.holds or rooms):
         raise NoPlanError(f"{options.method} takes all workers to have the same room; expected --method cp-sat or "
@@ -402,44 +424,47 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     # Beside a problem in place with too little room, layouts that move layers had too little time: of four jobs' plans,
     # two were 4 and 7 % longer.
     if options.holds or (rooms and options.layers == "move"):
-        return _answered(options, job, failed, None, budget)
+        return _solve_and_check(options, job, failed, None, budget)
     try:
-        problem = options.problem(job, failed)
+        problem = options.make_problem(job, failed)
     except NoPlanError:
         if options.layers != "move":
             raise
-        return _answered(options, job, failed, None, budget)
+        return _solve_and_check(options, job, failed, None, budget)
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
-        within = msgspec.structs.replace(budget.within(seconds), progress=SearchProgress())
-        return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params))
+        within = msgspec.structs.replace(budget.with_seconds(seconds), progress=SearchProgress())
+        return _checked_schedule(find_best_candidate(in_place.make_problem(block, failed), in_place.method, within,
+                                                     in_place.params))
 
     def ops_of(part: Job) -> int:
-        part_problem = problem if part is job else in_place.problem(part, failed)
-        return sum(piece.problem.operations for piece in decompose(part_problem))
+        part_problem = problem if part is job else in_place.make_problem(part, failed)
+        return sum(piece.problem.operation_count for piece in decompose(part_problem))
 
     whole = (options.layers == "move" or options.steps == 1) and ops_of(job) <= options.params.blocks.largest_moved
-    blocks = None if whole else blocks_within(job, ops_of, budget.seconds, plan_block, speed, grace=grace)
+    blocks = None if whole else choose_blocks(job, ops_of, budget.seconds_left, plan_block, speed, grace=grace)
     if blocks is None:
-        return _answered(options, job, failed, problem, budget)
+        return _solve_and_check(options, job, failed, problem, budget)
     label = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
-    budget.progress.line(f"too many micro-batches to plan at once in this time: planning {label}")
+    budget.progress.report_line(f"too many micro-batches to plan at once in this time: planning {label}")
     why = f"planned as {label}, each of which fills and drains the pipelines; with more time the whole iteration is " \
           "planned at once"
-    return Plan.of(repeated(job, blocks, strongest_bound(problem), plan_block), evidence=why)
+    return Plan.from_schedule(plan_in_blocks(job, blocks, strongest_bound(problem), plan_block), evidence=why)
 
 
-def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
-              budget: Budget) -> Plan:
+def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
+                     budget: Budget) -> Plan:
     """Return the best schedule over all candidates for these failures."""
-    solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
-    return Plan.of(_checked(solved), fixed_period=solved.fixed_period, end=solved.end, evidence=solved.evidence)
+    solved = find_best_candidate(build_candidates(options, job, failed, problem), options.method, budget,
+                                 options.params)
+    return Plan.from_schedule(_checked_schedule(solved), fixed_period=solved.fixed_period, end=solved.end,
+                              evidence=solved.evidence)
 
 
-def _checked(solved: Incumbent) -> Schedule:
+def _checked_schedule(solved: Incumbent) -> Schedule:
     """Return the schedule of a solution. Raises AssertionError if it does not pass the checker."""
-    schedule = solved.schedule()
+    schedule = solved.make_schedule()
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
@@ -447,7 +472,7 @@ def _checked(solved: Incumbent) -> Schedule:
 
 
 @contextmanager
-def _garbage_collection_off() -> Iterator[None]:
+def _disable_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: a large plan is millions of small objects without cycles, and collections take a
     quarter of its time."""
     on = gc.isenabled()

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
+from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError, LayerValues
-from slipstream.planner.job.layers import added, layer_costs, layer_counts
+from slipstream.planner.job.layers import add_exactly, layer_costs, layer_counts
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.repetition import TooLargeError
 
 AUTO = "auto"
 
@@ -56,29 +56,31 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
     if job.memory is None or not job.memory.recomputed:
         raise JobError("training.recompute is 'auto', and memory.recomputed is missing, what a micro-batch holds then; "
                        "`slipstream profile` measures it")
-    clock = clock or options.clock()
-    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=()).within(
-        options.params.blocks.recomputed_share * options.seconds / (2 * job.depth + 1))
+    clock = clock or options.make_clock()
+    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False,
+                                    holds=()).with_limit(
+        options.params.blocks.recomputed_share * options.limit_seconds / (2 * job.depth + 1))
     pipeline_job = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
                            memory=replace(job.memory, capacity_of=()))
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
     for stages in (tuple(range(count)) for count in range(job.depth + 1)):
-        best = _better(best, stages, periods, pipeline_job, quick, clock)
+        best = _better_choice(best, stages, periods, pipeline_job, quick, clock)
     for stage in range(job.depth):
-        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock)
+        best = _better_choice(best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock)
     period = periods[best]
     if period is None:
-        plan_only(quick.within(options.seconds), job, (), clock)  # says what does not fit
+        plan_only(quick.with_limit(options.limit_seconds), job, (), clock)  # says what does not fit
         raise NoPlanError("no schedule fits into memory, whatever is computed again")
-    return Recomputation(job=recomputing(job, best), stages=best, period=period, without=periods[()])
+    return Recomputation(job=with_recomputation(job, best), stages=best, period=period, without=periods[()])
 
 
-def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
-            options: PlanOptions, clock: Clock) -> tuple[int, ...]:
+def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None],
+                   job: Job,
+                   options: PlanOptions, clock: Clock) -> tuple[int, ...]:
     """Return the better of two choices by their periods, which are stored; the first of equals."""
     if stages not in periods:
-        periods[stages] = _list_period(recomputing(job, stages), options, periods.get(best), clock)
+        periods[stages] = _list_period(with_recomputation(job, stages), options, periods.get(best), clock)
     period, shortest = periods[stages], periods[best]
     return stages if period is not None and (shortest is None or period < shortest) else best
 
@@ -87,7 +89,7 @@ def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: 
     """Return the period of a list schedule in seconds; None if none fits or is found in time, or if none can be
     shorter."""
     try:
-        problem = options.problem(job)
+        problem = options.make_problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
             return None
         return plan_only(options, job, (), clock).period
@@ -95,7 +97,7 @@ def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: 
         return None
 
 
-def recomputing(job: Job, stages: Iterable[int]) -> Job:
+def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
     """Return the job in which these stages of each chain recompute their activations.
 
     F is run again in I; a first stage that leaves its whole backward to W runs it there, and holds as little until
@@ -121,16 +123,17 @@ def recomputing(job: Job, stages: Iterable[int]) -> Job:
     return replace(
         job,
         time=replace(time, backward_input=tuple(
-                         added(value, time.forward[place]) if chosen[place] and not late[place] else value
+                         add_exactly(value, time.forward[place]) if chosen[place] and not late[place] else value
                          for place, value in enumerate(time.backward_input)),
-                     backward_weight=tuple(added(value, time.forward[place]) if late[place] else value
+                     backward_weight=tuple(add_exactly(value, time.forward[place]) if late[place] else value
                                            for place, value in enumerate(time.backward_weight))),
         memory=replace(
             memory, activation=tuple(held), weight_stash=tuple(stash), reserve=tuple(reserve),
-            capacity=tuple(max(0.0, added(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True)),
-            capacity_of=tuple((worker, max(0.0, added(room, -reserve[worker.column])))
+            capacity=tuple(max(0.0, add_exactly(room, -less)) for room,
+                           less in zip(memory.capacity, reserve, strict=True)),
+            capacity_of=tuple((worker, max(0.0, add_exactly(room, -reserve[worker.column])))
                               for worker, room in memory.capacity_of)),
-        layer_values=_by_layer(job, chosen, late))
+        layer_values=_recomputed_layer_values(job, chosen, late))
 
 
 def _largest_layer(job: Job, stage: int) -> float:
@@ -140,7 +143,7 @@ def _largest_layer(job: Job, stage: int) -> float:
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))
 
 
-def _by_layer(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
+def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
     """Return how the stages' values divide over their layers with recomputation; None, evenly as before, if the job
     does not say."""
     if job.layer_values is None:

@@ -20,7 +20,7 @@ from slipstream.planner.recompute import Recomputation, choose_recomputation
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.tables.relabel import layers_lacked, relabel
+from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 # --- What moves, how long that takes, and when it pays ----------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the busiest worker has sent or received its share."""
 
 
-def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
+def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
     """Return what a schedule moves, at `bandwidth` bytes per second for each rank of a worker, all ranks at the same
     time."""
     received = layers_received(schedule)
@@ -52,7 +52,7 @@ def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Tr
         return Transition(layers=count, bytes=None, seconds=None)
     size = [float(weights) * job.memory.unit_bytes for weights in layer_costs(job).weights]
     return Transition(layers=count, bytes=sum(size[layer] for layers in received.values() for layer in layers),
-                      seconds=_busiest(schedule, received, size) / job.ranks / bandwidth)
+                      seconds=_busiest_bytes(schedule, received, size) / job.ranks / bandwidth)
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
@@ -67,17 +67,17 @@ def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
     """Return the layers that each live worker holds and did not hold before, for workers that receive some."""
-    received = {seat.worker: sorted(layers_lacked(schedule, seat)) for seat in schedule.seats}
+    received = {seat.worker: sorted(missing_layers(schedule, seat)) for seat in schedule.seats}
     return {worker: layers for worker, layers in received.items() if layers}
 
 
-def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
+def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
     """Return the bytes that the busiest worker sends or receives, if each layer comes from its least busy live
     holder."""
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
     for seat in schedule.seats:
-        for stage in grid.stages_of(seat.worker.column):
+        for stage in grid.stages_of_column(seat.worker.column):
             for layer in range(*grid.layers_of(stage)):
                 holders[layer].append(seat.worker)
     sent: dict[Worker, float] = defaultdict(float)
@@ -92,9 +92,9 @@ def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[f
 
 
 ONE_F_ONE_B = "--method 1f1b"
-ROOMIER = 1.5
+MORE_MEMORY_FACTOR = 1.5
 MORE_MEMORY = "half as much memory again for activations"
-COMPUTED_AGAIN = "activations computed again"
+RECOMPUTED = "activations computed again"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +111,8 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the batch that an iteration keeps."""
 
 
-def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
-                 seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
+def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
+                      seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
     """Iterate over alternatives to a plan made with these options, as far as the time allows to find them.
 
     With no worker down, they are more memory and another division of layers only.
@@ -121,16 +121,16 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
         return
     whole = plan.fault_free.period
     if failed and len({worker.pipeline for worker in failed}) < job.pipelines:
-        yield _without_replicas(job, failed, whole)
+        yield _drop_replicas(job, failed, whole)
     if job.depth * sum(job.microbatches) * 3 > options.params.blocks.largest_compared or plan.interrupted:
         return
-    clock = clock or options.clock()
+    clock = clock or options.make_clock()
     deadline = clock.now() + seconds
     best = plan.period  # each that moves more is at least as good as those that move less
     attempts = list(_quick_plans(job, failed, options, clock, normalise=normalise))
     memory_limits = True
     for number, (what, option, attempt) in enumerate(attempts):
-        if what == COMPUTED_AGAIN and not memory_limits:
+        if what == RECOMPUTED and not memory_limits:
             continue
         seconds_left = max(0.01, (deadline - clock.now()) / (len(attempts) - number))
         try:
@@ -139,7 +139,7 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
             continue
         if schedule is not None:
             period = schedule.seconds(schedule.period_ticks)
-            if what in (MORE_MEMORY, COMPUTED_AGAIN):
+            if what in (MORE_MEMORY, RECOMPUTED):
                 period = min(period, plan.period)
                 memory_limits = period < plan.period
             elif option != ONE_F_ONE_B:
@@ -154,31 +154,32 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
     def planner_of(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
-        return lambda left: plan_only(options.within(left), job, failed, clock).schedule
+        return lambda left: plan_only(options.with_limit(left), job, failed, clock).schedule
 
     if failed:
         usual = msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None)
         yield "1F1B with re-routed micro-batches", ONE_F_ONE_B, planner_of(job, usual)
     if job.memory is not None:
-        roomier = tuple(room * ROOMIER for room in job.memory.capacity)
+        roomier = tuple(room * MORE_MEMORY_FACTOR for room in job.memory.capacity)
         more = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity=roomier))
         yield MORE_MEMORY, None, planner_of(more, quick)
         if job.memory.recomputed and job.training.get("recompute", "none") == "none":
-            yield COMPUTED_AGAIN, 'training.recompute = "auto"', lambda left: _computed_again(
-                job, failed, quick.within(left), clock)
+            yield RECOMPUTED, 'training.recompute = "auto"', lambda left: _plan_recomputed(
+                job, failed, quick.with_limit(left), clock)
     if options.layers == "fixed" and (failed or max(job.layers or (1,)) > 1):
         if failed and not normalise:
-            yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left), clock)
+            yield "roles moved", "--normalise", lambda left: _plan_moved_roles(job, failed, quick.with_limit(left),
+                                                                               clock)
         yield "layers moved", "--layers move", planner_of(job, msgspec.structs.replace(quick, layers="move"))
 
 
-def _computed_again(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
+def _plan_recomputed(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
     """Return a schedule with recomputed activations; None if nothing would be recomputed."""
     chosen = choose_recomputation(job, options, clock)
     return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 
 
-def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
+def _drop_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
     """Return the alternative in which pipelines that have lost workers stop, and the others continue with a smaller
     batch."""
     broken = {worker.pipeline for worker in failed}
@@ -188,8 +189,8 @@ def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alter
                        period=whole, throughput=batch, batch=batch)
 
 
-def _moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
-    return relabel(normal_form(job, len(set(failed)), options, clock=clock).schedule, failed)
+def _plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
+    return relabel_schedule(normal_form(job, len(set(failed)), options, clock=clock).schedule, failed)
 
 
 # --- The answer of `slipstream plan --json` ---------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
     Durations are in seconds, memory in the job's unit, bandwidth in bytes per second for each rank. `again` is the
     planner's choice of recomputed stages, if it made one.
     """
-    schedule, moved = plan.schedule, transition(plan.schedule, job, bandwidth)
+    schedule, moved = plan.schedule, compute_transition(plan.schedule, job, bandwidth)
     return {
         "period": plan.period,
         "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
@@ -219,7 +220,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
         "interrupted": plan.interrupted,
         "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         "work_bound": schedule.seconds(1) * float(shared_ticks(schedule)),
-        "holds": {str(seat.worker): [list(layers) for layers in schedule.holds(seat.worker)]
+        "holds": {str(seat.worker): [list(layers) for layers in schedule.held_layers(seat.worker)]
                   for seat in schedule.seats},
         "layers_moved": moved.layers,
         "bytes_moved": moved.bytes,
@@ -235,7 +236,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
 def placement_report(found: FoundPlacement) -> dict[str, object]:
     """Return the keys that `--placement any` adds to the answer. Durations are in seconds."""
     return {
-        "placement": found.arrangement.table,
+        "placement": found.arrangement.placement_table,
         "own_placement_period": found.own_period,
         "with_failures": list(found.with_failures),
         "mean_period": found.mean_period,

@@ -8,7 +8,7 @@ from slipstream.runtime.model.layers.calling import add_to_loss
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.recomputing import recomputable
 from slipstream.runtime.model.layers.shards import Shard, cut_parameters
-from slipstream.runtime.model.layers.split import weight_work
+from slipstream.runtime.model.layers.split_backward import weight_work
 from slipstream.runtime.model.layers.step_rules import StepRule, leave_gradient
 from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
 from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_group

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from slipstream.runtime.config_errors import explain
+from slipstream.runtime.config_errors import explain_validation_error
 from slipstream.schedules.schedule import OpKind
 
 DtypeName = Literal["float32", "float64", "bf16"]
@@ -21,7 +21,7 @@ TokenDtype = Literal["uint16", "uint32", "int32"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
 Iterations = Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")]
-Some = Annotated[int, Meta(ge=1, le=2**40, description="a whole number from 1 to 1099511627776")]
+PositiveIterations = Annotated[int, Meta(ge=1, le=2**40, description="a whole number from 1 to 1099511627776")]
 Positive = Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1e6")]
 NotNegative = Annotated[float, Meta(ge=0, le=1e6, description="a number from 0 to 1e6")]
 Fraction = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
@@ -57,7 +57,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The job file's `[model]` table."""
 
     name: Text = "gpt"
-    """The model: "gpt", or `module:function` for a model of your own (`runtime.model.layers.layered_model.Factory`)."""
+    """The model: "gpt", or `module:function` for a model of your own
+    (`runtime.model.layers.layered_model.ModelFactory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
     """Number of transformer blocks; each is one layer of the model."""
     width: Count = 128
@@ -154,7 +155,7 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
             raise ValueError("training.length_costs: its three lists differ in length")
 
-    def of(self, kind: OpKind) -> tuple[Coefficients, ...]:
+    def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
         """Return the coefficients of F, I or W, one entry for each layer."""
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
@@ -178,11 +179,11 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `learning_rate`, warm-up included."""
     warmup_iterations: Iterations = 0
     """Number of iterations over which the learning rate rises linearly; it has its full value in the last of them."""
-    decay_iterations: Some | None = None
+    decay_iterations: PositiveIterations | None = None
     """Number of iterations of the decay of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
     final_learning_rate: NotNegative | None = None
     """Learning rate at the end of the schedule, after `schedule_iterations`. Default: 0."""
-    schedule_iterations: Some | None = None
+    schedule_iterations: PositiveIterations | None = None
     """Length of the schedule in iterations, warm-up included; afterwards the learning rate keeps its final value.
     Default: `iterations`. Set it if the run is to be continued with more iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -269,7 +270,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """If true, torch.compile compiles the layers, each kind when it is first run; its cache on disk makes that shorter
     the next time. For the GPT of this package, for gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for
     models of torchtitan."""
-    evaluate_every: Some | None = None
+    evaluate_every: PositiveIterations | None = None
     """Number of iterations from one evaluation on validation data to the next. Default: no evaluation."""
     evaluation_iterations: Count = 1
     """Number of samples that an evaluation reads, as a multiple of the samples of an iteration; each evaluation reads
@@ -386,13 +387,13 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
             raise ConfigError(f"model.{min(others)} is given beside model.{source}, whose config says what the model "
                               "is; [model.options] can change keys of that")
         if source == "hugging_face":
-            model = _with_vocabulary(model)
+            model = _with_vocabulary_size(model)
     replaced = {key: value for key, value in overrides.items() if value is not None}
-    return RunConfig(model=_table("model", model, ModelConfig),
-                     training=_table("training", {**training, **replaced}, TrainingConfig))
+    return RunConfig(model=_convert_table("model", model, ModelConfig),
+                     training=_convert_table("training", {**training, **replaced}, TrainingConfig))
 
 
-def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
+def _with_vocabulary_size(model: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the `[model]` table with the vocabulary size of a model of transformers, which the data need.
 
     If the model's config cannot be read, the table is returned unchanged; building the model then raises the error.
@@ -407,8 +408,8 @@ def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
     return model
 
 
-def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:
+def _convert_table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(explain(name, values, kind, str(error))) from None
+        raise ConfigError(explain_validation_error(name, values, kind, str(error))) from None

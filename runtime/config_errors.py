@@ -7,55 +7,56 @@ from typing import Any, get_args
 
 import msgspec
 
-MANY = 16
+MAX_LISTED_KEYS = 16
 """Number of keys above which an error does not list them all."""
 _NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
-_PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
+_KEY_PATTERN = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
 """Part of msgspec's message that names the wrong key, and the entry of its list."""
-_GONE = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it out"}
+_REMOVED_KEYS = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it "
+                                            "out"}
 """Keys that were removed, and what to do instead."""
-_MISSING = re.compile(r"missing required field `(\w+)`")
+_MISSING_KEY_PATTERN = re.compile(r"missing required field `(\w+)`")
 
 
-def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
+def explain_validation_error(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
     """Return one line that says why the `values` of the table `name` cannot be read as a `kind`.
 
     The text `error` is msgspec's message.
     """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     unknown = next((key for key in values if key not in types), None)
-    if unknown is not None and (instead := _GONE.get(f"{name}.{unknown}")):
+    if unknown is not None and (instead := _REMOVED_KEYS.get(f"{name}.{unknown}")):
         return f"there is no {name}.{unknown} any more; {instead}"
     if unknown is not None:
         near = difflib.get_close_matches(unknown, types, 1)
         hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \
-            if len(types) > MANY else f"known: {', '.join(types)}"
+            if len(types) > MAX_LISTED_KEYS else f"known: {', '.join(types)}"
         return f"unknown key {name}.{unknown}; {hint}"
-    place = _PLACE.search(error)
+    place = _KEY_PATTERN.search(error)
     if place is None:  # an error that `__post_init__` raised
         return error.removesuffix(" - at `$`")
-    value, table = values[place[1]], _table_in_list(types[place[1]])
+    value, table = values[place[1]], _entry_struct(types[place[1]])
     if table is not None and place[2] is not None and isinstance(value, list | tuple):
         entry, inside = value[int(place[2])], f"{name}.{place[1]}[{place[2]}]"
         if isinstance(entry, Mapping):
-            missing = _MISSING.search(error)
+            missing = _MISSING_KEY_PATTERN.search(error)
             return f"{inside} has no key {missing[1]!r}" if missing else \
-                explain(inside, entry, table, error.replace(place[0], " - at `$"))
+                explain_validation_error(inside, entry, table, error.replace(place[0], " - at `$"))
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     why = _NO_FLOAT16 if place[1] == "dtype" and value in ("float16", "fp16", "half") else \
-        _nearest(types[place[1]], value)
-    expected = _expected(types[place[1]]) if table is None else f"a list of tables, [[{name}.{place[1]}]]"
+        _suggest_name(types[place[1]], value)
+    expected = _describe_expected(types[place[1]]) if table is None else f"a list of tables, [[{name}.{place[1]}]]"
     return f"{name}.{place[1]} is {shown}; expected {expected}{why}"
 
 
-def _table_in_list(kind: Any) -> type[msgspec.Struct] | None:
+def _entry_struct(kind: Any) -> type[msgspec.Struct] | None:
     """Return the struct of the entries of a field that is a list of tables, or None for another field."""
     first = next(iter(get_args(kind)), None)
     return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
-def _nearest(kind: Any, value: object) -> str:
+def _suggest_name(kind: Any, value: object) -> str:
     """Return a hint with the allowed name nearest to `value`, or "" if none is near."""
     options = [option for option in get_args(kind) if isinstance(option, str)] or \
         re.findall(r"'(\w+)'", " ".join(str(meta.description) for meta in getattr(kind, "__metadata__", ())))
@@ -63,7 +64,7 @@ def _nearest(kind: Any, value: object) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _expected(kind: Any) -> str:
+def _describe_expected(kind: Any) -> str:
     """Return a description of the values that a field accepts."""
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
@@ -73,5 +74,5 @@ def _expected(kind: Any) -> str:
     if options and all(isinstance(option, str) for option in options):
         return "one of " + ", ".join(repr(option) for option in options)
     if getattr(kind, "__origin__", None) is tuple:
-        return f"a list of {len(options)}, each {_expected(options[0])}"
-    return _expected(options[0])
+        return f"a list of {len(options)}, each {_describe_expected(options[0])}"
+    return _describe_expected(options[0])

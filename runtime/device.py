@@ -25,7 +25,7 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
 
 
 @cache
-def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
+def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
     """Return this process's stream on a GPU for one purpose.
 
     Torch hands out 32 streams in turn. A component that took a new one in each generation would eventually share its

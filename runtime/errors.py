@@ -12,11 +12,11 @@ class CoordinatorFailedError(RuntimeError):
     """
 
 
-class NobodyLeftError(RuntimeError):
+class NoLiveWorkerError(RuntimeError):
     """No worker is alive of a run that another coordinator led. The message is one line."""
 
 
-def reason_of(error: Exception) -> str:
+def describe_reason(error: Exception) -> str:
     """Return the reason of an error in one line; for an error of the operating system, the system's own message."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 

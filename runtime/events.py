@@ -30,11 +30,11 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-def _tag(name: str) -> str:
+def _event_name(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_tag):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_event_name):
     """Fields that all kinds of events have. The event log sets them."""
 
     time: float = 0.0
@@ -229,9 +229,9 @@ class Finished(Event, frozen=True, kw_only=True):
     """Reason why the run ends before its last iteration; None if it is complete."""
 
 
-Kind = (Started | Failed | NodeLost | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun
-        | FetchProgressed | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
-        | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
+AnyEvent = (Started | Failed | NodeLost | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun
+            | FetchProgressed | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
+            | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +278,6 @@ Observer = Callable[[Event], None]
 IterationObserver = Callable[[Metrics], None]
 """Function that is called with the metrics of each committed iteration, on the coordinator's thread."""
 
-decode: Callable[[bytes], Kind] = msgspec.json.Decoder(Kind).decode
+decode_event: Callable[[bytes], AnyEvent] = msgspec.json.Decoder(AnyEvent).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode
 decode_iteration: Callable[[bytes], Iteration] = msgspec.json.Decoder(Iteration).decode

@@ -3,13 +3,13 @@
 The job file may name them (`[topology]`), for several machines or to rehearse their failures on one. Otherwise they
 follow from the launchers: nodes with neighboring numbers share a machine, and each node has its share of the workers.
 Workers that own parts of each other's optimizer state are sent the same domains
-(`runtime.protocol.setup.Setup.failure_domains`).
+(`runtime.protocol.setup.WorkerSetup.failure_domains`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from slipstream.runtime.replay.placement import PlacementError, assign_to_nodes
+from slipstream.runtime.replay.placement import PlacementError, assign_workers_to_nodes
 from slipstream.schedules.schedule import Grid, Worker
 
 Domains = tuple[tuple[Worker, ...], ...]
@@ -24,33 +24,34 @@ class FailureDomains:
 
     def __init__(self, domains: Iterable[Iterable[Worker]]) -> None:
         self.domains: Domains = tuple(tuple(sorted(domain)) for domain in domains)
-        self._number = {worker: number for number, workers in enumerate(self.domains) for worker in workers}
+        self._domain_by_worker = {worker: number for number, workers in enumerate(self.domains) for worker in workers}
 
-    def number(self, worker: Worker) -> int | None:
+    def domain_of(self, worker: Worker) -> int | None:
         """Return the number of a worker's domain, or None if the worker is in no domain."""
-        return self._number.get(worker)
+        return self._domain_by_worker.get(worker)
 
-    def together(self, worker: Worker) -> tuple[Worker, ...]:
+    def workers_failing_with(self, worker: Worker) -> tuple[Worker, ...]:
         """Return all workers that fail together with a worker, including that worker."""
-        number = self._number.get(worker)
+        number = self._domain_by_worker.get(worker)
         return (worker,) if number is None else self.domains[number]
 
 
-ALONE = FailureDomains(())
+NO_SHARED_DOMAINS = FailureDomains(())
 """Domains of a run in which each worker fails by itself."""
 
 
-def shares_of_nodes(live: Sequence[Worker], nodes: int, topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
+def divide_workers_by_node(live: Sequence[Worker], nodes: int,
+                           topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
     """Return the live workers of each node, grouped by `topology` if it is given.
 
     Without `topology`, each node gets consecutive workers.
     """
     if not topology or nodes == 1:
-        return assign_to_nodes(live, nodes)
+        return assign_workers_to_nodes(live, nodes)
     if len(topology) == nodes:
         return [[worker for worker in live if worker in machine] for machine in topology]
     place = {worker: place for place, worker in enumerate(chain(*topology))}
-    return assign_to_nodes(sorted(live, key=lambda worker: place.get(worker, 0)), nodes)
+    return assign_workers_to_nodes(sorted(live, key=lambda worker: place.get(worker, 0)), nodes)
 
 
 def find_domains(grid: Grid, shares: Sequence[Sequence[Worker]], beside: int,

@@ -22,62 +22,68 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.journal import NO_JOURNAL, read_journal
+from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, read_journal
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.records.metrics import IterationMetrics, recoveries_in
-from slipstream.runtime.coordinator.records.run_log import Progress, RunLog, read_losses
+from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, read_recovery_count
+from slipstream.runtime.coordinator.records.run_log import ProgressCallback, RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
-from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.device import gpu_count
-from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
+from slipstream.runtime.errors import CoordinatorFailedError, NoLiveWorkerError, first_line
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import Started
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, reopened, require_job, require_whole
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    identity_of,
+    reopen_or_latest,
+    require_job,
+    verify_checkpoint,
+)
 from slipstream.runtime.model.checkpoints.parameters import load_layer
-from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.layer_sizes import state_bytes
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.layer_sizes import estimate_layer_bytes
 from slipstream.runtime.model.tensor_codec import TensorError
-from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
-from slipstream.runtime.processes.faults import Crashes
-from slipstream.runtime.processes.fork_server import ForkServer, adopt
-from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_workers
-from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
+from slipstream.runtime.processes.file_descriptors import count_node_0_descriptors, raise_descriptor_limit
+from slipstream.runtime.processes.fork_server import ForkServer, adopt_fork_server
+from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_complete_workers
+from slipstream.runtime.processes.restart_policy import CrashTimes
+from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, handle_stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
-from slipstream.runtime.protocol.authentication import HOW, Secret, new_secret
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, listen
-from slipstream.runtime.protocol.setup import Setup
-from slipstream.runtime.replay.group_store import forget_orders
-from slipstream.runtime.run_fit import Fit, prepare, samples_read, setup_for
+from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, open_listener
+from slipstream.runtime.protocol.setup import WorkerSetup
+from slipstream.runtime.replay.group_store import delete_old_orders
+from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, count_samples_read
 from slipstream.runtime.run_folder import (
-    LeftBehind,
-    claim,
-    clean_up,
-    forget_left_behind,
-    leave_behind,
-    left_behind,
-    lock_of,
-    locked,
+    TakeoverRecord,
+    claim_folder,
+    clean_up_folder,
+    hold_folder_lock,
+    lock_path,
+    read_takeover_record,
+    remove_takeover_record,
+    write_takeover_record,
 )
 from slipstream.runtime.run_options import Resilience as Resilience
 from slipstream.runtime.run_options import RunOptions as RunOptions
 from slipstream.runtime.run_result import RunResult as RunResult
-from slipstream.runtime.run_result import result_of
+from slipstream.runtime.run_result import build_result
 from slipstream.schedules import codec
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
-LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
+LISTEN_SECONDS, LISTEN_RETRY_SECONDS = 5.0, 0.1
 """Duration and interval of the attempts to listen at the address where workers look for a coordinator. While no process
 listens there, the system may briefly give that port to an outgoing connection."""
-RESTARTS, RESTARTS_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
-"""Number of restarts of a failing coordinator within `RESTARTS_SECONDS`, each after twice the pause before."""
-HUGGING_FACE = "hugging-face"
+MAX_RESTARTS, RESTART_WINDOW_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
+"""Number of restarts of a failing coordinator within `RESTART_WINDOW_SECONDS`, each after twice the pause before."""
+HUGGING_FACE_FOLDER = "hugging-face"
 """Folder within the run's folder for a model of transformers, in the format of transformers."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
-        options: RunOptions = RunOptions(), fork_server: ForkServer | None = None, progress: Progress | None = None,
+        options: RunOptions = RunOptions(), fork_server: ForkServer | None = None,
+        progress: ProgressCallback | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or from a checkpoint. If there are several nodes, this is node 0.
 
@@ -100,34 +106,37 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         except ValueError as error:  # a schedule that takes longer
             raise ConfigError(str(error)) from None
     if options.nodes > 1 and options.secret is None:
-        raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
-    require_descriptors(needed_by_node_0(len(schedule.seats) * config.training.tensor_parallel, options.nodes))
+        raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {SECRET_REMEDY} on "
+                          f"each")
+    raise_descriptor_limit(count_node_0_descriptors(len(schedule.seats) * config.training.tensor_parallel,
+                                                    options.nodes))
     if resilience.resume is not None:
-        resilience = dataclasses.replace(resilience, resume=reopened(resilience.resume))
-    read = samples_read(resilience.resume, config, schedule.grid.microbatches)
-    fit = prepare(schedule, config, options, read)
+        resilience = dataclasses.replace(resilience, resume=reopen_or_latest(resilience.resume))
+    read = count_samples_read(resilience.resume, config, schedule.grid.microbatches)
+    fit = check_fit(schedule, config, options, read)
     if resilience.resume is not None:
         require_job(resilience.resume, identity_of(config, fit.model.layers))
-        if left_behind(out) is None:
-            require_whole(resilience.resume)
+        if read_takeover_record(out) is None:
+            verify_checkpoint(resilience.resume)
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_signals())
-        stack.enter_context(locked(out, 0))
-        launch = _Launch(schedule, config, fit, out, options, resilience, progress, stop)
-        predecessor, server_holder, restarts = left_behind(out), _Held(fork_server, stack), Restarts()
+        stop = stack.enter_context(handle_stop_signals())
+        stack.enter_context(hold_folder_lock(out, 0))
+        launch = _RunLeader(schedule, config, fit, out, options, resilience, progress, stop)
+        predecessor, server_holder, restarts = read_takeover_record(out), _ForkServerHolder(fork_server,
+                                                                                            stack), RestartLimit()
         while True:
             try:
-                return launch.lead(server_holder, predecessor)
-            except NobodyLeftError as error:
-                forget_left_behind(out)
+                return launch.lead_run(server_holder, predecessor)
+            except NoLiveWorkerError as error:
+                remove_takeover_record(out)
                 restarts_from_zero = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if restarts_from_zero else ''}")
-                predecessor, server_holder = None, _Held(fork_server, stack)
+                predecessor, server_holder = None, _ForkServerHolder(fork_server, stack)
             except CoordinatorFailedError as error:
-                predecessor, pause = left_behind(out), restarts.failed()
+                predecessor, pause = read_takeover_record(out), restarts.count_failure()
                 if predecessor is None or server_holder.server is None or pause is None or stop.received is not None \
                         or not resilience.coordinator_timeout_seconds:
-                    server_holder.end(out)
+                    server_holder.end_run(out)
                     assert error.__cause__ is not None
                     raise RunError(str(error.__cause__)) if isinstance(error.__cause__, NoScheduleError) \
                         else error.__cause__ from None
@@ -136,21 +145,21 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 time.sleep(pause)
 
 
-class Restarts:
+class RestartLimit:
     """Limit on the restarts of a coordinator that fails."""
 
     def __init__(self) -> None:
         self._failures: list[float] = []
 
-    def failed(self) -> float | None:
+    def count_failure(self) -> float | None:
         """Count a failure, and return the seconds to wait before the restart; None if there were too many failures."""
         now = time.monotonic()
-        self._failures = [*(at for at in self._failures if at > now - RESTARTS_SECONDS), now]
+        self._failures = [*(at for at in self._failures if at > now - RESTART_WINDOW_SECONDS), now]
         count = len(self._failures)
-        return None if count > RESTARTS else FIRST_PAUSE_SECONDS * 2 ** (count - 1)
+        return None if count > MAX_RESTARTS else FIRST_PAUSE_SECONDS * 2 ** (count - 1)
 
 
-class _Held:
+class _ForkServerHolder:
     """Fork server of this node, kept while a failing coordinator is replaced, so that its workers survive."""
 
     def __init__(self, given: ForkServer | None, stack: ExitStack) -> None:
@@ -161,35 +170,35 @@ class _Held:
         self.adopted = False
         """True if the server may have workers of an earlier coordinator."""
 
-    def take(self, found: ForkServer | None) -> ForkServer:
+    def get_server(self, found: ForkServer | None) -> ForkServer:
         """Return the fork server: the one already held, else `found`, else the one that was given, else a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
         return self.server
 
-    def end(self, out: Path) -> None:
+    def end_run(self, out: Path) -> None:
         """Kill all workers and clean up the folder, because no coordinator continues the run."""
         if self.server is not None:
             self.server.kill_all()
-        forget_left_behind(out)
-        clean_up(out)
+        remove_takeover_record(out)
+        clean_up_folder(out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _RunLeader:
     """A run whose folder is locked."""
 
     schedule: Schedule
     config: RunConfig
-    fit: Fit
+    fit: RunFit
     out: Path
     options: RunOptions
     resilience: Resilience
-    progress: Progress | None
+    progress: ProgressCallback | None
     stop: StopSignals
 
-    def lead(self, held: _Held, behind: LeftBehind | None = None) -> RunResult:
+    def lead_run(self, held: _ForkServerHolder, behind: TakeoverRecord | None = None) -> RunResult:
         """Lead the run to its end, and return its result.
 
         If `behind` is given, continue with the workers of the node 0 that left it, which has died, or whose coordinator
@@ -198,83 +207,85 @@ class _Launch:
         config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
         with ExitStack() as stack:
-            adopted = held.server if held.adopted else self._adopt(stack, behind)
-            listener, address = self._listen(behind)
+            adopted = held.server if held.adopted else self._adopt_workers(stack, behind)
+            listener, address = self._listen_for_workers(behind)
             stack.callback(listener.close)
             if behind is None:
                 encoded = codec.encode(self.schedule)
-                claim(out, resume, config, force=options.force, again=options.again)
+                claim_folder(out, resume, config, force=options.force, again=options.again)
                 write_atomically(out / "schedule.json", encoded)
-            stack.push(partial(_unless_failed, clean_up, out))
-            fork_server = held.take(adopted)
-            fork_server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 0).absolute())
+            stack.push(partial(_call_unless_coordinator_failed, clean_up_folder, out))
+            fork_server = held.get_server(adopted)
+            fork_server.register_cleanup("slipstream.runtime.run_folder:remove_lock", lock_path(out, 0).absolute())
             store, store_address = host_store(Rendezvous(address.host, 0))
             options.announce(address)
             commits = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
-                                validates=watches_gradients(config.training))
+                                validates=needs_gradient_norm(config.training))
             losses = None if behind is None else read_losses(out, first)
             begins = first + len(losses or ())
             writer = stack.enter_context(WriterThread(options.notify))
             log = stack.enter_context(RunLog(
-                out, begins, writer, metrics=IterationMetrics(config.training, self.fit.work, recoveries_in(out)),
+                out, begins, writer, metrics=MetricsBuilder(config.training, self.fit.work, read_recovery_count(out)),
                 tensorboard=options.tensorboard, observer=options.observe,
                 iteration_observer=options.observe_iteration or (lambda _: None),
                 progress=self.progress or (lambda *_: None)))
-            log.write(_started(self.schedule, config, options))
-            settings = self._settings(behind, adopted)
-            record = self._left(address, first, settings, fork_server, behind)
-            setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
+            log.write(_build_started_event(self.schedule, config, options))
+            settings = self._build_settings(behind, adopted)
+            record = self._build_takeover_record(address, first, settings, fork_server, behind)
+            setup = replace(build_setup(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, read=record.read, epoch=record.epoch)
-            alive = [] if adopted is None else find_workers(adopted, config.training.tensor_parallel)
+            alive = [] if adopted is None else find_complete_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
-                self._run(setup, settings, behind, losses, alive), commits,
-                self._processes(fork_server, address, settings, alive if behind is not None else None, record.crashes,
-                                lambda crashes: writer(partial(leave_behind, out, replace(record, crashes=crashes)))),
+                self._build_run(setup, settings, behind, losses, alive), commits,
+                self._build_process_manager(fork_server, address, settings, alive if behind is not None else None,
+                                            record.crashes,
+                                            lambda crashes: writer(partial(write_takeover_record, out,
+                                                                           replace(record, crashes=crashes)))),
                 log, writer)
-            leave_behind(out, record)
-            stack.push(partial(_unless_failed, writer, partial(forget_left_behind, out)))
+            write_takeover_record(out, record)
+            stack.push(partial(_call_unless_coordinator_failed, writer, partial(remove_takeover_record, out)))
             try:
-                with events.processes.running(found=behind is not None):
+                with events.processes.run_workers(found=behind is not None):
                     asyncio.run(events.serve(listener, self.stop))
             finally:
                 del store  # closes it, whatever an error keeps
-            if events.stopped:
+            if events.has_stopped_early:
                 signal_received = self.stop.received or signal.SIGTERM
                 raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
                     f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
-            write_measured_trace(events.state.log.trace(), out / "trace.json")
+            write_measured_trace(events.state.log.build_trace(), out / "trace.json")
             if config.model.hugging_face is not None:
-                self._export()
-        return result_of(self.schedule, events, out)
+                self._export_hugging_face()
+        return build_result(self.schedule, events, out)
 
-    def _export(self) -> None:
+    def _export_hugging_face(self) -> None:
         """Write the model in the format of transformers. If that fails, notify; the layers' own files remain."""
-        from slipstream.runtime.model.checkpoints.hugging_face_export import export
-        from slipstream.runtime.model.layers.hugging_face.configuration import folder_of, read_config
+        from slipstream.runtime.model.checkpoints.hugging_face_export import export_model
+        from slipstream.runtime.model.layers.hugging_face.configuration import read_config, weights_folder
 
         model = self.config.model
         assert model.hugging_face is not None
         try:
-            export(read_config(model), partial(load_layer, self.out), self.out / HUGGING_FACE,
-                   folder_of(model.hugging_face))
+            export_model(read_config(model), partial(load_layer, self.out), self.out / HUGGING_FACE_FOLDER,
+                         weights_folder(model.hugging_face))
         except (ConfigError, TensorError, OSError) as error:
-            self.options.notify(f"{self.out / HUGGING_FACE} cannot be written: {first_line(error)}")
+            self.options.notify(f"{self.out / HUGGING_FACE_FOLDER} cannot be written: {first_line(error)}")
 
-    def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> ForkServer | None:
+    def _adopt_workers(self, stack: ExitStack, behind: TakeoverRecord | None) -> ForkServer | None:
         """Adopt the live workers of this machine; None if there is no earlier run or none of them can be adopted.
 
         Raises NobodyLeftError if there is no other node that could have live workers.
         """
         if behind is None:
             return None
-        adopted = None if behind.fork_server is None else adopt(behind.fork_server)
+        adopted = None if behind.fork_server is None else adopt_fork_server(behind.fork_server)
         if adopted is not None:
-            stack.push(partial(_unless_failed, adopted.close))
+            stack.push(partial(_call_unless_coordinator_failed, adopted.close))
         elif self.options.nodes == 1:
-            raise NobodyLeftError("the workers of the run that was led here before are gone")
+            raise NoLiveWorkerError("the workers of the run that was led here before are gone")
         return adopted
 
-    def _listen(self, behind: LeftBehind | None) -> tuple[socket.socket, Rendezvous]:
+    def _listen_for_workers(self, behind: TakeoverRecord | None) -> tuple[socket.socket, Rendezvous]:
         """Listen for workers, at the earlier coordinator's address if the options allow it. Raises RendezvousError.
 
         Raises NobodyLeftError if that address cannot be used, because workers look for a coordinator only there.
@@ -284,49 +295,51 @@ class _Launch:
             deadline = time.monotonic() + LISTEN_SECONDS
             while True:
                 try:
-                    return listen(behind.coordinator)
+                    return open_listener(behind.coordinator)
                 except RendezvousError as error:
                     if time.monotonic() > deadline:
-                        raise NobodyLeftError("the workers of the run that was led here before cannot be met: "
-                                              f"{error}") from None
-                time.sleep(LISTEN_AGAIN_SECONDS)
-        return listen(wanted)
+                        raise NoLiveWorkerError("the workers of the run that was led here before cannot be met: "
+                                                f"{error}") from None
+                time.sleep(LISTEN_RETRY_SECONDS)
+        return open_listener(wanted)
 
-    def _settings(self, behind: LeftBehind | None, adopted: ForkServer | None) -> NodeSettings:
+    def _build_settings(self, behind: TakeoverRecord | None, adopted: ForkServer | None) -> NodeSettings:
         resume, shared_secret = self.resilience.resume, self.options.secret
-        own_secret = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
+        own_secret = create_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
         return NodeSettings(config=self.config, secret=shared_secret or own_secret, out=str(self.out.resolve()),
                             resume=path if behind is None else behind.resume,
                             coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
 
-    def _left(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
-              behind: LeftBehind | None) -> LeftBehind:
+    def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
+                               behind: TakeoverRecord | None) -> TakeoverRecord:
         """Return the record that a new node 0 needs if this one dies."""
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
-        read = samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
-        return LeftBehind(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
-                          read=read if behind is None else behind.read,
-                          fork_server=fork_server.hold(seconds, settings.secret.hex()) if seconds else None,
-                          crashes=() if behind is None else behind.crashes)
+        read = count_samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
+        return TakeoverRecord(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
+                              read=read if behind is None else behind.read,
+                              fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds
+                              else None,
+                              crashes=() if behind is None else behind.crashes)
 
-    def _run(self, setup: Setup, settings: NodeSettings, behind: LeftBehind | None, losses: Sequence[float] | None,
-             alive: Sequence[Worker]) -> Run:
+    def _build_run(self, setup: WorkerSetup, settings: NodeSettings, behind: TakeoverRecord | None,
+                   losses: Sequence[float] | None,
+                   alive: Sequence[Worker]) -> RunSpec:
         fit, resilience = self.fit, self.resilience
-        return Run(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
-                   secret=settings.secret, resilience=resilience, options=self.options,
-                   forget_orders=lambda before: forget_orders(connect_store(setup.store), before),
-                   layer_bytes=() if resilience.settling is None else state_bytes(
-                       fit.model, self.config.training, self.schedule.grid.pipelines),
-                   shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
-                   elements=fit.elements, behind=behind, losses=losses,
-                   journal=NO_JOURNAL if behind is None else read_journal(self.out),
-                   gone=[worker for worker in fit.shares[0] if worker not in alive])
+        return RunSpec(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
+                       secret=settings.secret, resilience=resilience, options=self.options,
+                       forget_orders=lambda before: delete_old_orders(connect_store(setup.store), before),
+                       layer_bytes=() if resilience.settling is None else estimate_layer_bytes(
+                           fit.model, self.config.training, self.schedule.grid.pipelines),
+                       shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
+                       elements=fit.elements, behind=behind, losses=losses,
+                       journal=EMPTY_JOURNAL if behind is None else read_journal(self.out),
+                       gone=[worker for worker in fit.shares[0] if worker not in alive])
 
-    def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
-                   found: Sequence[Worker] | None, crashes: Crashes,
-                   keep: Callable[[Crashes], None]) -> ProcessManager:
+    def _build_process_manager(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
+                               found: Sequence[Worker] | None, crashes: CrashTimes,
+                               keep: Callable[[CrashTimes], None]) -> ProcessManager:
         """Return the manager of all worker processes.
 
         The argument `found` holds the workers on this node that are alive; None if all of them are to be started.
@@ -341,7 +354,7 @@ class _Launch:
                               faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep)
 
 
-def _unless_failed(work: Callable[..., object], *given: Any) -> None:
+def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) -> None:
     """Call `work`, unless the coordinator failed and another one takes over what `work` would remove.
 
     It is an exit callback for `ExitStack.push`: the arguments for `work` come first, then the three of the exception.
@@ -351,7 +364,7 @@ def _unless_failed(work: Callable[..., object], *given: Any) -> None:
         work(*arguments)
 
 
-def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:
+def _build_started_event(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,

@@ -19,35 +19,35 @@ from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
-from slipstream.runtime.processes.descriptors import OWN, require_descriptors
+from slipstream.runtime.processes.file_descriptors import LAUNCHER_DESCRIPTORS, raise_descriptor_limit
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
-from slipstream.runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
+from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, GpuShare, LocalProcess, compute_gpu_share
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.start_limit import StartLimit, StartLimitError
-from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, handle_stop_signals
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
 from slipstream.runtime.protocol import to_node_agent
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.channel import Channel
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
-from slipstream.runtime.protocol.node_reports import Gatherer
+from slipstream.runtime.protocol.node_reports import ReportGatherer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from slipstream.runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
+from slipstream.runtime.protocol.to_coordinator import JoinNode, Leaving, WorkerEnded
 from slipstream.runtime.protocol.to_node_agent import (
-    GoOn,
     KillWorker,
     NodeSetup,
     NodeTaken,
+    ReportsAcknowledged,
     RunEnded,
     StartWorker,
     ToNodeAgent,
 )
-from slipstream.runtime.run_folder import CHECKPOINTS, clear_parameters, lock_of, locked
+from slipstream.runtime.run_folder import CHECKPOINTS, clear_parameters, hold_folder_lock, lock_path
 from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
-ASK_AGAIN_SECONDS = 0.5
+JOIN_RETRY_SECONDS = 0.5
 """Seconds between attempts to join while the coordinator still counts this node's last process as present."""
 
 
@@ -65,10 +65,10 @@ class NodeJob:
     """Seconds to wait for another node 0 after that of the run is gone; 0: end at once."""
 
 
-def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
-         fork_server: ForkServer | None = None, local: LocalProcess = ALONE,
-         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
-         notify: Callable[[str], None] = lambda _: None) -> None:
+def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
+             fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
+             join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
+             notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     The logs of its workers, and the parameters of layers that they write, go into `out`. `notify` is called while node
@@ -79,34 +79,34 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     does not fit, FolderError if another process writes to `out` as this node, RunError if the run fails, and
     RunStopped.
     """
-    require_descriptors(OWN)
+    raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     joins_again = True
     while joins_again:
-        channel, setup = _join_node(rendezvous, job, node, join_timeout_seconds, notify)
+        channel, setup = _connect_to_coordinator(rendezvous, job, node, join_timeout_seconds, notify)
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
-            gpus = _own_gpus(setup, node, nodes, local, job.config.training.tensor_parallel)
-            settings = _own_settings(job, setup, out)
-            stop = stack.enter_context(stop_signals())
-            stack.enter_context(locked(out, node))
+            gpus = _find_own_gpus(setup, node, nodes, local, job.config.training.tensor_parallel)
+            settings = _build_own_settings(job, setup, out)
+            stop = stack.enter_context(handle_stop_signals())
+            stack.enter_context(hold_folder_lock(out, node))
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             # A single worker has no reports that could be combined.
-            gatherer = stack.enter_context(Gatherer()) if len(setup.workers) > 1 else None
+            gatherer = stack.enter_context(ReportGatherer()) if len(setup.workers) > 1 else None
             settings = replace(settings, reports=None if gatherer is None else gatherer.address)
             server = fork_server or stack.enter_context(ForkServer())
-            server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, node).absolute())
+            server.register_cleanup("slipstream.runtime.run_folder:remove_lock", lock_path(out, node).absolute())
             if gatherer is not None:
-                server.clean_up("shutil:rmtree", gatherer.folder)
+                server.register_cleanup("shutil:rmtree", gatherer.folder)
             processes = NodeProcesses(server, rendezvous, setup.workers,
                                       gpu_count(setup.device), settings, gpus.first)
-            with processes.running(restarted=setup.restarted):
+            with processes.run_workers(restarted=setup.restarted):
                 agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, gatherer, notify=notify,
                                    grace_seconds=grace_seconds,
                                    coordinator_timeout_seconds=job.coordinator_timeout_seconds)
                 error = agent.serve()
-        joins_again = agent.anew and stop.received is None
+        joins_again = agent.run_restarts and stop.received is None
         if joins_again:
             notify(f"{error}: joins node 0 again, which begins anew")
     if stop.received is not None:
@@ -116,21 +116,21 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
         raise RunError(error)
 
 
-def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
+def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
     """Return the GPUs of this node's workers.
 
     Raises ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
     """
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-    cards, gpus = gpu_count(setup.device), gpu_share([workers * ranks for workers in setup.shares], node, local)
+    cards, gpus = gpu_count(setup.device), compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
     if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers
                                                   and not setup.config.training.share_devices)):
         raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
     return gpus
 
 
-def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
+def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     """Return the settings that this node gives to its workers. Raises ConfigError if node 0 runs another job."""
     config = job.config
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
@@ -138,7 +138,7 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     for table in ("model", "training"):
         ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
-            # Node 0 decides how long to train, like the other numbers of `Setup`.
+            # Node 0 decides how long to train, like the other numbers of `WorkerSetup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
                 raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
                                   "0; start every node with the same job file and options")
@@ -150,15 +150,15 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     if setup.first_iteration and not setup.restarted:
         if job.resume is None:
             raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
-        resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
+        resume = str(_find_own_checkpoint(job.resume, setup.first_iteration).resolve())
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, while they have them
         with suppress(CheckpointError):
-            resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
+            resume = str(_find_own_checkpoint(job.resume, setup.first_iteration).resolve())
     return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
                         coordinator_timeout_seconds=job.coordinator_timeout_seconds)
 
 
-def _own_checkpoint(folder: Path, iteration: int) -> Path:
+def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
     """Return the path of a checkpoint: in `folder`, in its checkpoints if it is a run's folder, or `folder` itself.
 
     Raises CheckpointError if the checkpoint is of another iteration.
@@ -171,8 +171,8 @@ def _own_checkpoint(folder: Path, iteration: int) -> Path:
     return path
 
 
-def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
-               notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
+def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
+                            notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
     """Connect to the coordinator, and return the connection and its answer.
 
     Asks again while the coordinator has not noticed that this node's last process is gone. If node 0 disappears before
@@ -186,12 +186,12 @@ def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds:
             max(0.0, min(patience, deadline - time.monotonic())), notify)
         patience = job.coordinator_timeout_seconds
         try:
-            answer = channel.wait_for(NodeSetup, NodeTaken)
+            answer = channel.read_first(NodeSetup, NodeTaken)
         except RendezvousError:  # node 0 died or ended before it could answer
             channel.close()
             if not patience or time.monotonic() > deadline:
                 raise
-            time.sleep(ASK_AGAIN_SECONDS)
+            time.sleep(JOIN_RETRY_SECONDS)
             continue
         if isinstance(answer, NodeSetup):
             return channel, answer
@@ -201,7 +201,7 @@ def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds:
         if not notified:
             notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
             notified = True
-        time.sleep(ASK_AGAIN_SECONDS)
+        time.sleep(JOIN_RETRY_SECONDS)
 
 
 class _NodeAgent:
@@ -209,12 +209,12 @@ class _NodeAgent:
     left."""
 
     def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
-                 gatherer: Gatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
+                 gatherer: ReportGatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
                  coordinator_timeout_seconds: float) -> None:
         self._node = node
         self._link = link
         self._limit = limit
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         """Time of the last message from node 0, by time.monotonic."""
         self._processes = processes
         self._gatherer = gatherer
@@ -224,9 +224,9 @@ class _NodeAgent:
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Time by which this node must end after it was asked to, by time.monotonic; None until then."""
-        self._ended: list[Ended] = []
+        self._unreported_ends: list[WorkerEnded] = []
         """Workers that ended while there was no node 0, to be reported to the next one."""
-        self.anew = False
+        self.run_restarts = False
         """True if node 0 starts the run again from its beginning after this one has ended."""
 
     def serve(self) -> str | None:
@@ -236,26 +236,26 @@ class _NodeAgent:
         workers, are gone.
         """
         waker, woken = socket.socketpair()
-        with waker, woken, self._stop.asking(lambda: waker.send(b"!")):
+        with waker, woken, self._stop.call_at_first_signal(lambda: waker.send(b"!")):
             try:
                 while True:
                     try:
-                        return self._follow(woken)
+                        return self._follow_coordinator(woken)
                     except RendezvousError as gone:
-                        ended = self._find_another(str(gone), woken)
+                        ended = self._wait_for_coordinator(str(gone), woken)
                         if ended is not None:
-                            self.anew = ended.anew
+                            self.run_restarts = ended.anew
                             return ended.error
             except StartLimitError as error:
                 raise RunError(str(error)) from None
 
-    def _follow(self, woken: socket.socket) -> str | None:
+    def _follow_coordinator(self, woken: socket.socket) -> str | None:
         """Follow the coordinator's messages, and return the run's error or None.
 
         Raises RendezvousError if node 0 is gone.
         """
-        link, self._heard = self._link, time.monotonic()
-        ended, self._ended = self._ended, []
+        link, self._last_heard = self._link, time.monotonic()
+        ended, self._unreported_ends = self._unreported_ends, []
         for report in ended:
             link.send(report)
         with selectors.DefaultSelector() as selector:
@@ -263,34 +263,34 @@ class _NodeAgent:
                 selector.register(source, selectors.EVENT_READ)
             if self._gatherer is not None:
                 selector.register(self._gatherer, selectors.EVENT_READ)
-                self._gatherer.begin()
+                self._gatherer.forget_unanswered()
             while True:
-                ready = [] if link.pending else [key.fileobj for key, _ in selector.select(self._pause())]
+                ready = [] if link.has_pending else [key.fileobj for key, _ in selector.select(self._seconds_to_wait())]
                 if link in ready:
-                    self._heard = time.monotonic()
-                elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
+                    self._last_heard = time.monotonic()
+                elif time.monotonic() - self._last_heard >= to_node_agent.SILENT_SECONDS:
                     raise RendezvousError("node 0 is gone: it has said nothing for "
                                           f"{to_node_agent.SILENT_SECONDS:.0f} s")
                 if woken in ready:
                     woken.recv(1)
-                    self._leave()
+                    self._announce_leaving()
                 if self._processes in ready:
                     self._report_ends()
-                for message in link.read() if link.pending or link in ready else ():
+                for message in link.read() if link.has_pending or link in ready else ():
                     match message:
                         case RunEnded():
-                            self.anew = message.anew
+                            self.run_restarts = message.anew
                             return message.error
                         case StartWorker():
-                            self._limit.require(message.worker)
-                            self._processes.do(message)
+                            self._limit.count_start(message.worker)
+                            self._processes.execute_command(message)
                         case KillWorker():
-                            self._processes.do(message)
-                        case GoOn() if self._gatherer is not None:
-                            self._gatherer.answered(message)
-                for gathered in [] if self._gatherer is None else self._gatherer.gathered():
+                            self._processes.execute_command(message)
+                        case ReportsAcknowledged() if self._gatherer is not None:
+                            self._gatherer.forward_answer(message)
+                for gathered in [] if self._gatherer is None else self._gatherer.collect_reports():
                     link.send(gathered)
-                if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
+                if self._deadline is not None and not (self._processes.list_alive() and self._seconds_left()):
                     return None
 
     def _report_ends(self) -> None:
@@ -298,11 +298,11 @@ class _NodeAgent:
             for ended in self._processes.poll():
                 self._link.send(ended)
         except ForkServerError:
-            for worker in self._processes.alive():  # node 0 would notice by itself, but later
-                self._link.send(Ended(worker, -signal.SIGKILL))
+            for worker in self._processes.list_alive():  # node 0 would notice by itself, but later
+                self._link.send(WorkerEnded(worker, -signal.SIGKILL))
             raise
 
-    def _find_another(self, gone: str, woken: socket.socket) -> RunEnded | None:
+    def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
         """Wait for another node 0 after this one is gone; the workers of this node pause meanwhile.
 
         Returns None once another coordinator is followed, or its `RunEnded` if it continues without this node. Raises
@@ -313,23 +313,24 @@ class _NodeAgent:
             self._notify(f"{gone}; waits {seconds:g} s for another one")
         deadline = time.monotonic() + seconds
         while self._deadline is None and time.monotonic() < deadline:
-            self._ended += self._processes.poll()  # the new node 0 gets the live workers with JoinNode, then these
+            # the new node 0 gets the live workers with JoinNode, then these
+            self._unreported_ends += self._processes.poll()
             with suppress(RendezvousError):
-                hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.alive()))
-                return self._link.follow_another(hello, RunEnded, lambda _: None)
-            if select.select([woken], [], [], ASK_AGAIN_SECONDS)[0]:
+                hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.list_alive()))
+                return self._link.follow_new_coordinator(hello, RunEnded, lambda _: None)
+            if select.select([woken], [], [], JOIN_RETRY_SECONDS)[0]:
                 woken.recv(1)
                 self._deadline = time.monotonic()
         raise RunError(gone if self._deadline is not None or not seconds else
                        f"{gone}; no other one came within {seconds:g} s")
 
-    def _leave(self) -> None:
+    def _announce_leaving(self) -> None:
         self._deadline = time.monotonic() + self._grace_seconds
-        for worker in self._processes.alive():
+        for worker in self._processes.list_alive():
             self._link.send(Leaving(worker))
 
-    def _pause(self) -> float:
-        silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())
+    def _seconds_to_wait(self) -> float:
+        silent = max(0.0, self._last_heard + to_node_agent.SILENT_SECONDS - time.monotonic())
         left = self._seconds_left()
         return silent if left is None else min(silent, left)
 

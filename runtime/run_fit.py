@@ -9,24 +9,24 @@ import torch
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.device import choose_device, gpu_count
-from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
-from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.data.data import batch_form, load_corpus, load_validation, require_alike
-from slipstream.runtime.model.layers.flops import counted
-from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.computing.forms import find_forms
+from slipstream.runtime.model.data.data import batch_form, load_data, load_validation_data, require_same_forms
+from slipstream.runtime.model.layers.flops import counting_flops
+from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.layers.worker_group import standing_in
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
-from slipstream.runtime.model.state.holding import trained_elements
-from slipstream.runtime.model.state.parameter_groups import require_matches
-from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.model.layers.worker_group import simulating_rank
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.model.state.held_layers import count_trained_elements
+from slipstream.runtime.model.state.parameter_groups import require_all_patterns_match
+from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.model.state.undoable_steps import optimizer_factory
-from slipstream.runtime.processes.launchers import GpuShare, gpu_share
+from slipstream.runtime.processes.launch_environment import GpuShare, compute_gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import FormSpec, Setup
-from slipstream.runtime.replay.dealt_samples import costs_known, require_known_costs, stage_layers
-from slipstream.runtime.replay.placement import Placement, PlacementError, place
+from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
+from slipstream.runtime.replay.dealt_samples import check_costs, find_cost_function, layers_of_stages
+from slipstream.runtime.replay.placement import Placement, PlacementError, place_layers
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.check import check
@@ -34,7 +34,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class RunFit:
     """Properties of a run that follow from schedule, configuration and machine."""
 
     device: Literal["cpu", "cuda"]
@@ -54,25 +54,25 @@ class Fit:
     """Layers of each group that shares a parameter."""
     whole_schedules: bool
     """True if workers need the whole of each schedule, to deal samples or to evaluate."""
-    elements: tuple[Elements, ...]
+    elements: tuple[ElementCounts, ...]
     """Numbers of trained elements, for each layer."""
     data: FormSpec | None = None
     """Form of each micro-batch that the data give."""
 
 
-def samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
+def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
     """Return how many samples were read before the iteration of a checkpoint.
 
-    Returns `FROM_THE_START` if iterations of this run read as many, and for a checkpoint of an earlier version, which
+    Returns `NOTHING_READ` if iterations of this run read as many, and for a checkpoint of an earlier version, which
     does not say.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):
-        return FROM_THE_START
+        return NOTHING_READ
     return SamplesRead(resume.iteration, resume.manifest.samples)
 
 
-def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = FROM_THE_START) -> Fit:
+def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
     """Check that schedule, configuration and machine fit, and return the result.
 
     Raises PlacementError and ConfigError.
@@ -82,45 +82,46 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
     device, ranks = choose_device(training.device), training.tensor_parallel
-    with standing_in(ranks):
-        model = model_for(config.model, training.seed, parameter_dtype(training), torch.device(device))
-        with counted() as flops:
-            layer_forms = forms(model, config)
-        require_matches(model, training)
+    with simulating_rank(ranks):
+        model = build_model(config.model, training.seed, parameter_dtype(training), torch.device(device))
+        with counting_flops() as flops:
+            layer_forms = find_forms(model, config)
+        require_all_patterns_match(model, training)
         optimizer_factory(training)
-        elements = trained_elements(model, training)
-    placement = place(schedule.grid, model.layers)
-    corpus = load_corpus(config, schedule.grid.microbatches, read)
+        elements = count_trained_elements(model, training)
+    placement = place_layers(schedule.grid, model.layers)
+    corpus = load_data(config, schedule.grid.microbatches, read)
     data_form = batch_form(config)
-    require_alike(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
-    require_known_costs(corpus, schedule, training, placement)
-    load_validation(config, schedule.grid.microbatches)
-    shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
+    require_same_forms(corpus, config, schedule.grid.microbatches, data_form, read.iteration)
+    check_costs(corpus, schedule, training, placement)
+    load_validation_data(config, schedule.grid.microbatches)
+    shares = divide_workers_by_node([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
-    gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
+    gpus = compute_gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
-    return Fit(device, model, placement, shares, domains, gpus,
-               choose_transport(training.backend, device, gpus.workers, gpu_count(device),
-                                shared=training.share_devices),
-               tuple(FormSpec.of(layer_forms[cut]) for cut in placement.cuts),
-               IterationWork(tokens=training.batch * config.model.context * microbatches,
-                             flops=flops.training(microbatches), peak_flops=training.peak_flops or options.peak_flops),
-               tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
-               training.evaluate_every is not None
-               or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None,
-               elements, FormSpec.of(data_form))
+    return RunFit(device, model, placement, shares, domains, gpus,
+                  choose_transport(training.backend, device, gpus.workers, gpu_count(device),
+                                   shared=training.share_devices),
+                  tuple(FormSpec.from_form(layer_forms[cut]) for cut in placement.cuts),
+                  IterationWork(tokens=training.batch * config.model.context * microbatches,
+                                flops=flops.training_flops(microbatches), peak_flops=training.peak_flops
+                                or options.peak_flops),
+                  tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
+                  training.evaluate_every is not None
+                  or find_cost_function(corpus, training, layers_of_stages(schedule.grid, placement)) is not None,
+                  elements, FormSpec.from_form(data_form))
 
 
-def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
-              resilience: Resilience) -> Setup:
+def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
+                resilience: Resilience) -> WorkerSetup:
     """Return the message that tells workers what they must know before their first order."""
     grid = schedule.grid
-    return Setup(
+    return WorkerSetup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
-        read=samples_read(resilience.resume, config, grid.microbatches),
+        read=count_samples_read(resilience.resume, config, grid.microbatches),
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
-        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        columns=tuple(tuple(sorted(fit.placement.layers_in_column(grid, column))) for column in range(grid.columns)),
         forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,

@@ -14,49 +14,49 @@ from slipstream.runtime.config import RunConfig
 from slipstream.runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
 from slipstream.runtime.model.checkpoints.checkpoint import (
     Checkpoint,
-    difference,
-    drop_newer,
+    describe_difference,
     identity_of,
-    latest,
-    tidy,
+    open_latest,
+    remove_leftovers,
+    remove_newer,
 )
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
-from slipstream.runtime.processes.faults import Crashes
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
+from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
-LOCK_SECONDS = 0.2
+LOCK_TIMEOUT_SECONDS = 0.2
 """Seconds to wait for a lock. While a killed node's lock file is removed, it is held for a moment."""
-_BEHIND = ".running.json"
-_LOCK = ".node-{}.lock"
-_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
-              f"{SCHEDULES}/.*.json.????????")
+_TAKEOVER_RECORD = ".running.json"
+_LOCK_NAME = ".node-{}.lock"
+_TEMPORARY_FILES = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
+                    f"{SCHEDULES}/.*.json.????????")
 """Temporary files of writers that were killed."""
-_STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
+_STALE_FILES = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
 """Files that a run writes again, even when it resumes."""
-_RESULTS = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
+_RESULT_FILES = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
-class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
+class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record that node 0 keeps in its folder during a run, for a node 0 that is started after it has died."""
 
     epoch: int
-    """Epoch of its coordinator (`runtime.protocol.setup.Setup`)."""
+    """Epoch of its coordinator (`runtime.protocol.setup.WorkerSetup`)."""
     coordinator: Rendezvous
     """Address where its workers look for another coordinator."""
     first_iteration: int
-    read: SamplesRead = FROM_THE_START
-    """Number of samples that runs on other grids have read before (`Setup.read`)."""
+    read: SamplesRead = NOTHING_READ
+    """Number of samples that runs on other grids have read before (`WorkerSetup.read`)."""
     resume: str | None
     """Folder of the checkpoint from which the run began; None if it began with iteration 0."""
     fork_server: str | None
-    """Name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt`); None: they cannot
-    be adopted."""
-    crashes: Crashes = ()
+    """Name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
+    they cannot be adopted."""
+    crashes: CrashTimes = ()
 
 
-_LEFT_BEHIND = msgspec.json.Decoder(LeftBehind)
+_TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)
 
 
 class FolderError(ValueError):
@@ -64,141 +64,144 @@ class FolderError(ValueError):
 
 
 @contextlib.contextmanager
-def locked(out: Path, node: int) -> Iterator[None]:
+def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
     """Create the folder, and hold its lock for one node of a run. The system releases the lock when this process ends.
 
     All processes that share the folder's file system see the lock if that file system has flock, as NFS does. Raises
     FolderError while another process holds it, and OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path = lock_of(out, node)
+    path = lock_path(out, node)
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
-            descriptor = _lock(path)
+            descriptor = _open_locked(path)
             stack.callback(os.close, descriptor)
             stack.callback(path.unlink, missing_ok=True)  # called first, while the lock is still held
         yield
 
 
-def leave_behind(out: Path, left: LeftBehind) -> None:
+def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
     """Write the record that a new node 0 needs; only this user can read it. Raises OSError."""
-    write_atomically(out / _BEHIND, msgspec.json.encode(left))
+    write_atomically(out / _TAKEOVER_RECORD, msgspec.json.encode(left))
 
 
-def left_behind(out: Path) -> LeftBehind | None:
+def read_takeover_record(out: Path) -> TakeoverRecord | None:
     """Return the record of a node 0 that has died; None if its run has ended, or there was none."""
     try:
-        return _LEFT_BEHIND.decode((out / _BEHIND).read_bytes())
+        return _TAKEOVER_DECODER.decode((out / _TAKEOVER_RECORD).read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def forget_left_behind(out: Path) -> None:
+def remove_takeover_record(out: Path) -> None:
     """Remove the record for a new node 0, when the run ends or no worker of the last run is alive."""
-    (out / _BEHIND).unlink(missing_ok=True)
+    (out / _TAKEOVER_RECORD).unlink(missing_ok=True)
 
 
-def holder(out: Path) -> str | None:
+def read_lock_holder(out: Path) -> str | None:
     """Return the name of node 0's process that holds the folder, as written in the lock; None if there is none."""
     try:
-        return lock_of(out, 0).read_text(encoding="utf-8", errors="replace")
+        return lock_path(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
 
 
-def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
+def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool,
+                      again: bool = False) -> None:
     """Raise FolderError if a run would overwrite the results of another one, or CheckpointError.
 
     A run that resumes from a checkpoint in this folder may replace the results that are there. With `force`, a run may
     remove everything; with `again`, only the results of a run that saved neither a checkpoint nor parameters. The
     folder must be locked.
     """
-    if resume is not None and _is_own(resume, out):
-        newest = latest(out / CHECKPOINTS)
+    if resume is not None and _is_in_folder(resume, out):
+        newest = open_latest(out / CHECKPOINTS)
         if newest is not None and newest.iteration > resume.iteration and not force:
             raise FolderError(f"{out / CHECKPOINTS}: holds a checkpoint of iteration {newest.iteration} already; go on "
                               "from that one with --resume, give another --out, or drop it with --force")
     else:
-        left = "" if force or (again and not saved(out)) else results(out)
+        left = "" if force or (again and not list_saved(out)) else describe_results(out)
         if left:
-            raise FolderError(f"{out}: holds the results of another run ({left}): {_way_on(out, config)}give another "
+            raise FolderError(f"{out}: holds the results of another run ({left}): {_suggest_remedy(out, config)}give "
+                              f"another "
                               "--out, or start anew with --force")
 
 
-def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
-    """Prepare the folder for this run: check `require_free`, remove old results, and clean up after killed writers.
+def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
+    """Prepare the folder for this run: check `raise_unless_free`, remove old results, and clean up after killed
+    writers.
 
     The folder must be locked. Raises FolderError, CheckpointError and OSError.
     """
-    require_free(out, resume, config, force=force, again=again)
-    if resume is not None and _is_own(resume, out):
-        drop_newer(out / CHECKPOINTS, resume.iteration)
+    raise_unless_free(out, resume, config, force=force, again=again)
+    if resume is not None and _is_in_folder(resume, out):
+        remove_newer(out / CHECKPOINTS, resume.iteration)
     else:
-        drop_newer(out / CHECKPOINTS, -1)
-        _remove(out, *_RESULTS)
-    _remove(out, *_STALE)
-    clean_up(out)
+        remove_newer(out / CHECKPOINTS, -1)
+        _remove_matching(out, *_RESULT_FILES)
+    _remove_matching(out, *_STALE_FILES)
+    clean_up_folder(out)
 
 
-def clean_up(out: Path) -> None:
+def clean_up_folder(out: Path) -> None:
     """Remove the temporary files of killed writers, and the locks of killed nodes.
 
     All processes of this run must have ended, and the folder must be locked.
     """
-    for path in out.glob(_LOCK.format("*")):
+    for path in out.glob(_LOCK_NAME.format("*")):
         remove_lock(path)
-    _remove(out, *_TEMPORARY)
-    tidy(out / CHECKPOINTS)
+    _remove_matching(out, *_TEMPORARY_FILES)
+    remove_leftovers(out / CHECKPOINTS)
 
 
 def clear_parameters(out: Path) -> None:
     """Remove the parameters that an earlier run has left."""
-    _remove(out, _STALE[0])
+    _remove_matching(out, _STALE_FILES[0])
 
 
-def results(out: Path) -> str:
+def describe_results(out: Path) -> str:
     """Return a description of a run's results in the folder; empty if it has no results that could be missed."""
-    done = iterations_done(out)
-    return ", ".join(([f"{done} iterations"] if done else []) + saved(out))
+    done = count_iterations_done(out)
+    return ", ".join(([f"{done} iterations"] if done else []) + list_saved(out))
 
 
-def iterations_done(out: Path) -> int:
+def count_iterations_done(out: Path) -> int:
     """Return the number of iterations whose losses a run has left."""
     with contextlib.suppress(OSError):
         return (out / LOSSES).read_bytes().count(b"\n")
     return 0
 
 
-def saved(out: Path) -> list[str]:
+def list_saved(out: Path) -> list[str]:
     """Return descriptions of the checkpoint and the parameters in the folder, which other runs can use."""
-    newest = latest(out / CHECKPOINTS)
+    newest = open_latest(out / CHECKPOINTS)
     return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
         + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
 
 
-def _is_own(checkpoint: Checkpoint, out: Path) -> bool:
+def _is_in_folder(checkpoint: Checkpoint, out: Path) -> bool:
     return checkpoint.path.resolve().parent == (out / CHECKPOINTS).resolve()
 
 
-def _way_on(out: Path, config: RunConfig) -> str:
+def _suggest_remedy(out: Path, config: RunConfig) -> str:
     """Return the beginning of a list of remedies: what the job can do with the folder's newest checkpoint."""
-    newest = latest(out / CHECKPOINTS)
+    newest = open_latest(out / CHECKPOINTS)
     if newest is None:
         return ""
-    differs = difference(newest.manifest.identity, identity_of(config, len(newest.manifest.layers)))
+    differs = describe_difference(newest.manifest.identity, identity_of(config, len(newest.manifest.layers)))
     return f"its checkpoint is of another job ({differs}); " if differs else \
         f"go on from its checkpoint with --resume {out}, "
 
 
-def _remove(out: Path, *patterns: str) -> None:
+def _remove_matching(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in out.glob(pattern):
             path.unlink(missing_ok=True)
 
 
-def lock_of(out: Path, node: int) -> Path:
+def lock_path(out: Path, node: int) -> Path:
     """Return the path of a node's lock file."""
-    return out / _LOCK.format(node)
+    return out / _LOCK_NAME.format(node)
 
 
 def remove_lock(path: Path | str) -> None:
@@ -206,19 +209,19 @@ def remove_lock(path: Path | str) -> None:
     path = Path(path)
     with contextlib.suppress(FolderError, OSError):
         if sys.platform != "win32" and path.exists():
-            descriptor = _lock(path)
+            descriptor = _open_locked(path)
             path.unlink(missing_ok=True)
             os.close(descriptor)
 
 
-def _lock(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     """Open and lock a lock file, and write the name of this process into it. Returns the file descriptor.
 
-    Raises FolderError if another process holds the lock for longer than `LOCK_SECONDS`.
+    Raises FolderError if another process holds the lock for longer than `LOCK_TIMEOUT_SECONDS`.
     """
     import fcntl
 
-    deadline = time.monotonic() + LOCK_SECONDS
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -227,13 +230,13 @@ def _lock(path: Path) -> int:
             holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             if time.monotonic() < deadline:
-                time.sleep(LOCK_SECONDS / 10)
+                time.sleep(LOCK_TIMEOUT_SECONDS / 10)
                 continue
             raise FolderError(f"{path.parent}: {holder} is writing there; wait for its end, or give another --out"
                               ) from None
         except OSError:  # a file system without locks
             return descriptor
-        if _is_there(path, descriptor):
+        if _is_same_file(path, descriptor):
             break
         os.close(descriptor)  # its last holder has removed it since it was opened
     os.ftruncate(descriptor, 0)
@@ -241,7 +244,7 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _is_there(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False

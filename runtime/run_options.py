@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.runtime.coordinator.decisions.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.schedule_requests import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler
 from slipstream.runtime.events import IterationObserver, Observer
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
-from slipstream.runtime.processes.launchers import ALONE, LocalProcess
+from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, LocalProcess
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
@@ -85,7 +85,7 @@ class RunOptions:
     """Address at which node 0 listens; None: on loopback."""
     announce: Callable[[Rendezvous], None] = lambda _: None
     """Function that is called with the address when node 0 listens there."""
-    local: LocalProcess = ALONE
+    local: LocalProcess = ONLY_PROCESS
     """Place of this process among the processes of its machine."""
     topology: Sequence[Collection[Worker]] = ()
     """Workers of each machine, if the job names them; else each node is a group of consecutive workers."""

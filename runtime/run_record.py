@@ -20,18 +20,18 @@ from slipstream.runtime.events import (
     FORMAT,
     LOSSES,
     VERSION,
+    AnyEvent,
     Finished,
     Iteration,
-    Kind,
     OrderGiven,
     Started,
-    decode,
+    decode_event,
     decode_iteration,
 )
 from slipstream.schedules.document import Header
 from slipstream.schedules.files import read_at_most
 
-MAX_BYTES = 2**28
+MAX_FILE_BYTES = 2**28
 """Largest size of each file that is read; a million iterations take a third of it."""
 T = TypeVar("T")
 _HEADER = msgspec.json.Decoder(Header)
@@ -42,12 +42,12 @@ class RunRecordError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class TimedEvent:
     """An event and when it occurred."""
 
     at: float
     """Time of the event, in run seconds."""
-    event: Kind
+    event: AnyEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CommittedIteration:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class GenerationRecord:
     """One generation: the time from an order to the next one, or to the end of that start of the run."""
 
     begin: float
@@ -78,12 +78,12 @@ class Stretch:
     @property
     def measured_period(self) -> float | None:
         """Median over iterations of the longest busy window, without the first iteration, which warms up."""
-        return _median([line.period for line in self._warm if line.period is not None])
+        return _median_or_none([line.period for line in self._without_first if line.period is not None])
 
     @property
     def iteration_seconds(self) -> float | None:
         """Median of the seconds between commits, without the first one, which includes the change of members."""
-        return _median([line.took for line in self._warm])
+        return _median_or_none([line.took for line in self._without_first])
 
     @property
     def planned_share(self) -> float | None:
@@ -92,7 +92,7 @@ class Stretch:
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
     @property
-    def _warm(self) -> tuple[CommittedIteration, ...]:
+    def _without_first(self) -> tuple[CommittedIteration, ...]:
         return self.committed[1:] or self.committed
 
 
@@ -101,9 +101,9 @@ class RunRecord:
     """The history of a run."""
 
     folder: Path
-    events: tuple[Happened, ...]
+    events: tuple[TimedEvent, ...]
     committed: tuple[CommittedIteration, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[GenerationRecord, ...]
     seconds: float
     """Duration of the run, summed over all starts."""
 
@@ -113,33 +113,33 @@ class RunRecord:
         return tuple(timed.event for timed in self.events if isinstance(timed.event, Started))
 
     @property
-    def finished(self) -> Finished | None:
+    def finish_event(self) -> Finished | None:
         """End of the last start; None if it is still running or was killed."""
         last = self.events[-1].event
         return last if isinstance(last, Finished) else None
 
     @cached_property
-    def whole_seconds(self) -> float | None:
+    def full_grid_iteration_seconds(self) -> float | None:
         """Median seconds of an iteration while all workers took part; None if there was none."""
-        return _median([line.took for stretch in self.stretches if stretch.order.phase == "whole"
-                        for line in stretch.committed[1:]])
+        return _median_or_none([line.took for stretch in self.stretches if stretch.order.phase == "whole"
+                                for line in stretch.committed[1:]])
 
     @cached_property
-    def cost_error(self) -> float | None:
+    def median_cost_error(self) -> float | None:
         """Median over iterations of the samples' cost error (see `Iteration`); None if no costs are known."""
-        return _median([line.cost_error for line in self.committed if line.cost_error is not None])
+        return _median_or_none([line.cost_error for line in self.committed if line.cost_error is not None])
 
-    def measured_share(self, stretch: Stretch) -> float | None:
+    def measured_share(self, stretch: GenerationRecord) -> float | None:
         """Return a generation's throughput as a share of that with all workers; None if either was not measured."""
-        whole, seconds = self.whole_seconds, stretch.iteration_seconds
+        whole, seconds = self.full_grid_iteration_seconds, stretch.iteration_seconds
         return whole / seconds if whole and seconds else None
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read the history of a run from its folder. Raises RunRecordError."""
-    events = _events(folder)
+    events = _read_events(folder)
     starts = [entry for entry in events if isinstance(entry, Started)]
-    iterations = [(entry, entry.time) for entry in _iterations(folder) if entry.time is not None]
+    iterations = [(entry, entry.time) for entry in _read_iterations(folder) if entry.time is not None]
     times = [entry.time for entry in starts]
     lengths = [0.0] * len(starts)
     start = -1
@@ -152,20 +152,20 @@ def read_run(folder: Path) -> RunRecord:
     for (_, time), start in zip(iterations, starts_of, strict=True):
         lengths[start] = max(lengths[start], round(time - times[start], 3))
     offsets = list(accumulate(lengths, initial=0.0))
-    happened = tuple(Happened(offsets[start] + event.seconds, event)
+    happened = tuple(TimedEvent(offsets[start] + event.seconds, event)
                      for event, start in zip(events, owners, strict=True))
     ends = [*offsets[1:-1], offsets[-1]]
     orders = [(entry.at, ends[owner], entry.event) for entry, owner in zip(happened, owners, strict=True)
               if isinstance(entry.event, OrderGiven)]
     begun = {bisect_right(offsets, at, hi=len(starts)) - 1: at for at, _, _ in reversed(orders)}
-    committed = _committed([(entry, offsets[start] + max(0.0, round(time - times[start], 3)), start)
-                            for (entry, time), start in zip(iterations, starts_of, strict=True)], offsets, begun)
+    committed = _build_committed([(entry, offsets[start] + max(0.0, round(time - times[start], 3)), start)
+                                  for (entry, time), start in zip(iterations, starts_of, strict=True)], offsets, begun)
     fault_free = next((entry.fault_free_period for entry in reversed(starts) if entry.fault_free_period), None)
-    return RunRecord(folder, happened, committed, _stretches(orders, committed, fault_free), offsets[-1])
+    return RunRecord(folder, happened, committed, _build_generations(orders, committed, fault_free), offsets[-1])
 
 
-def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
-               begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
+def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
+                     begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
     """Return the committed iterations with the time that each took.
 
     The argument `placed` has iterations, each with its run seconds and the number of its start; `begun` has the time of
@@ -179,16 +179,17 @@ def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence
     return tuple(found)
 
 
-def _stretches(orders: Sequence[tuple[float, float, OrderGiven]], committed: Sequence[CommittedIteration],
-               fault_free: float | None) -> tuple[Stretch, ...]:
+def _build_generations(orders: Sequence[tuple[float, float, OrderGiven]], committed: Sequence[CommittedIteration],
+                       fault_free: float | None) -> tuple[GenerationRecord, ...]:
     ends = [min(end, following[0]) for (_, end, _), following in pairwise(orders)] + [end for _, end, _ in orders[-1:]]
     times = [line.at for line in committed]
     return tuple(
-        Stretch(begin, end, order, tuple(committed[bisect_right(times, begin):bisect_right(times, end)]), fault_free)
+        GenerationRecord(begin, end, order, tuple(committed[bisect_right(times, begin):bisect_right(times, end)]),
+                         fault_free)
         for (begin, _, order), end in zip(orders, ends, strict=True))
 
 
-def _events(folder: Path) -> list[Kind]:
+def _read_events(folder: Path) -> list[AnyEvent]:
     path = folder / EVENTS
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no folder is there; give the --out of slipstream train")
@@ -196,26 +197,26 @@ def _events(folder: Path) -> list[Kind]:
         why = "its run is of a version that recorded none" if (folder / LOSSES).exists() else \
             "give the --out of slipstream train"
         raise RunRecordError(f"{folder}: no {EVENTS} is there: {why}")
-    events = _lines(path, _event)
+    events = _read_lines(path, _decode_line)
     if not events or not isinstance(events[0], Started):
         raise RunRecordError(f"{path}: its first line is not an event of kind 'started'")
     return events
 
 
-def _event(line: bytes) -> Kind:
+def _decode_line(line: bytes) -> AnyEvent:
     header = _HEADER.decode(line)
     if header.format == FORMAT and header.version is not None and header.version > VERSION:
         raise RunRecordError(f"of version {header.version}; this Slipstream reads version {VERSION}: take a newer one")
-    return decode(line)
+    return decode_event(line)
 
 
-def _iterations(folder: Path) -> list[Iteration]:
+def _read_iterations(folder: Path) -> list[Iteration]:
     path = folder / LOSSES
-    return _lines(path, decode_iteration) if path.exists() else []
+    return _read_lines(path, decode_iteration) if path.exists() else []
 
 
-def _lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
-    lines = read_at_most(path, MAX_BYTES, RunRecordError).split(b"\n")
+def _read_lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
+    lines = read_at_most(path, MAX_FILE_BYTES, RunRecordError).split(b"\n")
     if lines.pop():
         raise RunRecordError(f"{path}: line {len(lines) + 1}, the last one, is cut off; remove it, or start the run "
                              "again with --resume, which does so")
@@ -228,5 +229,5 @@ def _lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
     return parsed
 
 
-def _median(values: Sequence[float]) -> float | None:
+def _median_or_none(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None

@@ -43,10 +43,10 @@ class RunResult:
     out: Path
 
 
-def result_of(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
+def build_result(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
     """Return the result of a run that has ended."""
     state, log, news = events.state, events.state.log, events.news
-    return RunResult(first_iteration=log.first_iteration, losses=tuple(log.losses), trace=log.trace(), out=out,
+    return RunResult(first_iteration=log.first_iteration, losses=tuple(log.losses), trace=log.build_trace(), out=out,
                      parameter_digest=combined_digest(log.digests),
                      measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
@@ -54,4 +54,4 @@ def result_of(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
                      speed_events=tuple(news.speed_events), speed_periods_seconds=tuple(
                          log.measured_period_seconds(event.iteration, end.iteration if end else None)
                          for event, end in zip_longest(news.speed_events, news.speed_events[1:])),
-                     checkpoints=state.checkpoints.costs)
+                     checkpoints=state.checkpoints.checkpoint_costs)

@@ -75,7 +75,7 @@ class Group(Protocol):
 GlooDevice = ProcessGroupGloo.Device
 
 
-def gloo_devices() -> list[GlooDevice]:
+def open_gloo_devices() -> list[GlooDevice]:
     """Open a gloo device for each network interface: a listening socket, and a thread for all of its connections.
 
     They listen where torch's process groups listen by default: on the interfaces of GLOO_SOCKET_IFNAME, or at the
@@ -86,7 +86,7 @@ def gloo_devices() -> list[GlooDevice]:
         ProcessGroupGloo.create_default_device(lazy_init=False)]
 
 
-def inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile a graph with torch.compile's own backend and the given options.
 
     For: graphs that have been changed on their way to it (`runtime.model.layers.compiling`).
@@ -167,7 +167,7 @@ def without_process_groups() -> Iterator[None]:
         put(default, count, kept)
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
+def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
     """Create a gloo process group, without torch.distributed's global state.
 
     For: groups that come and go with generations, several of them in a process, in any thread.
@@ -179,7 +179,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: 
     return cast(Group, ProcessGroupGloo(store, rank, size, options))
 
 
-CONNECT_SECONDS = 30.0
+CONNECT_TIMEOUT_SECONDS = 30.0
 """Timeout for the connection of an NCCL call that does not block the host."""
 NCCL_ENVIRONMENT = {
     # What the watchdog does about an error or a timeout of an operation. 0: nothing. Otherwise it aborts communicators
@@ -204,15 +204,17 @@ user's values, because the runtime relies on them.
 """
 
 
-BLOCKING = "SLIPSTREAM_NCCL_BLOCKING"
+BLOCKING_VARIABLE = "SLIPSTREAM_NCCL_BLOCKING"
 """Environment variable; 0 creates communicators that do not block the host while they connect."""
 PAIR_CHANNELS = 4
 """Number of channels of a communicator of two ranks. Each takes device memory, and a transfer in one direction fills
 few."""
 
 
-def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta, directed: bool) -> "NcclGroup":
-    """Return an NCCL process group on this thread's device that is not connected yet, the counterpart of `gloo_group`.
+def create_nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta,
+                      directed: bool) -> "NcclGroup":
+    """Return an NCCL process group on this thread's device that is not connected yet, the counterpart of
+    `create_gloo_group`.
 
     NCCL's threads use the store for as long as they live, so they get a connection of their own.
     """
@@ -221,10 +223,10 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
     os.environ.update(NCCL_ENVIRONMENT)
     if get_debug_level() == DebugLevel.DETAIL:  # this level turns on desync debugging, and with it error handling
         set_debug_level(DebugLevel.INFO)
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(CONNECT_SECONDS))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(CONNECT_TIMEOUT_SECONDS))
     options = ProcessGroupNCCL.Options()
     # Non-blocking calls wait for their connection within torch, and hold a lock that an abort needs.
-    options.config.blocking = os.environ.get(BLOCKING, "1") != "0"
+    options.config.blocking = os.environ.get(BLOCKING_VARIABLE, "1") != "0"
     if directed:
         options.config.max_ctas = PAIR_CHANNELS
     # Torch hands out streams in turn, from a pool of 32 for each priority. A stream that waits for a peer must not be
@@ -238,11 +240,11 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
 
 _IDLE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Streams of each device in which nothing waits. They are reused, because torch has only 32 of them
-(`device.own_stream`)."""
+(`device.get_stream_for`)."""
 
 
 @contextmanager
-def _waiting_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+def _borrow_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Provide a stream that no other thread uses within this block."""
     idle = _IDLE_STREAMS[device]
     try:
@@ -273,12 +275,12 @@ class NcclGroup:
         """
         torch.cuda.set_device(self.device)
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with _waiting_stream(self.device) as stream, torch.cuda.stream(stream):
+        with _borrow_stream(self.device) as stream, torch.cuda.stream(stream):
             work.wait()  # this stream waits, the host does not
             ended.record()
             ended.synchronize()
 
-    def error(self) -> str | None:
+    def watchdog_error(self) -> str | None:
         """Return the error that torch's watchdog has found, or None. The watchdog checks ten times a second.
 
         Returns None, too, in torch versions that do not report errors. The delay is harmless: NCCL does not end a
@@ -308,7 +310,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy tensors in one call, which on a GPU is one kernel.
 
     Replaced by: `copy_` for each tensor.
@@ -317,7 +319,7 @@ def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-class LivingStorages:
+class LiveStorages:
     """Count of the bytes of watched storages that are still alive.
 
     For: the memory that a micro-batch holds between its ops.
@@ -329,14 +331,14 @@ class LivingStorages:
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def watch(self, tensor: Tensor) -> None:
+    def watch_tensor(self, tensor: Tensor) -> None:
         """Add a tensor's storage to the watched ones; each storage counts once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (reference, storage.nbytes())
 
-    def bytes(self) -> int:
+    def live_bytes(self) -> int:
         """Return the bytes of the watched storages that are alive."""
         alive = 0
         for reference, size in self._seen.values():
@@ -344,10 +346,10 @@ class LivingStorages:
         return alive
 
 
-class TensorWatch(TorchDispatchMode):
+class TensorWatchMode(TorchDispatchMode):
     """Dispatch mode that passes every tensor created under it to `storages.watch`."""
 
-    def __init__(self, storages: LivingStorages) -> None:
+    def __init__(self, storages: LiveStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = storages
 
@@ -355,11 +357,11 @@ class TensorWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self.storages.watch(tensor)
+                self.storages.watch_tensor(tensor)
         return result
 
 
-def without_state_hooks(module: torch.nn.Module) -> None:
+def remove_state_hooks(module: torch.nn.Module) -> None:
     """Remove the state_dict hooks of a module, so that its state_dict uses the modules' own parameter and buffer names.
 
     Torch can remove a hook only by the handle that its registration returned.

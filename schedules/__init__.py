@@ -3,10 +3,10 @@
     schedule          a schedule as data: grid, ops, costs, and the scope of its lower bound
     precedence        table of which op of a micro-batch waits for which
     codec             schedules as JSON (`document` and `files` bound what is read and written)
-    check             checks a schedule against all rules (`equal`, `text_excerpt`)
+    check             checks a schedule against all rules (`symmetry`, `text_excerpt`)
     memory            memory that each worker holds over time
     graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
-    parts             the part of a schedule that each worker must know
+    worker_programs             the part of a schedule that each worker must know
     timing            replays of a schedule under other durations
     measured_trace    measured times of ops
     torchcsv          orders of ops for torch.distributed.pipelining

@@ -16,12 +16,12 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from slipstream.schedules.equal import equal_sets
 from slipstream.schedules.graph import programs_of, require_acyclic
-from slipstream.schedules.layers import joined_ranges, layers_text
-from slipstream.schedules.memory import memory_profile, room
+from slipstream.schedules.layers import layers_text, merge_ranges
+from slipstream.schedules.memory import activation_room, memory_profile
 from slipstream.schedules.precedence import OpKey, op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
+from slipstream.schedules.symmetry import find_equal_groups
 
 # --- The schedule under check, and what several rules look up in it ---------------------------------------------------
 
@@ -42,7 +42,7 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.rule}: {self.message}"
 
 
-class Case(msgspec.Struct, frozen=True, dict=True):
+class CheckContext(msgspec.Struct, frozen=True, dict=True):
     """Schedule under check, with values that several rules look up."""
 
     schedule: Schedule
@@ -52,7 +52,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
         """Pipelines to check: one group of each set of groups that behave identically."""
-        return tuple(sorted(pipeline for equal in equal_sets(self.schedule) for pipeline in equal[0]))
+        return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:
@@ -62,9 +62,9 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
         """Compute ops by key. From the second tier on, each is there exactly once."""
-        return {op_key(op): op for op in self.compute()}
+        return {op_key(op): op for op in self.compute_ops()}
 
-    def compute(self) -> Iterator[Op]:
+    def compute_ops(self) -> Iterator[Op]:
         """Iterate over all compute ops, worker by worker."""
         return (op for ops in self.programs.values() for op in ops if op.kind in COMPUTE_KINDS)
 
@@ -76,7 +76,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
                 for worker, ops in self.programs.items()}
 
     @property
-    def kinds(self) -> tuple[OpKind, ...]:
+    def op_kinds(self) -> tuple[OpKind, ...]:
         """Kinds of op that a micro-batch needs at one slice."""
         if self.forwards:
             return (OpKind.F,)
@@ -86,7 +86,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @property
     def gradient_kind(self) -> OpKind:
         """Kind of op that produces the gradient for the slice before."""
-        return self.kinds[1]
+        return self.op_kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
         """Iterate over all micro-batches of `pipelines`, each as (pipeline, number)."""
@@ -95,13 +95,14 @@ class Case(msgspec.Struct, frozen=True, dict=True):
                 yield pipeline, microbatch
 
     @cached_property
-    def whole_stages(self) -> bool:
+    def has_only_stage_routes(self) -> bool:
         """True if every micro-batch runs every op once along its own chain of stages, and nothing else runs."""
-        grid, kinds = self.schedule.grid, self.kinds
+        grid, kinds = self.schedule.grid, self.op_kinds
         expected = ((kind, stage, pipeline, microbatch) for pipeline, microbatch in self.microbatches()
-                    for stage in grid.path(microbatch) for kind in kinds)
+                    for stage in grid.stages_of_microbatch(microbatch) for kind in kinds)
         count = sum(grid.microbatches[pipeline] for pipeline in self.pipelines) * grid.depth * len(kinds)
-        return all(map(self.ops.__contains__, expected)) and sum(1 for _ in self.compute()) == len(self.ops) == count
+        return all(map(self.ops.__contains__, expected)) \
+            and sum(1 for _ in self.compute_ops()) == len(self.ops) == count
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
@@ -114,10 +115,10 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         return {microbatch: tuple(sorted(slices, key=lambda slice: layers[slice]))
                 for microbatch, slices in visited.items()}
 
-    def route(self, pipeline: int, microbatch: int) -> Route:
+    def route_of(self, pipeline: int, microbatch: int) -> Route:
         """Return the route of a micro-batch. From the second tier on, its slices cover all layers exactly once."""
-        if self.whole_stages:
-            return self.schedule.grid.path(microbatch)
+        if self.has_only_stage_routes:
+            return self.schedule.grid.stages_of_microbatch(microbatch)
         return self.routes.get((pipeline, microbatch), ())
 
     @cached_property
@@ -125,7 +126,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
         """Layers of all As, each range once, ascending. From the third tier on, the ranges are disjoint."""
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
-    def reduced_with(self, layers: LayerRange) -> Iterator[LayerRange]:
+    def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
         """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`. Requires disjoint ranges."""
         ranges = self.reduced_ranges
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
@@ -134,32 +135,32 @@ class Case(msgspec.Struct, frozen=True, dict=True):
             if ranges[index][1] > layers[0]:
                 yield ranges[index]
 
-    def covers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
+    def covers_layers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
         """Return whether ascending ranges that do not touch contain all of these layers."""
         return any(first <= layers[0] and layers[1] <= end for first, end in held)
 
-    def hop(self, before: Op, after: Op) -> int:
+    def transfer_ticks(self, before: Op, after: Op) -> int:
         """Return the ticks that a tensor needs from one op to the next: 0 within a worker."""
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
-    def text(self, op: Op) -> str:
+    def op_text(self, op: Op) -> str:
         """Format an op for a message."""
         return self.schedule.op_text(op)
 
-    def at(self, ticks: int) -> str:
+    def time_text(self, ticks: int) -> str:
         """Format a time or duration for a message."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
 
 
-def listed(ranges: Sequence[LayerRange]) -> str:
+def ranges_text(ranges: Sequence[LayerRange]) -> str:
     """Format layers for a message: `layers 0 to 3, layer 6`."""
-    return ", ".join(layers_text(layers) for layers in joined_ranges(ranges)) or "no layer"
+    return ", ".join(layers_text(layers) for layers in merge_ranges(ranges)) or "no layer"
 
 
 # --- Who works, and who holds which layers ----------------------------------------------------------------------------
 
 
-def live_workers(case: Case) -> Iterator[Violation]:
+def check_live_workers(case: CheckContext) -> Iterator[Violation]:
     """Check that every worker of the grid either has failed or has exactly one seat."""
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
@@ -174,7 +175,7 @@ def live_workers(case: Case) -> Iterator[Violation]:
                             worker=worker)
 
 
-def roles(case: Case) -> Iterator[Violation]:
+def check_roles(case: CheckContext) -> Iterator[Violation]:
     """Check that all roles are distinct and in the grid."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
@@ -188,21 +189,23 @@ def roles(case: Case) -> Iterator[Violation]:
         played.add(role)
 
 
-def holders(case: Case) -> Iterator[Violation]:
+def check_holders(case: CheckContext) -> Iterator[Violation]:
     """Check that a live worker holds each layer."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
-    held = joined_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
-                          for layers in schedule.holds_of(seat)})
+    held = merge_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
+                         for layers in schedule.held_layers_of_seat(seat)})
     reached = 0
     for first, end in (*held, (schedule.grid.layer_count, schedule.grid.layer_count)):
         if first > reached:
-            yield Violation("holders", f"no live worker holds {_layers(case, (reached, first))}: no parameters of them "
+            yield Violation("holders",
+                            f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: no parameters of "
+                            f"them "
                             "are left")
         reached = end
 
 
-def _layers(case: Case, layers: LayerRange) -> str:
+def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
     """Format layers for a message, with the stages that lie within them."""
     grid = case.schedule.grid
     stages = [str(stage) for stage, (first, end) in enumerate(grid.layers_by_stage[:grid.depth])
@@ -214,45 +217,46 @@ def _layers(case: Case, layers: LayerRange) -> str:
 # --- What each worker runs --------------------------------------------------------------------------------------------
 
 
-def each_once(case: Case) -> Iterator[Violation]:
+def check_each_once(case: CheckContext) -> Iterator[Violation]:
     """Check that the slices of each micro-batch cover all layers once, each with one F, I and W (or F and B)."""
-    if case.whole_stages:
+    if case.has_only_stage_routes:
         return
-    yield from _foreign_ops(case)
+    yield from _check_foreign_ops(case)
     tiling: dict[Route, str] = {}
     for pipeline, microbatch in case.microbatches():
-        route = case.route(pipeline, microbatch)
+        route = case.route_of(pipeline, microbatch)
         if route not in tiling:
-            tiling[route] = _not_tiled(case, route)
+            tiling[route] = _describe_untiled(case, route)
         if tiling[route]:
             yield Violation("each-once", f"micro-batch {pipeline}.{microbatch}: {tiling[route]}")
         for slice in route:
-            for kind in case.kinds:
+            for kind in case.op_kinds:
                 if (kind, slice, pipeline, microbatch) not in case.ops:
                     yield Violation("each-once", f"{kind}(micro-batch {pipeline}.{microbatch}, "
                                     f"{case.schedule.slice_text(slice)}) is run by nobody")
 
 
-def _foreign_ops(case: Case) -> Iterator[Violation]:
+def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
     """Report ops that no micro-batch needs."""
-    schedule, kinds, seen = case.schedule, case.kinds, dict[OpKey, Op]()
-    for op in case.compute():
+    schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
+    for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
         if kind not in kinds:
-            yield Violation("each-once", f"{case.text(op)}: a schedule with {schedule.backward} backward has no "
+            yield Violation("each-once", f"{case.op_text(op)}: a schedule with {schedule.backward} backward has no "
                             f"{kind}", op)
         elif not 0 <= microbatch < schedule.grid.microbatches[pipeline]:
-            yield Violation("each-once", f"{case.text(op)}: pipeline {pipeline} has only "
+            yield Violation("each-once", f"{case.op_text(op)}: pipeline {pipeline} has only "
                             f"{schedule.grid.microbatches[pipeline]} micro-batches", op)
         elif (OpKind.F, slice, pipeline, microbatch) not in case.ops:
-            yield Violation("each-once", f"{case.text(op)}: the micro-batch runs no F there", op)
+            yield Violation("each-once", f"{case.op_text(op)}: the micro-batch runs no F there", op)
         elif key in seen:
-            yield Violation("each-once", f"{case.text(op)} at {case.at(op.start_ticks)} runs a second time; it ran on "
-                            f"{seen[key].worker} at {case.at(seen[key].start_ticks)}", op)
+            yield Violation("each-once",
+                            f"{case.op_text(op)} at {case.time_text(op.start_ticks)} runs a second time; it ran on "
+                            f"{seen[key].worker} at {case.time_text(seen[key].start_ticks)}", op)
         seen.setdefault(key, op)
 
 
-def _not_tiled(case: Case, route: Route) -> str:
+def _describe_untiled(case: CheckContext, route: Route) -> str:
     """Describe where the slices of a route skip a layer or pass one twice; empty if they cover all layers once."""
     reached, before = 0, None
     for slice in route:
@@ -268,54 +272,56 @@ def _not_tiled(case: Case, route: Route) -> str:
     return f"nobody runs F of {layers_text((reached, layers))}" if reached < layers else ""
 
 
-def closing(case: Case) -> Iterator[Violation]:
+def check_closing(case: CheckContext) -> Iterator[Violation]:
     """Check that the As of each live worker cover exactly its held layers, and that its last op is its only O."""
     for worker, ops in case.programs.items():
-        yield from _reductions_of(case, worker)
+        yield from _check_reductions_of(case, worker)
         steps = [op for op in ops if op.kind is OpKind.O]
         if len(steps) != 1:
             yield Violation("closing", f"worker {worker} runs O {len(steps)} times; expected 1", worker=worker)
         elif ops[-1] is not steps[0]:
-            yield Violation("closing", f"{case.text(ops[-1])} comes after {steps[0]}, which ends the iteration",
+            yield Violation("closing", f"{case.op_text(ops[-1])} comes after {steps[0]}, which ends the iteration",
                             ops[-1], worker)
 
 
-def only_forwards(case: Case) -> Iterator[Violation]:
+def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
     """Check that no worker runs an A or an O, in a schedule of forwards only."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
-            yield Violation("only-forwards", f"{case.text(other)} is among forwards alone", other, worker)
+            yield Violation("only-forwards", f"{case.op_text(other)} is among forwards alone", other, worker)
 
 
-def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
+def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
     """Report As of one worker that do not match the layers that it holds."""
-    held, ranges = case.schedule.holds(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
+    held, ranges = case.schedule.held_layers(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if held == tuple(layers for layers, _ in ranges):
         return
     for (before, left), (after, right) in pairwise(ranges):
         if after[0] < before[1]:
-            yield Violation("closing", f"worker {worker} runs {_reduction(case, left)} and {_reduction(case, right)}; "
+            yield Violation("closing",
+                            f"worker {worker} runs {_reduction_text(case, left)} and {_reduction_text(case, right)}; "
                             f"expected one A of {layers_text((after[0], min(after[1], before[1])))}", right, worker)
     for layers, op in ranges:
-        if not case.covers(held, layers):
-            yield Violation("closing", f"worker {worker} runs {_reduction(case, op)}, but holds {listed(held)}", op,
+        if not case.covers_layers(held, layers):
+            yield Violation("closing",
+                            f"worker {worker} runs {_reduction_text(case, op)}, but holds {ranges_text(held)}", op,
                             worker)
-    missing = _without(held, [layers for layers, _ in ranges])
+    missing = _subtract_ranges(held, [layers for layers, _ in ranges])
     if missing:
-        yield Violation("closing", f"worker {worker} runs no A of {listed(missing)}; it holds {listed(held)}",
+        yield Violation("closing", f"worker {worker} runs no A of {ranges_text(missing)}; it holds {ranges_text(held)}",
                         worker=worker)
 
 
-def _reduction(case: Case, op: Op) -> str:
+def _reduction_text(case: CheckContext, op: Op) -> str:
     """Format an A for a message."""
     assert op.slice is not None
     return f"A({case.schedule.slice_text(op.slice)})"
 
 
-def _without(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
+def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
     """Return the layers of `ranges` that are in none of `others`. Both are ascending, and `ranges` do not touch."""
-    kept, removed = [], joined_ranges(others)
+    kept, removed = [], merge_ranges(others)
     for first, end in ranges:
         for low, high in removed:
             if low < end and first < high:
@@ -327,7 +333,7 @@ def _without(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list
     return kept
 
 
-def reduced_together(case: Case) -> Iterator[Violation]:
+def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
     """Check that all As of a layer have the same range, so that all holders of a layer reduce it together."""
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
@@ -337,35 +343,37 @@ def reduced_together(case: Case) -> Iterator[Violation]:
         if after[0] < before[1]:
             op, other = one_of[after], one_of[before]
             shared = layers_text((after[0], min(after[1], before[1])))
-            yield Violation("reduced-together", f"{case.text(op)} and {case.text(other)} both reduce {shared}, but not "
+            yield Violation("reduced-together",
+                            f"{case.op_text(op)} and {case.op_text(other)} both reduce {shared}, but not "
                             "the same layers; all that hold a layer reduce it in one range", op)
 
 
 # --- Where and when each op runs --------------------------------------------------------------------------------------
 
 
-def hosts(case: Case) -> Iterator[Violation]:
+def check_hosts(case: CheckContext) -> Iterator[Violation]:
     """Check that one worker, which holds the layers, runs all ops of a micro-batch at a slice."""
     schedule, ops = case.schedule, case.ops
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
-        held = schedule.holds(worker)
+        held = schedule.held_layers(worker)
         fits = fitting.setdefault(held, {})
         for op in program:
             slice = op.slice
             if op.kind not in COMPUTE_KINDS or slice is None or op.pipeline is None or op.microbatch is None:
                 continue
             if slice not in fits:
-                fits[slice] = case.covers(held, schedule.layers_of(slice))
+                fits[slice] = case.covers_layers(held, schedule.layers_of(slice))
             if not fits[slice]:
-                yield Violation("host", f"{case.text(op)}: worker {worker} holds {listed(held)}, not all of "
+                yield Violation("host", f"{case.op_text(op)}: worker {worker} holds {ranges_text(held)}, not all of "
                                 f"{layers_text(schedule.layers_of(slice))}", op)
             elif op.kind is not OpKind.F and \
                     worker != (first := ops[OpKind.F, slice, op.pipeline, op.microbatch]).worker:
-                yield Violation("host", f"{case.text(op)}: its F ran on {first.worker}, which holds the activation", op)
+                yield Violation("host", f"{case.op_text(op)}: its F ran on {first.worker}, which holds the activation",
+                                op)
 
 
-def one_at_a_time(case: Case) -> Iterator[Violation]:
+def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
     """Check that each worker runs its ops one at a time, in program order, from tick 0 on.
 
     If reductions overlap with compute, a worker runs one reduction and one other op at a time. O then waits for both,
@@ -373,22 +381,25 @@ def one_at_a_time(case: Case) -> Iterator[Violation]:
     """
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
-            yield Violation("one-at-a-time", f"{case.text(ops[0])} starts at {case.at(ops[0].start_ticks)}, before the "
+            yield Violation("one-at-a-time",
+                            f"{case.op_text(ops[0])} starts at {case.time_text(ops[0].start_ticks)}, before the "
                             "iteration", ops[0], worker)
-        for before, op in _in_turn(ops, overlaps=case.schedule.overlaps):
+        for before, op in _sequential_pairs(ops, overlaps=case.schedule.has_overlap):
             if op.start_ticks < before.end_ticks:
-                yield Violation("one-at-a-time", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
-                                f"{case.text(before)}, before it in the program, ends at {case.at(before.end_ticks)}",
+                yield Violation("one-at-a-time", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                                f"{case.op_text(before)}, before it in the program, ends at "
+                                f"{case.time_text(before.end_ticks)}",
                                 op, worker)
-        if case.schedule.overlaps:
+        if case.schedule.has_overlap:
             for before, op in pairwise(ops):
                 if op.start_ticks < before.start_ticks:
-                    yield Violation("one-at-a-time", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
-                                    f"{case.text(before)}, before it in the program, at "
-                                    f"{case.at(before.start_ticks)}", op, worker)
+                    yield Violation("one-at-a-time",
+                                    f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                                    f"{case.op_text(before)}, before it in the program, at "
+                                    f"{case.time_text(before.start_ticks)}", op, worker)
 
 
-def _in_turn(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
+def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
     """Iterate over pairs of a worker's ops of which the second may not start before the end of the first."""
     if not overlaps:
         yield from pairwise(ops)
@@ -397,109 +408,114 @@ def _in_turn(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
     yield from pairwise(op for op in ops if op.kind in (OpKind.A, OpKind.O))
 
 
-def forward_order(case: Case) -> Iterator[Violation]:
+def check_forward_order(case: CheckContext) -> Iterator[Violation]:
     """Check that F at a slice starts after the end of F at the slice before on the route, plus any transfer."""
     ops = case.ops
     for pipeline, microbatch in case.microbatches():
         before = None
-        for slice in case.route(pipeline, microbatch):
+        for slice in case.route_of(pipeline, microbatch):
             op = ops[OpKind.F, slice, pipeline, microbatch]
-            if before is not None and op.start_ticks < before.end_ticks + case.hop(before, op):
-                yield _too_early(case, "forward-order", before, op)
+            if before is not None and op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
+                yield _early_start_violation(case, "forward-order", before, op)
             before = op
 
 
-def backward_order(case: Case) -> Iterator[Violation]:
+def check_backward_order(case: CheckContext) -> Iterator[Violation]:
     """Check that I (or B) starts after that of the next slice on the route, plus any transfer; on the last, after F."""
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
-        route = case.route(pipeline, microbatch)
+        route = case.route_of(pipeline, microbatch)
         before = ops[OpKind.F, route[-1], pipeline, microbatch]
         for slice in reversed(route):
             op = ops[gradient, slice, pipeline, microbatch]
-            if op.start_ticks < before.end_ticks + case.hop(before, op):
-                yield _too_early(case, "backward-order", before, op)
+            if op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
+                yield _early_start_violation(case, "backward-order", before, op)
             before = op
 
 
-def weight_order(case: Case) -> Iterator[Violation]:
+def check_weight_order(case: CheckContext) -> Iterator[Violation]:
     """Check that W starts after I of the same micro-batch and slice."""
     ops = case.ops
     for (kind, slice, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
             before = ops[OpKind.I, slice, pipeline, microbatch]
-            if op.start_ticks < before.end_ticks + case.hop(before, op):
-                yield _too_early(case, "weight-order", before, op)
+            if op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
+                yield _early_start_violation(case, "weight-order", before, op)
 
 
-def _too_early(case: Case, rule: str, before: Op, op: Op) -> Violation:
+def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
     """Build the violation for an op that starts before the result of the op it waits for has arrived."""
-    hop = case.hop(before, op)
-    arrival = f", and its result takes {case.at(hop)} to arrive" if hop else ""
-    return Violation(rule, f"{case.text(op)} starts at {case.at(op.start_ticks)}, but {case.text(before)} ends at "
-                     f"{case.at(before.end_ticks)}{arrival}", op)
+    hop = case.transfer_ticks(before, op)
+    arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
+    return Violation(rule,
+                     f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but {case.op_text(before)} ends "
+                     f"at "
+                     f"{case.time_text(before.end_ticks)}{arrival}", op)
 
 
-def memory(case: Case) -> Iterator[Violation]:
+def check_memory(case: CheckContext) -> Iterator[Violation]:
     """Check that no worker ever holds more than the room that the weights of its layers leave."""
     sizes = case.schedule.memory
     if sizes is None:
         return
     for worker, ops in case.programs.items():
         seat = case.schedule.seat_of[worker]
-        free = room(case.schedule, seat) or 0
+        free = activation_room(case.schedule, seat) or 0
         if free < 0:
-            yield Violation("memory", f"worker {worker} holds {listed(case.schedule.holds(worker))}, which weigh "
+            yield Violation("memory",
+                            f"worker {worker} holds {ranges_text(case.schedule.held_layers(worker))}, which weigh "
                             f"{-free * sizes.unit:g} more than it has room for", worker=worker)
             continue
         for tick, held in memory_profile(sizes, ops):
             if held > free:
                 op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
-                remark = "" if seat.holds is None else f" beside {listed(seat.holds)}"
-                yield Violation("memory", f"worker {worker} holds {held * sizes.unit:g} at {case.at(tick)}; its "
+                remark = "" if seat.holds is None else f" beside {ranges_text(seat.holds)}"
+                yield Violation("memory", f"worker {worker} holds {held * sizes.unit:g} at {case.time_text(tick)}; its "
                                 f"capacity is {free * sizes.unit:g}{remark}", op, worker)
                 break
 
 
-def all_reduce(case: Case) -> Iterator[Violation]:
+def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
     """Check that all As of a range of layers start together, after the last backward of these layers anywhere."""
-    schedule, final = case.schedule, case.kinds[-1]
+    schedule, final = case.schedule, case.op_kinds[-1]
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
         if kind is final and (slice not in last_of_slice or op.end_ticks > last_of_slice[slice].end_ticks):
             last_of_slice[slice] = op
     last: dict[LayerRange, Op] = {}
     for slice, op in last_of_slice.items():
-        for layers in case.reduced_with(schedule.layers_of(slice)):
+        for layers in case.reduced_ranges_sharing(schedule.layers_of(slice)):
             if layers not in last or op.end_ticks > last[layers].end_ticks:
                 last[layers] = op
     first: dict[LayerRange, Op] = {}
     for layers, op in (reduction for reduced in case.reductions.values() for reduction in reduced):
         together = first.setdefault(layers, op)
         if op.start_ticks != together.start_ticks:
-            yield Violation("all-reduce", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
-                            f"{case.text(together)} at {case.at(together.start_ticks)}; all that hold a layer reduce "
+            yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                            f"{case.op_text(together)} at {case.time_text(together.start_ticks)}; all that hold a "
+                            f"layer reduce "
                             "it together", op)
         elif layers in last and op.start_ticks < last[layers].end_ticks:
-            yield Violation("all-reduce", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
-                            f"{case.text(last[layers])} ends at {case.at(last[layers].end_ticks)}", op)
+            yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
+                            f"{case.op_text(last[layers])} ends at {case.time_text(last[layers].end_ticks)}", op)
 
 
-def optimizer(case: Case) -> Iterator[Violation]:
+def check_optimizer(case: CheckContext) -> Iterator[Violation]:
     """Check that no O of a synchronous optimizer starts before the last backward of the whole job.
 
-    A staggered optimizer needs nothing beyond what `closing` checks.
+    A staggered optimizer needs nothing beyond what `check_closing` checks.
     """
     if case.schedule.optimizer != "synchronous" or not case.ops:
         return
     last = max(case.ops.values(), key=lambda op: op.end_ticks)
     for ops in case.programs.values():
         if ops[-1].start_ticks < last.end_ticks:
-            yield Violation("optimizer", f"{ops[-1]} starts at {case.at(ops[-1].start_ticks)}, but {case.text(last)} "
-                            f"ends at {case.at(last.end_ticks)} and the optimizer is synchronous", ops[-1])
+            yield Violation("optimizer",
+                            f"{ops[-1]} starts at {case.time_text(ops[-1].start_ticks)}, but {case.op_text(last)} "
+                            f"ends at {case.time_text(last.end_ticks)} and the optimizer is synchronous", ops[-1])
 
 
-def period(case: Case) -> Iterator[Violation]:
+def check_period(case: CheckContext) -> Iterator[Violation]:
     """Check that the period is the longest busy window of a worker or, with a synchronous optimizer, the makespan.
 
     If it were shorter, the next iteration of that worker would start before this one has ended.
@@ -511,27 +527,31 @@ def period(case: Case) -> Iterator[Violation]:
     worker = max(windows, key=lambda worker: windows[worker][1] - windows[worker][0])
     start, end = windows[worker]
     if case.schedule.period_ticks != end - start:
-        yield Violation("period", f"the period is given as {case.at(case.schedule.period_ticks)}, but worker {worker} "
-                        f"is busy from {case.at(start)} to {case.at(end)}: {case.at(end - start)}", worker=worker)
+        yield Violation("period",
+                        f"the period is given as {case.time_text(case.schedule.period_ticks)}, but worker {worker} "
+                        f"is busy from {case.time_text(start)} to {case.time_text(end)}: {case.time_text(end - start)}",
+                        worker=worker)
 
 
-def bound(case: Case) -> Iterator[Violation]:
+def check_bound(case: CheckContext) -> Iterator[Violation]:
     """Check that the lower bound is at most the period, and that the status is 'optimal' exactly if they are equal."""
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
-        yield Violation("bound", f"the lower bound, {case.at(lower)}, exceeds the period, {case.at(period)}")
+        yield Violation("bound",
+                        f"the lower bound, {case.time_text(lower)}, exceeds the period, {case.time_text(period)}")
     elif (case.schedule.status == "optimal") != (lower == period):
-        yield Violation("bound", f"the status is '{case.schedule.status}' with period {case.at(period)} and lower "
-                        f"bound {case.at(lower)}; 'optimal' says that they are equal")
+        yield Violation("bound",
+                        f"the status is '{case.schedule.status}' with period {case.time_text(period)} and lower "
+                        f"bound {case.time_text(lower)}; 'optimal' says that they are equal")
 
 
-def deadlock(case: Case) -> Iterator[Violation]:
+def check_deadlock(case: CheckContext) -> Iterator[Violation]:
     """Check that ops, transfers and all-reduces never wait for each other in a circle, however long each really takes.
 
     The rules of earlier tiers imply that an op starts no earlier than what it waits for, and strictly later if that
     takes any time. A circle can therefore only consist of ops without duration, and of As, which may take time on only
-    some of their workers. If there is no circle of ops, `schedules.graph.transfers` finds an order of transfers that
-    adds none.
+    some of their workers. If there is no circle of ops, `schedules.graph.order_transfers` finds an order of transfers
+    that adds none.
     """
     instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
     if not any(instant.values()):
@@ -551,19 +571,19 @@ def deadlock(case: Case) -> Iterator[Violation]:
 MAX_VIOLATIONS = 100
 """Most violations reported per rule."""
 
-Rule = Callable[[Case], Iterator[Violation]]
+Rule = Callable[[CheckContext], Iterator[Violation]]
 TIERS: tuple[tuple[Rule, ...], ...] = (
-    (live_workers, roles, holders),
-    (each_once, closing, reduced_together),
-    (hosts, one_at_a_time, forward_order, backward_order, weight_order, memory,
-     all_reduce, optimizer, period, bound),
-    (deadlock,),
+    (check_live_workers, check_roles, check_holders),
+    (check_each_once, check_closing, check_reduced_together),
+    (check_hosts, check_one_at_a_time, check_forward_order, check_backward_order, check_weight_order, check_memory,
+     check_all_reduce, check_optimizer, check_period, check_bound),
+    (check_deadlock,),
 )
 FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
-    (live_workers, roles, holders),
-    (each_once, only_forwards),
-    (hosts, one_at_a_time, forward_order, period, bound),
-    (deadlock,),
+    (check_live_workers, check_roles, check_holders),
+    (check_each_once, check_only_forwards),
+    (check_hosts, check_one_at_a_time, check_forward_order, check_period, check_bound),
+    (check_deadlock,),
 )
 """Tiers of rules for schedules of forwards only (`schedules.forwards`)."""
 
@@ -574,7 +594,7 @@ def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
     With `forwards`, the schedule must have forwards only, as validation runs them. At most MAX_VIOLATIONS are returned
     per rule. The schedule must have the form that `schedules.codec` requires of a file: all its indices are valid.
     """
-    case = Case(schedule, forwards)
+    case = CheckContext(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:
         violations = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
         if violations:

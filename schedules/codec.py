@@ -28,7 +28,7 @@ from slipstream.schedules.schedule import (
 
 FORMAT = "slipstream.schedule"
 VERSION = 2
-OLDER = (1,)
+OLDER_VERSIONS = (1,)
 """Older versions that can be read. Version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
@@ -52,7 +52,7 @@ class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 _FIELDS = Schedule.__struct_fields__
 _KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Document, bulk=("programs", "seats"),
-                     max_bytes=MAX_FILE_BYTES, error=ScheduleError, older=OLDER)
+                     max_bytes=MAX_FILE_BYTES, error=ScheduleError, older=OLDER_VERSIONS)
 
 
 def encode(schedule: Schedule) -> bytes:
@@ -61,7 +61,7 @@ def encode(schedule: Schedule) -> bytes:
     Raises ScheduleError if the schedule is too large to be read again.
     """
     try:
-        require_few_ops(schedule)
+        require_op_limit(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         fields |= {name: value for name in _FIELDS if (value := getattr(schedule, name)) is not msgspec.UNSET}
         data = msgspec.json.encode(fields) + b"\n"
@@ -100,7 +100,7 @@ def json_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Document)
     document = schema["$defs"]["Document"]
     document["properties"]["format"] = {"const": FORMAT}
-    document["properties"]["version"] = {"enum": [*OLDER, VERSION]}
+    document["properties"]["version"] = {"enum": [*OLDER_VERSIONS, VERSION]}
     document["required"] = [*document["required"], "format", "version"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Slipstream schedule", **schema}
 
@@ -113,7 +113,7 @@ def _require_version_1(schedule: Schedule) -> None:
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
                       ("times.of_layers", schedule.times.of_layers),
-                      ("times.overlap", schedule.overlaps),
+                      ("times.overlap", schedule.has_overlap),
                       ("bound_scope", schedule.bound_scope)):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
@@ -133,25 +133,25 @@ def validate(schedule: Schedule) -> None:
     if schedule.memory is not None:
         _validate_memory(schedule.memory, schedule)
     for worker in schedule.failed:
-        _in_grid("failed", worker, schedule.grid)
-    _ascending("failed", schedule.failed)
+        _require_in_grid("failed", worker, schedule.grid)
+    _require_ascending("failed", schedule.failed)
     for seat in schedule.seats:
-        _in_grid("seats", seat.worker, schedule.grid)
-        _in_grid("seats", seat.role, schedule.grid)
+        _require_in_grid("seats", seat.worker, schedule.grid)
+        _require_in_grid("seats", seat.role, schedule.grid)
         if seat.program >= len(schedule.programs):
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
-    _ascending("seats", tuple(seat.worker for seat in schedule.seats))
+    _require_ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
-    require_few_ops(schedule)
+    require_op_limit(schedule)
     slices, pipelines = len(schedule.layers_by_slice), schedule.grid.pipelines
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
-            problem = _wrong_with(op, slices, pipelines)
+            problem = _describe_op_error(op, slices, pipelines)
             if problem is not None:
                 raise ValueError(f"programs[{index}][{position}]{problem}")
 
 
-def require_few_ops(schedule: Schedule) -> None:
+def require_op_limit(schedule: Schedule) -> None:
     """Raise ValueError if a schedule has more ops than a file may have."""
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
@@ -159,11 +159,11 @@ def require_few_ops(schedule: Schedule) -> None:
 
 
 def _validate_grid(grid: Grid) -> None:
-    _in_range("grid.columns", grid.columns, 1, MAX_WORKERS // grid.pipelines)
-    _length("grid.microbatches", grid.microbatches, grid.pipelines, "pipeline")
-    _in_range("number of grid.stages", len(grid.stages), grid.columns, MAX_WORKERS)
+    _require_in_range("grid.columns", grid.columns, 1, MAX_WORKERS // grid.pipelines)
+    _require_length("grid.microbatches", grid.microbatches, grid.pipelines, "pipeline")
+    _require_in_range("number of grid.stages", len(grid.stages), grid.columns, MAX_WORKERS)
     for stage in grid.stages:
-        _in_range("grid.stages column", stage.column, 0, grid.columns - 1)
+        _require_in_range("grid.stages column", stage.column, 0, grid.columns - 1)
         if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_LAYERS:
             raise ValueError(f"grid.stages layers: {list(stage.layers)} is not a range of layers [first, end)")
     _validate_chains(grid)
@@ -172,7 +172,7 @@ def _validate_grid(grid: Grid) -> None:
 def _validate_chains(grid: Grid) -> None:
     """Raise ValueError unless chains have equal length and pass every column, and copies of a stage lie on different
     workers and hold the same layers."""
-    _in_range("grid.chains", grid.chains, 1, len(grid.stages))
+    _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
     if len(grid.stages) % grid.chains:
@@ -181,11 +181,11 @@ def _validate_chains(grid: Grid) -> None:
     if len(places) < grid.chains * grid.columns:
         raise ValueError(f"grid.chains is {grid.chains}; expected each chain to pass all {grid.columns} columns")
     for index, stage in enumerate(grid.stages):
-        original = grid.stages[grid.original(index)]
+        original = grid.stages[grid.original_stage(index)]
         if stage.layers != original.layers:
             raise ValueError(f"grid.stages[{index}] has layers {stage.layers}, its copy in the first chain "
                              f"{original.layers}; expected the same")
-    if len({(grid.original(index), stage.column) for index, stage in enumerate(grid.stages)}) < len(grid.stages):
+    if len({(grid.original_stage(index), stage.column) for index, stage in enumerate(grid.stages)}) < len(grid.stages):
         raise ValueError("grid.stages: a column holds two copies of one stage; expected one at most")
 
 
@@ -197,7 +197,7 @@ def _validate_slices(schedule: Schedule) -> None:
             slices or any(seat.holds is not None for seat in schedule.seats)):
         raise ValueError("grid.stages layers: with slices or layers held, expected those of each chain to follow each "
                          "other from 0 on, at least one per stage, or none at all")
-    _ranges("slices", slices, grid.layer_count)
+    _require_ranges("slices", slices, grid.layer_count)
     for layers, times in Counter(slices).items():
         if times > 1:
             raise ValueError(f"slices: {list(layers)} is given {times} times; expected each once")
@@ -212,18 +212,18 @@ def _validate_holdings(schedule: Schedule) -> None:
         raise ValueError(f"seats: more than {MAX_SLICE_LAYERS} ranges of layers held")
     for seat in seats:
         name = f"seats: layers held by worker {seat.worker}"
-        _ranges(name, seat.holds or (), layers)
+        _require_ranges(name, seat.holds or (), layers)
         for before, after in pairwise(seat.holds or ()):
             if before[1] >= after[0]:
                 raise ValueError(f"{name}: {list(after)} after {list(before)}; expected ascending ranges that do not "
                                  "touch")
     if seats:
-        _length("times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer")
+        _require_length("times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer")
         if schedule.memory is not None:
-            _length("memory.weights", schedule.memory.weights, layers, "layer")
+            _require_length("memory.weights", schedule.memory.weights, layers, "layer")
 
 
-def _ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
+def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
     """Raise ValueError unless each range is a non-empty range of the model's layers."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
@@ -233,35 +233,37 @@ def _ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
 def _validate_times(times: Times, schedule: Schedule) -> None:
     grid = schedule.grid
     for name in ("forward", "backward_input", "backward_weight", "all_reduce"):
-        _length(f"times.{name}", getattr(times, name), len(schedule.layers_by_slice), _per(schedule))
-    _length("times.optimizer", times.optimizer, grid.columns, "column")
+        _require_length(f"times.{name}", getattr(times, name), len(schedule.layers_by_slice),
+                        _slice_unit_text(schedule))
+    _require_length("times.optimizer", times.optimizer, grid.columns, "column")
     if times.optimizer_of_layer:
-        _length("times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer")
+        _require_length("times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer")
     for name, values in msgspec.structs.asdict(times.of_layers).items() if times.of_layers else ():
         if name not in ("per_tick", "per_unit"):
-            _length(f"times.of_layers.{name}", values, grid.layer_count, "layer")
+            _require_length(f"times.of_layers.{name}", values, grid.layer_count, "layer")
     for slow in times.slow:
-        _in_grid("times.slow", slow.worker, grid)
-    _ascending("times.slow", tuple(slow.worker for slow in times.slow))
+        _require_in_grid("times.slow", slow.worker, grid)
+    _require_ascending("times.slow", tuple(slow.worker for slow in times.slow))
 
 
 def _validate_memory(memory: Memory, schedule: Schedule) -> None:
-    _length("memory.capacity", memory.capacity, schedule.grid.columns, "column")
+    _require_length("memory.capacity", memory.capacity, schedule.grid.columns, "column")
     for name in ("activation", "weight_stash"):
-        _length(f"memory.{name}", getattr(memory, name), len(schedule.layers_by_slice), _per(schedule))
+        _require_length(f"memory.{name}", getattr(memory, name), len(schedule.layers_by_slice),
+                        _slice_unit_text(schedule))
     if memory.weights:
-        _length("memory.weights", memory.weights, schedule.grid.layer_count, "layer")
+        _require_length("memory.weights", memory.weights, schedule.grid.layer_count, "layer")
     rooms = memory.capacity_of or ()
     for room in rooms:
-        _in_grid("memory.capacity_of", room.worker, schedule.grid)
-    _ascending("memory.capacity_of", tuple(room.worker for room in rooms))
+        _require_in_grid("memory.capacity_of", room.worker, schedule.grid)
+    _require_ascending("memory.capacity_of", tuple(room.worker for room in rooms))
 
 
-def _per(schedule: Schedule) -> str:
+def _slice_unit_text(schedule: Schedule) -> str:
     return "slice, stages first" if schedule.slices else "stage"
 
 
-def _wrong_with(op: ProgramOp, slices: int, pipelines: int) -> str | None:
+def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
     """Describe what is wrong with an op, as it follows the op's name; None if nothing is.
 
     The caller adds the name only to a message, because building it for each of the many correct ops would be slow.
@@ -280,22 +282,22 @@ def _wrong_with(op: ProgramOp, slices: int, pipelines: int) -> str | None:
     return None
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
+def _require_in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; expected {low} to {high}")
 
 
-def _length(name: str, values: tuple[int, ...], expected: int, per: str) -> None:
+def _require_length(name: str, values: tuple[int, ...], expected: int, per: str) -> None:
     if len(values) != expected:
         raise ValueError(f"{name} has {len(values)} values; expected {expected}, one per {per}")
 
 
-def _in_grid(name: str, worker: Worker, grid: Grid) -> None:
+def _require_in_grid(name: str, worker: Worker, grid: Grid) -> None:
     if worker.pipeline >= grid.pipelines or worker.column >= grid.columns:
         raise ValueError(f"{name}: worker {worker} lies outside the grid of {grid.pipelines} x {grid.columns}")
 
 
-def _ascending(name: str, workers: tuple[Worker, ...]) -> None:
+def _require_ascending(name: str, workers: tuple[Worker, ...]) -> None:
     for left, right in pairwise(workers):
         if left >= right:
             raise ValueError(f"{name}: worker {right} after {left}; expected each worker once, in ascending order")

@@ -54,7 +54,7 @@ class DocumentKind(Generic[T]):
     def decode(self, data: bytes, source: str) -> T:
         """Decode a document. `source` names it in errors. Raises `error` or `damaged` with a message of one line."""
         if len(data) > self.max_bytes:
-            raise self.error(f"{source}: more than {self.max_bytes} bytes{self._remark}")
+            raise self.error(f"{source}: more than {self.max_bytes} bytes{self._size_remark}")
         try:
             header = _HEADER.decode(data)
             if header.format != self.format:
@@ -74,10 +74,10 @@ class DocumentKind(Generic[T]):
 
     def read_bytes(self, path: Path) -> bytes:
         """Return the bytes of a file of at most `max_bytes`. Raises `error` if it is larger or cannot be read."""
-        return read_at_most(path, self.max_bytes, self.error, self._remark)
+        return read_at_most(path, self.max_bytes, self.error, self._size_remark)
 
     @property
-    def _remark(self) -> str:
+    def _size_remark(self) -> str:
         """Text that a message about a too large file ends with."""
         return f", the most that a {self.name} file may have"
 
@@ -86,10 +86,10 @@ class DocumentKind(Generic[T]):
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)
-        json.loads(data, object_pairs_hook=_distinct)
+        json.loads(data, object_pairs_hook=_dict_of_distinct)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a dict from pairs. Raises ValueError if a key is given twice."""
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -42,7 +42,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).chmod(0o666 & ~_current_umask())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder next to `folder` to write to. It replaces `folder` at the end, unless the body raises.
 
     Raises OSError.
@@ -66,7 +66,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _umask() -> int:
+def _current_umask() -> int:
     """Return the umask of this process."""
     mask = os.umask(0)
     os.umask(mask)

@@ -12,39 +12,40 @@ from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
-from slipstream.schedules.graph import as_early
-from slipstream.schedules.precedence import op_key, producers
-from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, period_ticks
+from slipstream.schedules.graph import place_as_early
+from slipstream.schedules.precedence import op_key, producer_keys
+from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, compute_period_ticks
 
 
-def forwards_of(schedule: Schedule) -> Schedule:
+def schedule_forwards(schedule: Schedule) -> Schedule:
     """Return a schedule of a schedule's forwards. `schedules.check.check(..., forwards=True)` has its rules.
 
     Its lower bound follows from the work: the busiest live worker has at least an even share of it.
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
-    quickest = min(_listed(schedule, planned), list(as_early(schedule, planned).values()), key=_length)
+    quickest = min(_list_schedule(schedule, planned), list(place_as_early(schedule, planned).values()),
+                   key=_makespan_and_period)
     moved: dict[Worker, list[Op]] = {seat.worker: [] for seat in schedule.seats}
     for op in quickest:
         moved[op.worker].append(op)
-    seats, programs = _stored(schedule, moved)
-    ticks = period_ticks(quickest)
+    seats, programs = _store_programs(schedule, moved)
+    ticks = compute_period_ticks(quickest)
     least = min(ticks, _work_bound(schedule, planned))
     return replace(schedule, seats=seats, programs=programs, memory=None, backward="fused", optimizer="staggered",
                    period_ticks=ticks, lower_bound_ticks=least, status="optimal" if least == ticks else "feasible",
                    method="forwards")
 
 
-def _length(ops: Iterable[Op]) -> tuple[int, int]:
+def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
     """Return the ticks until all ops are done, and the period of many such iterations in a row."""
     ops = list(ops)
-    return max((op.end_ticks for op in ops), default=0), period_ticks(ops)
+    return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
 
-def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
+def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
     """Return a list schedule, in the order of starts. Of equally urgent ops, the first micro-batch goes first."""
-    after = _next_of_route(schedule, planned)
+    after = _successors_on_route(schedule, planned)
     begins = set(range(len(planned))) - set(after.values())
     events = [(0, number) for number in begins]  # number: its input has arrived; ~number: the op has ended
     heapify(events)
@@ -75,14 +76,14 @@ def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
     return listed
 
 
-def _next_of_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
+def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
     """Return a map from the number of each op to that of the op that waits for it."""
     number = {op_key(op): index for index, op in enumerate(planned)}
     return {number[before]: index for index, op in enumerate(planned)
-            for before in producers(op_key(op), schedule.path(op.pipeline or 0, op.microbatch or 0))}
+            for before in producer_keys(op_key(op), schedule.route_of(op.pipeline or 0, op.microbatch or 0))}
 
 
-def _stored(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
     """Return seats and programs for the new times. Equal programs are stored once."""
     number: dict[Program, int] = {}
     seats = []

@@ -15,7 +15,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from slipstream.schedules.layers import layers_text
-from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers, waits
+from slipstream.schedules.precedence import (
+    OpKey,
+    Tensor,
+    consumers_with_rules,
+    op_key,
+    producer_keys,
+    producers_with_rules,
+)
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 
@@ -50,28 +57,28 @@ class Collective(NamedTuple):
 Node = Op | Transfer | Collective
 
 
-def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
+def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent between workers, in an order that all workers can follow without deadlock.
 
     Transfers are ordered like their producing ops in a topological order of the op graph. If each transfer is inserted
     right after its producer, this order extends to all nodes: all edges point forward, also those between successive
     transfers of a pair of workers. Raises ValueError if the ops alone already wait for each other in a circle.
     """
-    by_key = _by_key(programs)
+    by_key = _ops_by_key(programs)
     ordered = []
     for node in topological_order(schedule, programs):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
         _, _, pipeline, microbatch = made = op_key(node)
-        for key, rule in consumers(made, schedule.path(pipeline, microbatch)):
+        for key, rule in consumers_with_rules(made, schedule.route_of(pipeline, microbatch)):
             consumer = by_key.get(key)
             if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
                 ordered.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
     return ordered
 
 
-def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
-                   path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
+def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
+                         path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
     """Iterate over a worker's ops together with its transfers, which stay in their common order.
 
     Each receive comes before the op that needs it, and each send after the op that makes the tensor. `path` returns the
@@ -94,8 +101,8 @@ def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Work
             continue
         key = op_key(op)
         slices = path(key[2], key[3])
-        needs = end_of_last(False, ((key, rule.tensor) for _, rule in waits(key, slices)))
-        makes = end_of_last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, slices)))
+        needs = end_of_last(False, ((key, rule.tensor) for _, rule in producers_with_rules(key, slices)))
+        makes = end_of_last(True, ((consumer, rule.tensor) for consumer, rule in consumers_with_rules(key, slices)))
         yield from own_transfers[issued:needs]
         yield op
         issued = max(issued, needs)
@@ -103,39 +110,39 @@ def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Work
         issued = max(issued, makes)
 
 
-def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
+def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
     """Iterate over the edges (before, after) of ops and collectives: each worker's order, then data dependencies.
 
     The argument `programs` has the ops of the workers to look at: all workers, or those of pipelines that share no
     micro-batch with the rest.
     """
     for ops in programs.values():
-        if schedule.overlaps:
-            yield from _beside_compute(schedule, ops)
+        if schedule.has_overlap:
+            yield from _overlap_edges(schedule, ops)
         else:
-            yield from pairwise(_node(op, schedule) for op in ops)
-    by_key = _by_key(programs)
+            yield from pairwise(_graph_node(op, schedule) for op in ops)
+    by_key = _ops_by_key(programs)
     for key, op in by_key.items():
         _, _, pipeline, microbatch = key
-        path = schedule.path(pipeline, microbatch)
-        yield from ((by_key[producer], op) for producer in producers(key, path) if producer in by_key)
+        path = schedule.route_of(pipeline, microbatch)
+        yield from ((by_key[producer], op) for producer in producer_keys(key, path) if producer in by_key)
 
 
-def _beside_compute(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
+def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
     """Iterate over the edges of a worker whose reductions overlap with compute.
 
     Reductions run one after the other, each after the last backward on this worker of any of its layers. Other ops run
     one after the other, and O runs after all of them.
     """
     yield from pairwise(op for op in ops if op.kind is not OpKind.A)
-    yield from pairwise(_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
+    yield from pairwise(_graph_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
     for index, op in enumerate(ops):
-        awaited = awaited_here(schedule, ops, index)
+        awaited = last_local_backward(schedule, ops, index)
         if awaited is not None:
-            yield awaited, _node(op, schedule)
+            yield awaited, _graph_node(op, schedule)
 
 
-def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
+def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
     """Return the last W (or B) before an A in a worker's program that has any of its layers, if reductions overlap.
 
     Returns None if there is none, or if the op at `index` is no A.
@@ -152,7 +159,7 @@ def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None
     return None
 
 
-def reducing_early(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
+def with_early_reductions(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
     """Return a worker's program with each A moved as early as its edges allow, if reductions overlap.
 
     Each A then comes directly after the op that it awaits on this worker, or after the A before it. It thus waits for
@@ -161,30 +168,30 @@ def reducing_early(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
     last, places = -1, []
     for index, op in enumerate(ops):
         if op.kind is OpKind.A:
-            awaited = awaited_here(schedule, ops, index)
+            awaited = last_local_backward(schedule, ops, index)
             last = max(last, index if awaited is None else ops.index(awaited))
         places.append((last, 1) if op.kind is OpKind.A else (index, 0))
     return [op for _, op in sorted(zip(places, ops, strict=True), key=lambda placed: placed[0])]
 
 
-def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
+def _ops_by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
     return {op_key(op): op for ops in programs.values() for op in ops if op.kind in COMPUTE_KINDS}
 
 
-def _node(op: Op, schedule: Schedule) -> Node:
+def _graph_node(op: Op, schedule: Schedule) -> Node:
     return Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A and op.slice is not None else op
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
     """Order ops and collectives, each after what it waits for, else by planned time. Raises ValueError for a circle."""
-    nodes = list(dict.fromkeys(_node(op, schedule) for ops in programs.values() for op in ops))
+    nodes = list(dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops))
     number = {node: index for index, node in enumerate(nodes)}
     followers: list[list[int]] = [[] for _ in nodes]
     awaited = [0] * len(nodes)
-    for before, after in arcs(schedule, programs):
+    for before, after in dependency_edges(schedule, programs):
         followers[number[before]].append(number[after])
         awaited[number[after]] += 1
-    ready = [(_planned(node), index) for index, node in enumerate(nodes) if not awaited[index]]
+    ready = [(_planned_order(node), index) for index, node in enumerate(nodes) if not awaited[index]]
     heapify(ready)
     ordered = []
     while ready:
@@ -193,47 +200,47 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
         for follower in followers[index]:
             awaited[follower] -= 1
             if not awaited[follower]:
-                heappush(ready, (_planned(nodes[follower]), follower))
+                heappush(ready, (_planned_order(nodes[follower]), follower))
     if len(ordered) < len(nodes):
         require_acyclic(schedule, programs)
     return ordered
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError, which describes the circle, if `arcs` has one. Cheaper than `topological_order`."""
+    """Raise ValueError, which describes the circle, if `dependency_edges` has one. Cheaper than `topological_order`."""
     sorter: TopologicalSorter[Node] = TopologicalSorter()
-    for before, after in arcs(schedule, programs):
+    for before, after in dependency_edges(schedule, programs):
         sorter.add(after, before)
     try:
         sorter.prepare()
     except CycleError as error:
-        raise _deadlock(schedule, error.args[1]) from None
+        raise _deadlock_error(schedule, error.args[1]) from None
 
 
-def _deadlock(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
+def _deadlock_error(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
     """Build the error for a circle: each node waits for the one before it; the first node is also the last."""
     texts = [schedule.op_text(node) if isinstance(node, Op) else str(node) for node in circle]
     return ValueError("deadlock: " + " waits for ".join(reversed(texts)))
 
 
-def _planned(node: Node) -> tuple[int, str]:
+def _planned_order(node: Node) -> tuple[int, str]:
     return (node.start_ticks, "") if isinstance(node, Op) else (0, str(node))
 
 
-def as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
+def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
     """Place compute ops as early as possible. The ops that an op waits for must come before it."""
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}
     for op in ops:
         begin, key = free[op.worker], op_key(op)
-        for before in (placed[one] for one in producers(key, schedule.path(key[2], key[3])) if one in placed):
+        for before in (placed[one] for one in producer_keys(key, schedule.route_of(key[2], key[3])) if one in placed):
             begin = max(begin, before.end_ticks + (schedule.times.transfer if before.worker != op.worker else 0))
         placed[key] = replace(op, start_ticks=begin, end_ticks=begin + op.end_ticks - op.start_ticks)
         free[op.worker] = placed[key].end_ticks
     return placed
 
 
-def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
     """Return, for each number below `count`, the smallest number of its connected component.
 
     The edges are `pairs`. Uses union-find with path halving.
@@ -251,11 +258,11 @@ def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
     return [find_root(number) for number in range(count)]
 
 
-def groups(schedule: Schedule) -> list[tuple[int, ...]]:
+def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """Return sorted groups of pipelines that share micro-batches. Between groups, workers wait only for all-reduces."""
     foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
-    first = joined(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
-                                             for pipeline in foreign[seat.program]))
+    first = component_roots(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
+                                                      for pipeline in foreign[seat.program]))
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, root in enumerate(first):
         members[root].append(pipeline)

@@ -13,12 +13,12 @@ def layers_text(layers: LayerRange) -> str:
     return f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
 
 
-def short(ranges: Iterable[LayerRange]) -> str:
+def compact_layers_text(ranges: Iterable[LayerRange]) -> str:
     """Format layers for a drawing, such as `0-2,5`. The last layer of a range is included."""
     return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
-def joined_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
+def merge_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     """Merge ranges into ascending ranges that do not touch."""
     merged: list[LayerRange] = []
     for first, end in sorted(ranges):
@@ -34,11 +34,11 @@ def layers_in(ranges: Iterable[LayerRange]) -> frozenset[int]:
     return frozenset(layer for layers in ranges for layer in range(*layers))
 
 
-def totals(values: Sequence[int]) -> tuple[int, ...]:
+def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
     """Return the prefix sums of values: the sums of the first 0, 1, 2, ... of them."""
     return tuple(accumulate(values, initial=0))
 
 
-def total(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """Return the sum over all layers in some ranges. `before` are the prefix sums that `totals` returns."""
+def sum_over_ranges(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
+    """Return the sum over all layers in some ranges. `before` are the prefix sums that `prefix_sums` returns."""
     return sum(before[end] - before[first] for first, end in ranges)

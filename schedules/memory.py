@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from slipstream.schedules.layers import total
+from slipstream.schedules.layers import sum_over_ranges
 from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker
 
 
@@ -34,7 +34,7 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
     return list(zip(ticks, accumulate(change[tick] for tick in ticks), strict=True))
 
 
-def room(schedule: Schedule, seat: Seat) -> int | None:
+def activation_room(schedule: Schedule, seat: Seat) -> int | None:
     """Return the room for activations of a live worker, in multiples of `schedule.memory.unit`; None means no limit.
 
     The field `capacity` is the room that remains next to the layers of a worker's own column. A worker that holds other
@@ -44,9 +44,10 @@ def room(schedule: Schedule, seat: Seat) -> int | None:
     if memory is None:
         return None
     if seat.holds is None:
-        return memory.beside(seat.worker, seat.role.column)
-    own = total(memory.weights_before, schedule.holds_of_column(seat.worker.column))
-    return memory.beside(seat.worker, seat.worker.column) + own - total(memory.weights_before, seat.holds)
+        return memory.capacity_for(seat.worker, seat.role.column)
+    own = sum_over_ranges(memory.weights_before, schedule.held_layers_of_column(seat.worker.column))
+    return memory.capacity_for(seat.worker, seat.worker.column) + own - sum_over_ranges(memory.weights_before,
+                                                                                        seat.holds)
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
@@ -57,5 +58,5 @@ def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
     memory = schedule.memory
     if memory is None:
         return {}
-    return schedule.of_each(lambda worker: max(
+    return schedule.compute_for_each(lambda worker: max(
         (held for _, held in memory_profile(memory, schedule.ops(worker))), default=0))

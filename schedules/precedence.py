@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     tensor: Tensor | None
     """Tensor that the op takes from the awaited op. Between two workers it needs `times.transfer` to arrive."""
 
-    def positions(self, depth: int) -> range:
+    def positions_in_route(self, depth: int) -> range:
         """Return the positions in a route of `depth` slices at which this rule makes an op wait."""
         first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[self.position]
         return range(max(first, -self.step), min(last, depth - 1 - self.step) + 1)
@@ -51,7 +51,7 @@ def op_key(op: Op) -> OpKey:
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
 
-def waits(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
+def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     """Iterate over the ops that must end before this op may start, each with the rule that requires it.
 
     The argument `path` is the slices of the micro-batch's route, in order. An op at another slice waits for nothing.
@@ -64,13 +64,14 @@ def waits(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
         yield (rule.awaited, path[position + rule.step], pipeline, microbatch), rule
 
 
-def producers(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """Iterate over the ops that must end before this op may start. `path` is as in `waits`."""
-    return (producer for producer, _ in waits(key, path))
+def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
+    """Iterate over the ops that must end before this op may start. `path` is as in `producers_with_rules`."""
+    return (producer for producer, _ in producers_with_rules(key, path))
 
 
-def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the ops that wait for this op, each with the rule that requires it. `path` is as in `waits`."""
+def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
+    """Iterate over the ops that wait for this op, each with the rule that requires it. `path` is as in
+    `producers_with_rules`."""
     kind, slice, pipeline, microbatch = key
     if slice not in path:
         return
@@ -82,10 +83,11 @@ def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
     """Return the rules by which other ops wait for an op of this kind at this position of a route."""
-    return tuple(rule for rule in RULES if rule.awaited == kind and position - rule.step in rule.positions(length))
+    return tuple(rule for rule in RULES if rule.awaited == kind
+                 and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
     """Return the rules by which an op of this kind waits at this position of a route."""
-    return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions(length))
+    return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length))

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 import msgspec
 
 from slipstream.schedules.layers import LayerRange as LayerRange
-from slipstream.schedules.layers import joined_ranges, layers_text, total, totals
+from slipstream.schedules.layers import layers_text, merge_ranges, prefix_sums, sum_over_ranges
 
 T = TypeVar("T")
 
@@ -103,19 +103,19 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Number of virtual stages that a micro-batch visits."""
         return len(self.stages) // self.chains
 
-    def path(self, microbatch: int) -> range:
+    def stages_of_microbatch(self, microbatch: int) -> range:
         """Return the virtual stages that a micro-batch visits, in order."""
-        return self._paths[microbatch % self.chains]
+        return self._stages_by_chain[microbatch % self.chains]
 
     @cached_property
-    def _paths(self) -> tuple[range, ...]:
+    def _stages_by_chain(self) -> tuple[range, ...]:
         return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
 
     def is_last(self, stage: int) -> bool:
         """Return whether this stage is the last one of its chain."""
         return (stage + 1) % self.depth == 0
 
-    def original(self, stage: int) -> int:
+    def original_stage(self, stage: int) -> int:
         """Return the copy of this stage in the first chain, which is the same for all copies of a stage."""
         return stage % self.depth
 
@@ -125,7 +125,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             for column in range(self.columns):
                 yield Worker(pipeline, column)
 
-    def stages_of(self, column: int) -> tuple[int, ...]:
+    def stages_of_column(self, column: int) -> tuple[int, ...]:
         """Return the virtual stages that a worker of this column holds, ascending."""
         return self._stages_by_column[column]
 
@@ -137,9 +137,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return tuple(map(tuple, held))
 
     @cached_property
-    def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+    def held_layers_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
         """Layers of the stages of each column, as ascending ranges that do not touch, indexed by column."""
-        return tuple(joined_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
+        return tuple(merge_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
@@ -151,7 +151,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         given = tuple(stage.layers for stage in self.stages)
         named = tuple(layers for layers in given if layers is not None)
         chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
-        if len(named) == len(given) and all(_tile_from_zero(chain) for chain in chains):
+        if len(named) == len(given) and all(_is_tiling_from_zero(chain) for chain in chains):
             return named
         return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
 
@@ -170,7 +170,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return sum(self.microbatches)
 
 
-def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
+def _is_tiling_from_zero(ranges: Sequence[LayerRange]) -> bool:
     """Return whether the ranges are non-empty and follow one another without gaps, beginning at 0."""
     return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
         before[1] == after[0] for before, after in pairwise(ranges))
@@ -311,18 +311,18 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return self.all_reduce[where]
         if kind is OpKind.B:
             return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
-        ticks = _per_slice(self, kind)[where]
+        ticks = _ticks_by_slice(self, kind)[where]
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
         """Return the duration of a live worker's O: by its column, or by its layers if its seat lists them."""
         if seat.holds is None:
             return self.optimizer[seat.role.column]
-        return total(self._optimizer_before, seat.holds)
+        return sum_over_ranges(self._optimizer_before, seat.holds)
 
     @cached_property
     def _optimizer_before(self) -> tuple[int, ...]:
-        return totals(self.optimizer_of_layer)
+        return prefix_sums(self.optimizer_of_layer)
 
     @cached_property
     def per_mille_of(self) -> Mapping[Worker, int]:
@@ -330,7 +330,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return {slow.worker: slow.per_mille for slow in self.slow}
 
 
-def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
+def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
     """Return the usual ticks of F, I or W of each slice."""
     if kind is OpKind.F:
         return times.forward
@@ -359,7 +359,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
     """Workers whose capacity differs from that of their column. A file has this key only if there are any."""
 
-    def beside(self, worker: Worker, column: int) -> int:
+    def capacity_for(self, worker: Worker, column: int) -> int:
         """Return the room for activations of a worker that holds the layers of its own or its role's column."""
         return self._capacity_of.get(worker, self.capacity[column])
 
@@ -370,7 +370,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @cached_property
     def weights_before(self) -> tuple[int, ...]:
         """Prefix sums of `weights`: the memory of the first 0, 1, 2, ... layers."""
-        return totals(self.weights)
+        return prefix_sums(self.weights)
 
 
 # --- The question that a bound on the period answers: among which schedules none is shorter ---------------------------
@@ -397,14 +397,14 @@ class Scope(StrEnum):
     """All pipelines are whole and run their own micro-batches. Their workers may hold any virtual stages, and may
     recompute activations."""
 
-    def holds_for(self, narrower: "Scope") -> bool:
+    def is_valid_for(self, narrower: "Scope") -> bool:
         """Return whether a bound that is proven for this scope is also proven for `narrower`."""
         if Scope.PLACEMENT in (self, narrower):
             return narrower in (self, Scope.OWN)
         return _WIDTH[narrower] <= _WIDTH[self]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Text that completes the sentence `no schedule is shorter`."""
         return _WORDS[self]
 
@@ -478,7 +478,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {seat.worker: seat for seat in self.seats}
 
     @property
-    def overlaps(self) -> bool:
+    def has_overlap(self) -> bool:
         """True if reductions overlap with compute."""
         return self.times.overlap is True
 
@@ -498,7 +498,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
 
     @cached_property
-    def alike(self) -> Mapping[Worker, int]:
+    def equivalence_class_of(self) -> Mapping[Worker, int]:
         """Number of the equivalence class of each live worker, in order of first appearance.
 
         Workers of one class run the same ops at the same times and speed. Most of thousands of workers share a class.
@@ -509,31 +509,31 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             for seat in self.seats}
 
     @property
-    def different(self) -> list[Seat]:
-        """First seat of each equivalence class of `alike`."""
+    def representative_seats(self) -> list[Seat]:
+        """First seat of each equivalence class of `equivalence_class_of`."""
         first: dict[int, Seat] = {}
         for seat in self.seats:
-            first.setdefault(self.alike[seat.worker], seat)
+            first.setdefault(self.equivalence_class_of[seat.worker], seat)
         return list(first.values())
 
-    def of_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
+    def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
         """Compute a value from the ops of each live worker. `value` is called once for all equivalent workers."""
-        values = [value(seat.worker) for seat in self.different]
-        return {worker: values[number] for worker, number in self.alike.items()}
+        values = [value(seat.worker) for seat in self.representative_seats]
+        return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
     def ops(self, worker: Worker) -> list[Op]:
         """Return the ops of a live worker, in program order."""
         seat = self.seat_of[worker]
-        return list(place(self.programs[seat.program], seat, self.times))
+        return list(place_ops(self.programs[seat.program], seat, self.times))
 
     def all_ops(self) -> Iterator[Op]:
         """Iterate over the ops of all live workers, worker by worker."""
         for seat in self.seats:
-            yield from place(self.programs[seat.program], seat, self.times)
+            yield from place_ops(self.programs[seat.program], seat, self.times)
 
-    def occupying(self, worker: Worker) -> list[Op]:
+    def ops_on_compute(self, worker: Worker) -> list[Op]:
         """Return the ops that occupy a worker's compute, in order: all but A if reductions overlap, else all."""
-        return [op for op in self.ops(worker) if not (self.overlaps and op.kind is OpKind.A)]
+        return [op for op in self.ops(worker) if not (self.has_overlap and op.kind is OpKind.A)]
 
     def seconds(self, ticks: int) -> float:
         """Convert ticks to seconds."""
@@ -549,20 +549,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
             return "own"
-        return "rerouted" if self.own_is_down(op.pipeline, op.microbatch, op.slice) else "shed"
+        return "rerouted" if self.is_own_worker_down(op.pipeline, op.microbatch, op.slice) else "shed"
 
     @property
     def rerouted(self) -> int:
         """Number of slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
-        return self._foreign[True]
+        return self._foreign_slice_counts[True]
 
     @property
     def shed(self) -> int:
         """Number of slices of micro-batches that a worker of another pipeline runs while their own worker is alive."""
-        return self._foreign[False]
+        return self._foreign_slice_counts[False]
 
     @cached_property
-    def _foreign(self) -> Mapping[bool, int]:
+    def _foreign_slice_counts(self) -> Mapping[bool, int]:
         """Number of slices that workers of other pipelines run, by whether the own worker is down."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
@@ -570,7 +570,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             for op in named[seat.program]:
                 if op.pipeline != seat.role.pipeline:
                     assert op.pipeline is not None and op.microbatch is not None and op.slice is not None
-                    count[self.own_is_down(op.pipeline, op.microbatch, op.slice)] += 1
+                    count[self.is_own_worker_down(op.pipeline, op.microbatch, op.slice)] += 1
         return count
 
     # --- Slices, holdings and routes ----------------------------------------------------------------------------------
@@ -595,30 +595,30 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         microbatch = "" if op.microbatch is None else f"micro-batch {op.pipeline}.{op.microbatch}, "
         return f"{op.kind}({microbatch}{self.slice_text(op.slice)}) on {op.worker}"
 
-    def holds(self, worker: Worker) -> tuple[LayerRange, ...]:
+    def held_layers(self, worker: Worker) -> tuple[LayerRange, ...]:
         """Return the layers that a live worker holds, as ascending ranges that do not touch."""
-        return self.holds_of(self.seat_of[worker])
+        return self.held_layers_of_seat(self.seat_of[worker])
 
-    def holds_of(self, seat: Seat) -> tuple[LayerRange, ...]:
+    def held_layers_of_seat(self, seat: Seat) -> tuple[LayerRange, ...]:
         """Return the layers that the worker of a seat holds, as ascending ranges that do not touch."""
-        return self.holds_of_column(seat.role.column) if seat.holds is None else seat.holds
+        return self.held_layers_of_column(seat.role.column) if seat.holds is None else seat.holds
 
-    def holds_of_column(self, column: int) -> tuple[LayerRange, ...]:
+    def held_layers_of_column(self, column: int) -> tuple[LayerRange, ...]:
         """Return the layers of a column's stages, as ascending ranges that do not touch."""
-        return self.grid.held_by_column[column]
+        return self.grid.held_layers_by_column[column]
 
-    def holds_others(self, seat: Seat) -> bool:
+    def has_moved_layers(self, seat: Seat) -> bool:
         """Return whether the worker of a seat holds other layers than those of its role's stages."""
-        return seat.holds is not None and seat.holds != self.holds_of_column(seat.role.column)
+        return seat.holds is not None and seat.holds != self.held_layers_of_column(seat.role.column)
 
-    def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
+    def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """Return the slices of a micro-batch's route, in order. Empty if no worker runs the micro-batch."""
-        return self.usual_path or self.routes.get((pipeline, microbatch), ())
+        return self.common_route or self.routes.get((pipeline, microbatch), ())
 
     @cached_property
-    def usual_path(self) -> Sequence[int]:
+    def common_route(self) -> Sequence[int]:
         """Route of all micro-batches if all pass the stages of a single chain, else empty."""
-        return self.grid.path(0) if not self.slices and self.grid.chains == 1 else ()
+        return self.grid.stages_of_microbatch(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
@@ -633,7 +633,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {microbatch: known.setdefault(route, route) for microbatch, slices in visited.items()
                 for route in [tuple(sorted(slices, key=lambda slice: (self.layers_by_slice[slice], slice)))]}
 
-    def own_is_down(self, pipeline: int, microbatch: int, slice: int) -> bool:
+    def is_own_worker_down(self, pipeline: int, microbatch: int, slice: int) -> bool:
         """Return whether a worker is down that would run these layers in the micro-batch's own pipeline.
 
         If so, a worker of another pipeline that runs the slice runs it *re-routed*; otherwise *shed*.
@@ -643,7 +643,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         known = self._own_is_down
         if key not in known:
             first, end = self.layers_of(slice)
-            own = (stage for stage in self.grid.path(chain) if self.grid.layers_of(stage)[0] < end
+            own = (stage for stage in self.grid.stages_of_microbatch(chain) if self.grid.layers_of(stage)[0] < end
                    and first < self.grid.layers_of(stage)[1])
             known[key] = any(Worker(pipeline, self.grid.stages[stage].column) not in self.player_of for stage in own)
         return known[key]
@@ -653,7 +653,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {}
 
 
-def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
+def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
     """Convert a stored program into the ops of one live worker."""
     own_pipeline, worker = seat.role.pipeline, seat.worker
     ticks_of: dict[tuple[OpKind, int | None], int] = {}
@@ -666,7 +666,7 @@ def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
         yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + ticks_of[key])
 
 
-def renamed(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
+def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
     """Return a program with other pipeline numbers of re-routed micro-batches; the same object if none changes."""
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
@@ -674,7 +674,7 @@ def renamed(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Pro
                  ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
 
 
-def period_ticks(ops: Iterable[Op]) -> int:
+def compute_period_ticks(ops: Iterable[Op]) -> int:
     """Return the steady-state period: the longest window of a worker, from first start to last end. 0 without ops."""
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}

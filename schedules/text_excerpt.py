@@ -19,7 +19,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:
         return ""
-    rows = {row: schedule.ops(row) for row in _rows(schedule, op, worker)}
+    rows = {row: schedule.ops(row) for row in _workers_to_show(schedule, op, worker)}
     focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
     if focus is None:
         return ""
@@ -30,14 +30,14 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
     for row, ops in rows.items():
         own = schedule.seat_of[row].role.pipeline
-        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, own, first, ticks)}")
+        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_draw_line(ops, op, own, first, ticks)}")
         if op is not None and row == worker:
-            visible = _visible(op, first, ticks)
+            visible = _visible_columns(op, first, ticks)
             lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {schedule.op_text(op)}")
     return "\n".join(lines)
 
 
-def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
+def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
     """Return the workers to show: those nearest to `worker`, in the order of the grid."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
@@ -48,33 +48,33 @@ def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
     return sorted(seat.worker for seat in near[:MAX_ROWS])
 
 
-def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
+def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
     """Draw one worker's ops, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
 
     The marked op is drawn last, over the others.
     """
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
-        label = _label(op, own)
-        begin = _column(op.start_ticks, first, ticks)
-        for column in _visible(op, first, ticks):
+        label = _op_label(op, own)
+        begin = _column_of_tick(op.start_ticks, first, ticks)
+        for column in _visible_columns(op, first, ticks):
             cells[column] = label[column - begin] if column - begin < len(label) else "-"
     return "".join(cells).rstrip()
 
 
-def _visible(op: Op, first: int, ticks: int) -> range:
+def _visible_columns(op: Op, first: int, ticks: int) -> range:
     """Return the columns of an op within the excerpt. An op has at least one column."""
-    begin = _column(op.start_ticks, first, ticks)
-    end = max(begin + 1, _column(op.end_ticks, first, ticks))
+    begin = _column_of_tick(op.start_ticks, first, ticks)
+    end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
-def _column(tick: int, first: int, ticks: int) -> int:
+def _column_of_tick(tick: int, first: int, ticks: int) -> int:
     """Return the column of a tick."""
     return (tick - first) * OP_CHARACTERS // ticks
 
 
-def _label(op: Op, own: int) -> str:
+def _op_label(op: Op, own: int) -> str:
     """Return the text that an op is drawn with."""
     if op.microbatch is None:
         return str(op.kind)

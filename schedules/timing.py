@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.schedules.graph import Collective, awaited_here, programs_of, topological_order
-from slipstream.schedules.precedence import OpKey, op_key, waits
+from slipstream.schedules.graph import Collective, last_local_backward, programs_of, topological_order
+from slipstream.schedules.precedence import OpKey, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Factors of stragglers, applied to all their compute ops."""
 
 
-class Step(NamedTuple):
+class ReplayStep(NamedTuple):
     """One op, or one all-reduce as a whole, with the numbers of its workers and of the steps that it waits for."""
 
     op: Op
@@ -46,25 +46,26 @@ class Step(NamedTuple):
     """Steps of other workers that this step waits for, each with the ticks that its tensor needs to arrive."""
 
     @property
-    def ticks(self) -> int:
+    def planned_ticks(self) -> int:
         """Planned duration."""
         return self.op.end_ticks - self.op.start_ticks
 
     @property
-    def computes(self) -> bool:
+    def is_compute(self) -> bool:
         """True if the duration depends on the data and on the worker, which is so for all ops but A and O."""
         return self.op.kind in COMPUTE_KINDS
 
 
-def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0) -> Floats:
+def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4,
+                      seed: int = 0) -> Floats:
     """Return the mean seconds from one iteration to the next, one value per replay.
 
     The first of `iterations` in a row is a warm-up. Without noise, the result is at most the planned period. Raises
     ValueError for values out of range, unknown workers, and schedules whose ops wait for each other in a circle.
     """
-    _require(schedule, noise, replays, iterations)
-    steps, workers = steps_of(schedule)
-    lengths = [schedule.seconds(step.ticks) * (noise.slow.get(step.op.worker, 1.0) if step.computes else 1.0)
+    _require_valid(schedule, noise, replays, iterations)
+    steps, workers = replay_steps(schedule)
+    lengths = [schedule.seconds(step.planned_ticks) * (noise.slow.get(step.op.worker, 1.0) if step.is_compute else 1.0)
                for step in steps]
     random = np.random.default_rng(seed)
     parts = []
@@ -73,7 +74,7 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
         free = np.zeros((workers, count))
         first = np.zeros(count)
         for iteration in range(iterations):
-            _advance(steps, lengths, schedule.tick_seconds, free, noise.spread, random)
+            _run_iteration(steps, lengths, schedule.tick_seconds, free, noise.spread, random)
             if iteration == 0:
                 first = free.max(axis=0)
         parts.append((free.max(axis=0) - first) / (iterations - 1))
@@ -89,11 +90,12 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
     slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
     if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
         return schedule.seconds(schedule.period_ticks)
-    return float(replay(schedule, Noise(slow=slow), replays=1)[0])
+    return float(replay_with_noise(schedule, Noise(slow=slow), replays=1)[0])
 
 
-def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: float, free: Floats, spread: float,
-             random: np.random.Generator) -> None:
+def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_seconds: float, free: Floats,
+                   spread: float,
+                   random: np.random.Generator) -> None:
     """Run one iteration. Updates `free`, when workers are free in seconds, of shape (workers, replays)."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
@@ -103,14 +105,14 @@ def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: floa
         for source, hop in step.sources:
             start = np.maximum(start, ends[source] + hop * tick_seconds)
         length: float | Floats = lengths[number]
-        if step.computes and spread and length:
+        if step.is_compute and spread and length:
             length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
         np.add(start, length, out=ends[number])
         for worker in step.workers:
             free[worker] = ends[number]
 
 
-def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
+def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
     """Return all steps of an iteration, each after what it waits for, and the number of workers.
 
     If reductions overlap with compute, that number includes a link for each worker, numbered after the workers. Raises
@@ -119,29 +121,30 @@ def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
     done: dict[OpKey, tuple[int, Worker]] = {}
-    members = _members(schedule, programs)
-    steps: list[Step] = []
-    links = len(number) if schedule.overlaps else 0
+    members = _ops_by_reduction(schedule, programs)
+    steps: list[ReplayStep] = []
+    links = len(number) if schedule.has_overlap else 0
     for node in topological_order(schedule, programs):
         if isinstance(node, Collective):
             reductions = members[node.layers]
-            awaited = [before for before in (awaited_here(schedule, programs[op.worker], programs[op.worker].index(op))
+            awaited = [before
+                       for before in (last_local_backward(schedule, programs[op.worker], programs[op.worker].index(op))
                                              for op in reductions) if before is not None] if links else []
-            steps.append(Step(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
-                              tuple(links + number[op.worker] for op in reductions),
-                              tuple((done[op_key(before)][0], 0) for before in awaited)))
+            steps.append(ReplayStep(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
+                                    tuple(links + number[op.worker] for op in reductions),
+                                    tuple((done[op_key(before)][0], 0) for before in awaited)))
             continue
         assert isinstance(node, Op)
         sources: tuple[tuple[int, int], ...] = ()
         if node.kind in COMPUTE_KINDS:
-            sources = tuple(_sources(op_key(node), node.worker, schedule, done))
+            sources = tuple(_remote_sources(op_key(node), node.worker, schedule, done))
             done[op_key(node)] = (len(steps), node.worker)
         own = number[node.worker]
-        steps.append(Step(node, (own, links + own) if links and node.kind is OpKind.O else (own,), sources))
+        steps.append(ReplayStep(node, (own, links + own) if links and node.kind is OpKind.O else (own,), sources))
     return steps, len(number) + links
 
 
-def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
+def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
     """Return the As of each all-reduce, one per worker."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
@@ -151,17 +154,17 @@ def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dic
     return members
 
 
-def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
+def _remote_sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
         Iterator[tuple[int, int]]:
     """Iterate over the steps of other workers that an op waits for, each with the ticks of the transfer."""
     _, _, pipeline, microbatch = key
-    for producer, rule in waits(key, schedule.path(pipeline, microbatch)):
+    for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
         if producer in done and done[producer][1] != own:
             yield done[producer][0], schedule.times.transfer if rule.tensor else 0
 
 
-def _require(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
-    """Raise ValueError unless the arguments of `replay` are in range and name live workers."""
+def _require_valid(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
+    """Raise ValueError unless the arguments of `replay_with_noise` are in range and name live workers."""
     if replays < 1 or iterations < 2:
         raise ValueError(f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2")
     if not 0 <= noise.spread <= 2:

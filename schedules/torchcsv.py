@@ -9,12 +9,12 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 
-from slipstream.schedules.graph import Transfer, programs_of, transfers, with_transfers
-from slipstream.schedules.layers import short
+from slipstream.schedules.graph import Transfer, interleave_transfers, order_transfers, programs_of
+from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
-MEND = "export a plan with all workers alive, each with its own layers and micro-batches"
+REMEDY = "export a plan with all workers alive, each with its own layers and micro-batches"
 
 
 class TorchCsvError(ValueError):
@@ -29,9 +29,9 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     """
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
-    ordered_transfers = transfers(schedule, programs) if communication else None
+    ordered_transfers = order_transfers(schedule, programs) if communication else None
     workers = (schedule.player_of[Worker(pipeline, column)] for column in range(schedule.grid.columns))
-    rows = (list(_row(programs[worker], ordered_transfers, worker, schedule.grid)) for worker in workers)
+    rows = (list(_actions_of(programs[worker], ordered_transfers, worker, schedule.grid)) for worker in workers)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -48,12 +48,12 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
     for column in range(grid.columns):
         if Worker(pipeline, column) not in schedule.player_of:
             raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
-                                f"micro-batches; torch's runtime keeps each stage on one rank: {MEND}")
+                                f"micro-batches; torch's runtime keeps each stage on one rank: {REMEDY}")
     for seat in schedule.seats:
-        if seat.role.pipeline == pipeline and schedule.holds_others(seat):
-            held_text = short(schedule.holds_of(seat)) or "none"
+        if seat.role.pipeline == pipeline and schedule.has_moved_layers(seat):
+            held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
             raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
-                                f"stage; torch's runtime keeps each stage on one rank: {MEND}")
+                                f"stage; torch's runtime keeps each stage on one rank: {REMEDY}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 
@@ -65,24 +65,25 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline
     if owner != pipeline and seat.role.pipeline == pipeline:
         raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
-                            f"torch's runtime knows one pipeline: {MEND}")
+                            f"torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline != seat.role.pipeline:
         raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
-                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {MEND}")
+                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline and op.slice >= len(schedule.grid.stages):
         raise TorchCsvError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
                             f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
-                            f"along the same stages: {MEND}")
+                            f"along the same stages: {REMEDY}")
 
 
-def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
+def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
     """Iterate over a worker's actions: each receive before the op that needs it, each send after the op that made it.
 
     If `crossing` is None, there are neither transfers nor reductions.
     """
-    for step in with_transfers(ops, crossing or (), worker, lambda _, microbatch: grid.path(microbatch)):
+    for step in interleave_transfers(ops, crossing or (), worker, lambda _,
+                                     microbatch: grid.stages_of_microbatch(microbatch)):
         if isinstance(step, Transfer):
-            yield _transfer(step, worker)
+            yield _transfer_text(step, worker)
         elif step.kind in COMPUTE_KINDS:
             kind, stage, _, microbatch = op_key(step)
             yield f"{stage}{kind}{microbatch}"
@@ -90,7 +91,7 @@ def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker,
             yield f"{step.slice}REDUCE_GRAD"
 
 
-def _transfer(transfer: Transfer, worker: Worker) -> str:
+def _transfer_text(transfer: Transfer, worker: Worker) -> str:
     """Format a transfer. A send is named by the stage that sends, a receive by the stage that receives."""
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"

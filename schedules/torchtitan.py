@@ -9,24 +9,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slipstream.schedules.schedule import Grid, Schedule
-from slipstream.schedules.torchcsv import MEND, TorchCsvError
+from slipstream.schedules.torchcsv import REMEDY, TorchCsvError
 
 
-class Version(NamedTuple):
+class TorchtitanVersion(NamedTuple):
     """Differences between versions of torchtitan."""
 
     head: str
     """Name of the head module of torchtitan's models."""
-    what: str
+    config_arguments: str
     """Arguments that select the model and its configuration on the command line."""
     flags: tuple[str, ...] = ()
     """Further flags that are needed."""
 
 
 VERSIONS = {
-    "0.3.0": Version("lm_head", "--module MODEL --config CONFIG",
-                     ("--training.disable_cuda_graphs",)),  # they are on by default, and refused with pipelines
-    "0.2.2": Version("output", "--job.config_file CONFIG"),
+    "0.3.0": TorchtitanVersion("lm_head", "--module MODEL --config CONFIG",
+                               # they are on by default, and refused with pipelines
+                               ("--training.disable_cuda_graphs",)),
+    "0.2.2": TorchtitanVersion("output", "--job.config_file CONFIG"),
 }
 """Versions that flags can be written for, newest first."""
 NEWEST = next(iter(VERSIONS))
@@ -43,11 +44,11 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ra
     """
     grid = schedule.grid
     if schedule.failed:
-        raise TorchCsvError(f"worker {schedule.failed[0]} is down, and torchtitan runs whole pipelines: {MEND}")
+        raise TorchCsvError(f"worker {schedule.failed[0]} is down, and torchtitan runs whole pipelines: {REMEDY}")
     if len(set(grid.microbatches)) > 1:
         raise TorchCsvError(f"pipelines have {min(grid.microbatches)} to {max(grid.microbatches)} micro-batches, and "
                             "torchtitan's have all as many: export a plan with one number for microbatches")
-    kind = _kind(grid)
+    kind = _schedule_class(grid)
     if len(grid.stages) > 2 * grid.columns and decoder_layers is None:
         raise TorchCsvError(f"torchtitan has to be told the layers of {len(grid.stages) // grid.columns} stages a "
                             "rank: give --decoder-layers")
@@ -59,11 +60,12 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ra
     if ranks > 1:
         flags += ["--parallelism.tensor_parallel_degree", str(ranks)]
     if decoder_layers is not None:
-        flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers, VERSIONS[version].head)]
+        flags += ["--parallelism.module_fqns_per_model_part",
+                  *_module_names(grid, decoder_layers, VERSIONS[version].head)]
     return [*flags, *VERSIONS[version].flags]
 
 
-def _kind(grid: Grid) -> str:
+def _schedule_class(grid: Grid) -> str:
     """Return the name of the schedule class that places stages on ranks as the grid does."""
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
@@ -79,7 +81,7 @@ def _kind(grid: Grid) -> str:
                         "with [placement] order = 'interleaved' or 'v'")
 
 
-def _modules(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
+def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
     """Iterate over the stages, each with the names of its modules, joined by commas."""
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):

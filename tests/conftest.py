@@ -52,4 +52,4 @@ def counted_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         from slipstream.planner.budget import StepClock  # here, as it loads the planner
         from slipstream.planner.options import PlanOptions
 
-        monkeypatch.setattr(PlanOptions, "clock", lambda _: StepClock())
+        monkeypatch.setattr(PlanOptions, "make_clock", lambda _: StepClock())

@@ -12,7 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from slipstream.schedules.layers import joined_ranges, total
+from slipstream.schedules.layers import merge_ranges, sum_over_ranges
 from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import (
     Grid,
@@ -26,7 +26,7 @@ from slipstream.schedules.schedule import (
     Times,
     VirtualStage,
     Worker,
-    period_ticks,
+    compute_period_ticks,
 )
 from tests.generate import Programs, with_programs
 
@@ -47,7 +47,7 @@ def general(rng: random.Random, *, max_pipelines: int = 3, max_columns: int = 3,
     workers = list(grid.workers())
     live = sorted(rng.sample(workers, rng.randint(1, len(workers))))
     holders = [rng.sample(live, rng.randint(1, min(3, len(live)))) for _ in range(grid.layer_count)]
-    holds = {worker: joined_ranges((layer, layer + 1) for layer, of in enumerate(holders) if worker in of)
+    holds = {worker: merge_ranges((layer, layer + 1) for layer, of in enumerate(holders) if worker in of)
              for worker in live}
     routes = {(pipeline, number): list(_route(rng, grid.layer_count, holds))
               for pipeline in range(grid.pipelines) for number in range(grid.microbatches[pipeline])}
@@ -113,7 +113,8 @@ def _run(rng: random.Random, schedule: Schedule, slices: Mapping[LayerRange, Seq
     ops = _Clock(schedule, slices).run(rng, routes, reduced)
     flat = [op for program in ops.values() for op in program]
     first = min(op.start_ticks for op in flat)
-    length = period_ticks(flat) if schedule.optimizer == "staggered" else max(op.end_ticks for op in flat) - first
+    length = compute_period_ticks(flat) if schedule.optimizer == "staggered" \
+        else max(op.end_ticks for op in flat) - first
     status = "optimal" if length == schedule.lower_bound_ticks else "feasible"
     return with_programs(schedule, ops, period_ticks=length, status=status)
 
@@ -191,8 +192,8 @@ def _roles(rng: random.Random, live: Sequence[Worker]) -> dict[Worker, Worker]:
 
 def _seat(rng: random.Random, grid: Grid, worker: Worker, role: Worker, held: tuple[LayerRange, ...]) -> Seat:
     """`holds` may be left out where the worker holds what its column does."""
-    column = joined_ranges(layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)
-                           if stage.column == role.column)
+    column = merge_ranges(layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)
+                          if stage.column == role.column)
     return Seat(worker, role, 0, None if held == column and rng.random() < 0.7 else held)
 
 
@@ -246,7 +247,7 @@ class _Clock:
         """The As, one range after the other, and the Os."""
         for layers in rng.sample(reduced, len(reduced)):
             held = [worker for worker in self.free if any(first <= layers[0] and layers[1] <= end
-                                                          for first, end in self.schedule.holds(worker))]
+                                                          for first, end in self.schedule.held_layers(worker))]
             begin = max(*last[layers[0]:layers[1]], *(self.free[worker] for worker in held))
             for worker in held:
                 self._start(OpKind.A, rng.choice(self.slices[layers]), None, worker, begin)
@@ -281,7 +282,7 @@ def _with_memory(rng: random.Random, schedule: Schedule) -> Schedule:
         if seat.holds is None:
             room[seat.role.column] = max(room[seat.role.column], peak)
             continue
-        own = total(memory.weights_before, schedule.holds_of_column(worker.column))
-        needed = peak + total(memory.weights_before, seat.holds) - own
+        own = sum_over_ranges(memory.weights_before, schedule.held_layers_of_column(worker.column))
+        needed = peak + sum_over_ranges(memory.weights_before, seat.holds) - own
         room[worker.column] = max(room[worker.column], needed)
     return replace(schedule, memory=replace(memory, capacity=tuple(room)))

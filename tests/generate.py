@@ -12,9 +12,9 @@ from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, Problem
-from slipstream.planner.model.start_times import earliest, solution_period
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
-from slipstream.schedules.graph import Collective, Node, arcs
+from slipstream.planner.model.start_times import compute_earliest, solution_period
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
+from slipstream.schedules.graph import Collective, Node, dependency_edges
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
 from slipstream.schedules.schedule import (
     Grid,
@@ -27,25 +27,25 @@ from slipstream.schedules.schedule import (
     Times,
     VirtualStage,
     Worker,
-    period_ticks,
+    compute_period_ticks,
 )
 from tests.jobs import failures, jobs
 
 
 def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
-    """Ops and collectives with their `arcs`, without transfers."""
+    """Ops and collectives with their `dependency_edges`, without transfers."""
     graph: nx.DiGraph[Node] = nx.DiGraph()
     graph.add_nodes_from(Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A else op
                          for ops in programs.values() for op in ops)
-    graph.add_edges_from(arcs(schedule, programs))
+    graph.add_edges_from(dependency_edges(schedule, programs))
     return graph
 
 
 def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solution:  # noqa: B008 - frozen
     """What the list scheduler makes of a problem."""
-    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
-    order = ListScheduler(arrays).order(rule)
-    return arrays.solution(order, earliest(arrays, order))
+    arrays = ProblemArrays(problem, assign_hosts(problem, "least-loaded"))
+    order = ListScheduler(arrays).order_ops(rule)
+    return arrays.make_solution(order, compute_earliest(arrays, order))
 
 
 def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
@@ -69,7 +69,7 @@ def schedules(draw, **limits) -> Schedule:
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
     rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
     solution = list_schedule(problem, rule)
-    bound = Bound(solution_period(solution), problem.scope) if draw(st.booleans()) else None
+    bound = Bound(solution_period(solution), problem.bound_scope) if draw(st.booleans()) else None
     return build_schedule(problem, solution, bound=bound, method="greedy")
 
 
@@ -143,7 +143,7 @@ def by_hand(lines: Mapping[str, str], *, columns: tuple[int, ...] = (0, 1), micr
     seats, stored = share_programs(ops, {worker: Seat(worker, worker, 0) for worker in ops})
     schedule = Schedule(job="by hand", tick_seconds=0.5, grid=grid, times=times, memory=None, backward="split",
                         optimizer="staggered", failed=tuple(sorted(set(grid.workers()) - set(ops))), seats=seats,
-                        programs=stored, period_ticks=period_ticks(op for line in ops.values() for op in line),
+                        programs=stored, period_ticks=compute_period_ticks(op for line in ops.values() for op in line),
                         lower_bound_ticks=1, status="feasible", method="hand")
     return replace(schedule, **changes)
 

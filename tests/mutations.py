@@ -10,9 +10,18 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from slipstream.schedules.layers import joined_ranges
-from slipstream.schedules.precedence import op_key, producers
-from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, period_ticks
+from slipstream.schedules.layers import merge_ranges
+from slipstream.schedules.precedence import op_key, producer_keys
+from slipstream.schedules.schedule import (
+    COMPUTE_KINDS,
+    LayerRange,
+    Op,
+    OpKind,
+    Schedule,
+    Seat,
+    Worker,
+    compute_period_ticks,
+)
 from tests.generate import Programs, programs, with_programs
 
 
@@ -53,7 +62,7 @@ def _retimed(draw, schedule: Schedule, ops: Programs, worker: Worker, index: int
 def _measured(schedule: Schedule, ops: Programs) -> Schedule:
     """The period follows, so that it is not what gives a mutation away."""
     flat = [op for program in ops.values() for op in program]
-    period = period_ticks(flat)
+    period = compute_period_ticks(flat)
     if schedule.optimizer == "synchronous":
         period = max(op.end_ticks for op in flat) - min(op.start_ticks for op in flat)
     return with_programs(schedule, ops, period_ticks=period, lower_bound_ticks=0,
@@ -114,7 +123,7 @@ def before_its_input(draw, schedule):
     ops, worker, index = _pick(draw, schedule, _is_compute)
     by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
     op = ops[worker][index]
-    inputs = [by_key[key] for key in producers(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key]
+    inputs = [by_key[key] for key in producer_keys(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key]
     assume(inputs)
     hop = schedule.times.transfer if inputs[0].worker != worker else 0
     start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))
@@ -303,14 +312,14 @@ def weights_over_the_room(draw, schedule):
 
 
 def _foreign_layers(schedule: Schedule, seat: Seat) -> list[int]:
-    own = {layer for layers in schedule.holds_of_column(seat.worker.column) for layer in range(*layers)}
+    own = {layer for layers in schedule.held_layers_of_column(seat.worker.column) for layer in range(*layers)}
     return [layer for layers in seat.holds or () for layer in range(*layers) if layer not in own]
 
 
 def layer_dropped_by_its_holder(draw, schedule):
     seat = _picked_seat(draw, schedule, lambda seat: bool(seat.holds))
     dropped = draw(st.sampled_from([layer for layers in seat.holds for layer in range(*layers)]))
-    left = joined_ranges((layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped)
+    left = merge_ranges((layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped)
     return _with_seat(schedule, replace(seat, holds=left))
 
 
@@ -319,13 +328,13 @@ def layer_held_that_it_does_not_reduce(draw, schedule):
     seat = _picked_seat(draw, schedule, lambda seat: seat.holds != ((0, layers),))
     held = {layer for first, end in seat.holds for layer in range(first, end)}
     more = draw(st.sampled_from(sorted(set(range(layers)) - held)))
-    return _with_seat(schedule, replace(seat, holds=joined_ranges([*seat.holds, (more, more + 1)])))
+    return _with_seat(schedule, replace(seat, holds=merge_ranges([*seat.holds, (more, more + 1)])))
 
 
 def layer_that_nobody_holds(draw, schedule):
     lost = draw(st.integers(0, schedule.grid.layer_count - 1))
-    seats = tuple(replace(seat, holds=joined_ranges((layer, layer + 1) for layers in schedule.holds_of(seat)
-                                                    for layer in range(*layers) if layer != lost))
+    seats = tuple(replace(seat, holds=merge_ranges((layer, layer + 1) for layers in schedule.holds_of(seat)
+                                                   for layer in range(*layers) if layer != lost))
                   for seat in schedule.seats)
     return replace(schedule, seats=seats)
 

@@ -80,8 +80,9 @@ class Crew:
             content = {"place": place, "size": len(tasks), "host": self._opened.host, "port": self._opened.port,
                        "target": target, "task": task}
             module = target.partition(":")[0]
-            fork_server.start(ProcessSpec(name, f"{__name__}:run_member", json.dumps(content), str(log), append=True,
-                                          imports=(module,)))
+            fork_server.start_process(ProcessSpec(name, f"{__name__}:run_member", json.dumps(content), str(log),
+                                                  append=True,
+                                                  imports=(module,)))
 
     def news(self, seconds: float) -> Iterator[News]:
         """Yield the reports of members, until all have ended.

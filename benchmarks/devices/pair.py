@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Work
 from benchmarks.devices.crew import Crew, CrewError, Member
 from benchmarks.devices.report import Report, mebibytes, milliseconds
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.torch_private import gloo_devices, gloo_group, nccl_group
+from slipstream.runtime.torch_private import create_gloo_group, create_nccl_group, open_gloo_devices
 
 BLOCKING, NOT_BLOCKING, PLAIN, GLOO = "nccl, blocking", "nccl, not blocking", "torch.distributed over nccl", "gloo"
 SWITCH = "SLIPSTREAM_NCCL_BLOCKING"
@@ -50,9 +50,10 @@ class Link:
                                            world_size=2, timeout=TIMEOUT)
             self.group: Any = distributed.group.WORLD
         elif variant == GLOO:
-            self.group = gloo_group(PrefixStore(name, member.store), member.place, 2, TIMEOUT, gloo_devices())
+            self.group = create_gloo_group(PrefixStore(name, member.store), member.place, 2, TIMEOUT,
+                                           open_gloo_devices())
         else:
-            self._nccl = nccl_group(member.store, name, member.place, 2, TIMEOUT, directed)
+            self._nccl = create_nccl_group(member.store, name, member.place, 2, TIMEOUT, directed)
             self.group = self._nccl.group
 
     def connect(self) -> None:

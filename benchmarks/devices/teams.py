@@ -26,9 +26,9 @@ from benchmarks.devices.crew import Crew, CrewError
 from benchmarks.devices.crew import Member as Process
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.torch_private import TCPStore
 
 DOUBLE = "double of NCCL"
@@ -185,19 +185,20 @@ class ProcessTeam(Team):
         self._agreement = agreement
         device = torch.device("cuda", agreement.place % torch.cuda.device_count()) if transport in {STAGED, NCCL} \
             else torch.device("cpu")
-        self.members = [Member(worker, device, Links("nccl" if self.ordered else "gloo")) for worker in WORKERS]
+        self.members = [Member(worker, device, GroupCache("nccl" if self.ordered else "gloo")) for worker in WORKERS]
         self._ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
         self._pool = ThreadPoolExecutor(2 * len(WORKERS))
-        self._sessions: list[Session] = []
+        self._sessions: list[GenerationSession] = []
 
-    def session(self, member: Member, order: int = 1) -> Session:
+    def session(self, member: Member, order: int = 1) -> GenerationSession:
         """Return a session that is not connected."""
         owner, made = self._ranks[member.worker], None
         if owner == self._agreement.place:
-            made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
-                           store=self.store)
+            made = GenerationSession(Membership(order, self._ranks, member.worker), links=member.links,
+                                     device=member.device,
+                                     store=self.store)
             self._sessions.append(made)
-        return cast(Session, self._agreement.share(owner, made))
+        return cast(GenerationSession, self._agreement.share(owner, made))
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Start a call in a thread of the member's process."""

@@ -18,7 +18,7 @@ from benchmarks.devices.card_memory import CardMemory
 from benchmarks.devices.report import Report, mebibytes, milliseconds, read_rows
 from benchmarks.per_op import cpu_seconds
 from benchmarks.stage_memory import compare, job_bytes
-from slipstream.cli.profile import job_tables, layer_table
+from slipstream.cli.profile import build_layer_table, job_tables
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.toml import job_text
@@ -33,8 +33,8 @@ from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.failure_injection import Injection
-from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
-from slipstream.runtime.tools.profile import Profile, profile
+from slipstream.runtime.run_record import GenerationRecord, RunRecord, RunRecordError, read_run
+from slipstream.runtime.tools.profile import Profile, profile_stages
 from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
@@ -184,8 +184,8 @@ def profile_texts(measured: Profile) -> Iterator[str]:
 
 def measure(config: RunConfig, ranges: Sequence[tuple[int, int]], size: Size, fork_server: ForkServer) -> Profile:
     """Return the profile that `slipstream profile` measures."""
-    return profile(config, ranges, copies=PIPELINES, workers=PIPELINES * STAGES, rounds=size.rounds,
-                   microbatches=PIPELINES * size.microbatches, fork_server=fork_server)
+    return profile_stages(config, ranges, copies=PIPELINES, workers=PIPELINES * STAGES, rounds=size.rounds,
+                          microbatches=PIPELINES * size.microbatches, fork_server=fork_server)
 
 
 def measured_job(wanted: Job, measured: Profile, by_layer: Profile) -> Job:
@@ -193,7 +193,7 @@ def measured_job(wanted: Job, measured: Profile, by_layer: Profile) -> Job:
     tables = job_tables(wanted, measured)
     ranges = split_layers(len(by_layer.stages), STAGES)
     tables["placement"] = {"layers": [end - begin for begin, end in ranges]}
-    tables["layers"] = layer_table(by_layer, ranges[0][1])
+    tables["layers"] = build_layer_table(by_layer, ranges[0][1])
     return parse_job(job_text(tables, {}))
 
 
@@ -311,7 +311,7 @@ def op_seconds(schedule: Schedule) -> list[float]:
                                  if op.kind is not OpKind.A)) for seat in schedule.seats]
 
 
-def periods(what: str, stretch: Stretch, predicted: float | None) -> tuple[str, str]:
+def periods(what: str, stretch: GenerationRecord, predicted: float | None) -> tuple[str, str]:
     """Return a row of planned, predicted and measured seconds of an iteration."""
     measured, planned = stretch.iteration_seconds, stretch.order.planned_period
     if measured is None:
@@ -321,7 +321,7 @@ def periods(what: str, stretch: Stretch, predicted: float | None) -> tuple[str, 
                   f"({measured / (predicted or planned):.2f}), {len(stretch.committed)} iterations")
 
 
-def longest_gap(record: RunRecord, at_once: Stretch, settled: Stretch) -> str:
+def longest_gap(record: RunRecord, at_once: GenerationRecord, settled: GenerationRecord) -> str:
     """Describe the longest time between commits while layers move, in iterations of the schedule that runs
     meanwhile."""
     begun = next(one.at for one in record.events if isinstance(one.event, FetchBegun))

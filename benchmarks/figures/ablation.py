@@ -18,11 +18,11 @@ OURS = "this planner"
 def shares(microbatches: int) -> dict[str, list[float]]:
     """Return the throughput relative to 1F1B without failures, by step and number of failures."""
     throughputs = Throughputs(published.published_job("6.7B", microbatches))
-    fault_free = throughputs.one_f_one_b(published.PIPELINES)
+    fault_free = throughputs.one_f_one_b_rate(published.PIPELINES)
     downs = [spread_over_stages(count, published.STAGES) for count in FAILURES]
-    found = {name: [throughputs.round_robin(down, backward, optimizer) / fault_free for down in downs]
+    found = {name: [throughputs.round_robin_rate(down, backward, optimizer) / fault_free for down in downs]
              for name, backward, optimizer in STEPS}
-    return found | {OURS: [throughputs.planned(down) / fault_free for count in FAILURES
+    return found | {OURS: [throughputs.planned_rate(down) / fault_free for count in FAILURES
                            if (down := throughputs.normal_form(count)) is not None]}
 
 

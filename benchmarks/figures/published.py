@@ -12,7 +12,7 @@ import msgspec
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace
 from slipstream.cli.fleet.figure import Series
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.cli.fleet.trace_file import from_counts
+from slipstream.cli.fleet.trace_file import build_from_counts
 from slipstream.planner.job.file import Job, StageTimes
 
 SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
@@ -59,7 +59,7 @@ def published_job(model: str, microbatches: int) -> Job:
     micro-batch.
     """
     op = _job(model, microbatches, 1.0)
-    return _job(model, microbatches, Throughputs(op).one_f_one_b(PIPELINES) / FAULT_FREE[model])
+    return _job(model, microbatches, Throughputs(op).one_f_one_b_rate(PIPELINES) / FAULT_FREE[model])
 
 
 def _job(model: str, microbatches: int, op_seconds: float) -> Job:
@@ -78,7 +78,7 @@ def published_trace(seed: int = 0) -> AvailabilityTrace:
         counts.append((clock, workers))
         clock += samples * SECONDS_PER_SAMPLE
     note = "which workers leave is drawn at random: it is not published"
-    return msgspec.structs.replace(from_counts(counts, clock, "published", seed), notes=(SOURCE, note))
+    return msgspec.structs.replace(build_from_counts(counts, clock, "published", seed), notes=(SOURCE, note))
 
 
 def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, is_reference: bool = False) -> Series:

@@ -29,16 +29,16 @@ def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
     With fewer failures this planner is not slower, because live workers may idle.
     """
     throughputs = Throughputs(job(gpus, microbatches), settle_seconds=published.SETTLE_SECONDS)
-    fault_free = throughputs.one_f_one_b(gpus // STAGES)
+    fault_free = throughputs.one_f_one_b_rate(gpus // STAGES)
     found: list[tuple[float, float, float]] = []
     for share in reversed(SHARES):
         failures = round(share * gpus)
-        down = throughputs.loads.even_spread(failures)
+        down = throughputs.loads.spread_evenly(failures)
         assert down is not None
-        ours = max(throughputs.planned(down), throughputs.settled(failures)[0]) / fault_free
+        ours = max(throughputs.planned_rate(down), throughputs.rebalanced_answer(failures)[0]) / fault_free
         found.append((max([ours, *(more for more, *_ in found)]),
-                      throughputs.recycle(down) / fault_free,
-                      throughputs.work_conserving(gpus - failures) / fault_free))
+                      throughputs.recycle_rate(down) / fault_free,
+                      throughputs.work_conserving_rate(gpus - failures) / fault_free))
     return found[::-1]
 
 

@@ -7,7 +7,7 @@ from benchmarks.figures.failures import assumptions
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.simulation import simulate_traces
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
 
@@ -22,7 +22,7 @@ def averages(model: str, microbatches: int) -> dict[str, float]:
     throughputs = Throughputs(published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS)
     costs = costs_for(published.PARAMETERS[model], published.STAGES)
     traces = [published.published_trace(seed) for seed in range(SEEDS)]
-    by_policy = throughputs_over_traces(list(POLICIES.values()), throughputs, costs, traces)
+    by_policy = simulate_traces(list(POLICIES.values()), throughputs, costs, traces)
     return {name: float(np.mean(values)) for name, values in by_policy.items()}
 
 

@@ -14,9 +14,17 @@ from rich.table import Table as Grid
 from benchmarks.fleet.cases import CASES, Report, read_report, run_case
 from benchmarks.fleet.page import HEAD, benchmark_page, shown, summary, table_rows
 from benchmarks.fleet.text import COLUMNS, benchmark_markdown
-from slipstream.cli.fleet import GROUP, POLICIES, EntryError, EntryTable, Policy, installed_policy, read_entry
-from slipstream.cli.shared.console import err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
+from slipstream.cli.fleet import (
+    ENTRY_POINT_GROUP,
+    POLICIES,
+    EntryError,
+    EntryTable,
+    Policy,
+    load_installed_policy,
+    read_entry,
+)
+from slipstream.cli.shared.console import err, out, print_json, refuse, suggest
+from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
 from slipstream.cli.shared.planning import compile_planner
 
@@ -28,7 +36,8 @@ Names = Annotated[list[str] | None, typer.Option("--case", rich_help_panel=RUN, 
 Policies = Annotated[list[str] | None, typer.Option("--policy", rich_help_panel=TAKING_PART, metavar="NAME", help=(
     f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))]
 Entries = Annotated[list[str] | None, typer.Option("--entry", rich_help_panel=TAKING_PART, metavar="FILE|NAME", help=(
-    f"Another system: a table (JSON), or the name of an installed entry point of the group {GROUP}; may be repeated."))]
+    f"Another system: a table (JSON), or the name of an installed entry point of the group {ENTRY_POINT_GROUP}; may be "
+    f"repeated."))]
 Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=RUN, metavar="N", min=1, max=1000, help=(
     "Draw so many traces of each case."))]
 Processes = Annotated[int, typer.Option("--processes", rich_help_panel=RUN, metavar="N", min=1, max=256, help=(
@@ -64,7 +73,8 @@ def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None
                 began = os.times()
                 result = run_case(
                     CASES[name], seeds=seeds, processes=processes, names=chosen, entries=entries,
-                    progress=lambda text, name=name: bar.update(task, description=f"{name}: {text}"))  # type: ignore[misc]
+                    progress=lambda text, name=name: bar.update(  # type: ignore[misc]
+                        task, description=f"{name}: {text}"))
                 report = report.with_case(result, sum(os.times()[:4]) - sum(began[:4]))
                 _write(report, folder)
                 finished += 1
@@ -89,7 +99,7 @@ def _write(report: Report, folder: Path) -> None:
 
 def _earlier(path: Path) -> Report:
     """Return the report of this version of the set in the file, or an empty one if there is no file."""
-    if not is_there(path):
+    if not may_exist(path):
         return Report()
     try:
         return read_report(path)
@@ -107,11 +117,11 @@ def _entry(name: str) -> EntryTable | type[Policy]:
     try:
         if Path(name).suffix == ".json":
             return read_entry(Path(name))
-        kind = installed_policy(name)
+        kind = load_installed_policy(name)
     except EntryError as error:
         refuse(f"--entry {error}")
     if kind is None:
-        refuse(f"--entry {name}: neither a .json file nor an installed entry point of the group {GROUP}")
+        refuse(f"--entry {name}: neither a .json file nor an installed entry point of the group {ENTRY_POINT_GROUP}")
     return kind
 
 
@@ -124,7 +134,7 @@ def _require_names(entries: list[EntryTable | type[Policy]]) -> None:
         taken.add(one.name)
         for name in one.cases if isinstance(one, EntryTable) else ():
             if name not in CASES:
-                refuse(f"--entry {one.name}: cases.{name}: expected one of {', '.join(CASES)}{near(name, CASES)}")
+                refuse(f"--entry {one.name}: cases.{name}: expected one of {', '.join(CASES)}{suggest(name, CASES)}")
 
 
 def _print(report: Report) -> None:

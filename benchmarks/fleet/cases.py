@@ -17,15 +17,15 @@ import msgspec
 from benchmarks.figures import published
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
 from slipstream.cli.fleet.costs import Costs, costs_for
-from slipstream.cli.fleet.entry import EntryError, EntryTable, decoded, table_policy
+from slipstream.cli.fleet.entry import EntryError, EntryTable, decode_json_file, make_table_policy
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Policy, Scenario
-from slipstream.cli.fleet.simulation import simulate
-from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.simulation import simulate_policy
+from slipstream.cli.fleet.synthetic_trace import draw_slow_times, draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job, StageTimes, parse_job
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.planner.tables.process_pool import run_all
 
 VERSION = "1"
@@ -168,7 +168,7 @@ def job_of(case: Case) -> Job:
         return Job(name=case.job, pipelines=pipelines, stages=LARGE_STAGES, time=times,
                    microbatches=(LARGE_MICROBATCHES,) * pipelines, columns=tuple(range(LARGE_STAGES)),
                    layers=(8,) * LARGE_STAGES)
-    return parse_job(preset(case.job), case.job)
+    return parse_job(preset_text(case.job), case.job)
 
 
 def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = None) -> AvailabilityTrace:
@@ -177,7 +177,7 @@ def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = N
         return published.published_trace(seed)
     drawn = draw_trace(model or FAILURE_MODELS[case.failures], workers * case.gpus_per_worker, case.days, seed)
     drawn = group_gpus(drawn, case.gpus_per_worker)
-    return draw_slow(drawn, SLOW_MODELS[case.slow], seed) if case.slow else drawn
+    return draw_slow_times(drawn, SLOW_MODELS[case.slow], seed) if case.slow else drawn
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[
     kinds = [kind for name, kind in POLICIES.items()
              if (not names or name in names) and (not case.policies or name in case.policies)]
     for entry in entries:
-        kind = table_policy(entry, case.name, job.stages) if isinstance(entry, EntryTable) else entry
+        kind = make_table_policy(entry, case.name, job.stages) if isinstance(entry, EntryTable) else entry
         kinds += [kind] if kind is not None else []
     throughputs = Throughputs(job, settle_seconds=case.settle_seconds, announce=progress)
     costs = costs_for(case.parameters, job.stages)
@@ -232,14 +232,14 @@ def _measured(case: Case, kinds: Sequence[type[Policy]], throughputs: Throughput
     found = []
     gpu_hours = trace.places * trace.gpus_per_worker * trace.length_seconds / 3600
     for kind in kinds:
-        run = simulate(kind(scenario), trace)
+        run = simulate_policy(kind(scenario), trace)
         tokens = run.throughput * trace.length_seconds * case.tokens
         found.append(Measures(
             samples_per_second=run.throughput, goodput=run.throughput / best, ettr=run.ettr, tokens=tokens,
             kept=run.throughput / run.fault_free_rate if run.fault_free_rate else 0.0,
             dollars_per_million_tokens=DOLLARS_PER_GPU_HOUR * gpu_hours / (tokens / 1e6) if tokens else None,
-            hours_lost={cause.value: seconds / 3600 for cause, seconds in run.lost(best).items()},
-            switches=run.switches, seconds_to_recover=run.seconds_to_recover))
+            hours_lost={cause.value: seconds / 3600 for cause, seconds in run.seconds_lost(best).items()},
+            switches=run.switch_count, seconds_to_recover=run.seconds_to_recover))
     return found
 
 
@@ -263,7 +263,8 @@ def sensitivities(case: Case, throughputs: Throughputs, costs: Costs, best: floa
 
     def goodput(model: FailureModel, changed: Costs, one: Case) -> float:
         trace = trace_of(one, throughputs.workers, 0, model)
-        return simulate(kind(Scenario(throughputs, changed, trace.seconds_between_failures)), trace).throughput / best
+        return simulate_policy(kind(Scenario(throughputs, changed, trace.seconds_between_failures)),
+                               trace).throughput / best
 
     def scaled(field: str, factor: float) -> FailureModel:
         kinds = tuple(msgspec.structs.replace(one, **{field: getattr(one, field) * factor}) for one in usual.kinds)
@@ -357,7 +358,7 @@ def _over_published_trace(name: str, throughputs: Throughputs, costs: Costs) -> 
     for seed in range(FIDELITY_SEEDS):
         trace = published.published_trace(seed)
         policy = POLICIES[name](Scenario(throughputs, costs, trace.seconds_between_failures))
-        means.append(simulate(policy, trace).throughput)
+        means.append(simulate_policy(policy, trace).throughput)
     return statistics.fmean(means)
 
 
@@ -420,7 +421,7 @@ _REPORT = msgspec.json.Decoder(Report)
 
 def read_report(path: Path) -> Report:
     """Read a report of this version of the set. Raises EntryError, whose message names the file."""
-    report = decoded(path, _REPORT, "what `python -m benchmarks.fleet` writes")
+    report = decode_json_file(path, _REPORT, "what `python -m benchmarks.fleet` writes")
     changed = [one.case.name for one in report.cases if one.case != CASES.get(one.case.name)]
     if report.set != VERSION or changed:
         raise EntryError(f"{path}: set {report.set}{f', case {changed[0]}' if changed else ''} is not as in set "

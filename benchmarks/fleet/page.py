@@ -15,9 +15,9 @@ from benchmarks.fleet.cases import (
     Returned,
     Spread,
 )
-from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import OURS, digits, hours_by_cause
-from slipstream.cli.drawing.svg_chart import tornado
+from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
+from slipstream.cli.drawing.simulation_report import OURS, draw_hours_by_cause, three_digits
+from slipstream.cli.drawing.svg_chart import draw_tornado
 from slipstream.cli.fleet import Cause
 
 FIRST, SECOND = "#2f81f7", "#d29922"
@@ -41,13 +41,13 @@ def benchmark_page(report: Report) -> bytes:
              f'<p class="dim">{READING.format(price=DOLLARS_PER_GPU_HOUR)}</p>']
     if report.returned:
         head, rows = returned_rows(report.returned)
-        parts += ["<h2>What comes back</h2>", grid(head, [(False, row) for row in rows]),
+        parts += ["<h2>What comes back</h2>", build_table(head, [(False, row) for row in rows]),
                   f'<p class="dim">{BACK}</p>']
     for result in report.cases:
         parts += _case(result)
     parts += ["<h2>How far models are from what they model</h2>", _fidelity(report.published),
               "<h2>What is taken from where</h2>", _sources(report.cases)]
-    return document(f"Slipstream benchmark, set {report.set}", "\n".join(parts))
+    return build_document(f"Slipstream benchmark, set {report.set}", "\n".join(parts))
 
 
 def summary(results: Sequence[CaseResult]) -> str:
@@ -78,7 +78,7 @@ def _overview(report: Report) -> str:
     rows = [(False, (name, *("" if one is None else f"{one.mean:.1%}{' *' if name == best else ''}"
                              for one, best in zip(spreads, first, strict=True))))
             for name, spreads in by_case(report, goodput)]
-    return grid(("policy", *(f"{one.case.name}, {one.gpus:,} GPUs" for one in report.cases)), rows)
+    return build_table(("policy", *(f"{one.case.name}, {one.gpus:,} GPUs" for one in report.cases)), rows)
 
 
 def goodput(measures: Measures) -> float:
@@ -104,9 +104,9 @@ def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
         one.name, "-" if one.is_reference else shown(one.spread(goodput)),
         shown(one.spread(lambda measures: measures.ettr)),
         shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
-        digits(one.spread(lambda measures: measures.tokens).mean / 1e9),
+        three_digits(one.spread(lambda measures: measures.tokens).mean / 1e9),
         shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
-        digits(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
+        three_digits(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
 
 
 HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")
@@ -114,11 +114,11 @@ HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e
 
 def _case(result: CaseResult) -> list[str]:
     case = result.case
-    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {digits(result.hours)} h, {result.failures:,.0f} "
+    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {three_digits(result.hours)} h, {result.failures:,.0f} "
             f"failures on average; means over {result.seeds} seeds; plans with layers that move searched for "
             f"{case.settle_seconds:g} s each")
     parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
-             grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",
+             build_table(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",
              '<p class="dim">Hours of the best policy with all workers alive that a policy is short of, whatever the '
              "cause.</p>", _lost(result)]
     if result.sensitivity:
@@ -126,16 +126,16 @@ def _case(result: CaseResult) -> list[str]:
         parts += ["<h3>Which parameter matters, for slipstream</h3>",
                   f'<p class="dim">Goodput if one parameter is other than assumed; as assumed it is {usual:.1%}, the '
                   "line. The widest bar is what matters most.</p>",
-                  f'<div class="legend"><label>{swatch(FIRST)}first value named</label>'
-                  f"<label>{swatch(SECOND)}second value named</label></div>",
-                  tornado([(row.parameter, row.low, row.high) for row in result.sensitivity], usual=usual,
-                          colours=(FIRST, SECOND), x="goodput, seed 0")]
+                  f'<div class="legend"><label>{colour_swatch(FIRST)}first value named</label>'
+                  f"<label>{colour_swatch(SECOND)}second value named</label></div>",
+                  draw_tornado([(row.parameter, row.low, row.high) for row in result.sensitivity], usual=usual,
+                               colours=(FIRST, SECOND), x="goodput, seed 0")]
     return parts
 
 
 def _lost(result: CaseResult) -> str:
-    return hours_by_cause({one.name: {cause: mean_lost(one, cause) for cause in Cause} for one in result.ranked()},
-                          result.hours)
+    return draw_hours_by_cause({one.name: {cause: mean_lost(one, cause) for cause in Cause} for one in result.ranked()},
+                               result.hours)
 
 
 def mean_lost(one: PolicyResult, cause: Cause) -> float:
@@ -151,8 +151,8 @@ def returned_rows(back: Sequence[Returned]) -> tuple[Sequence[str], list[Sequenc
 
 
 def _fidelity(fidelity: Sequence[Fidelity]) -> str:
-    return grid(("policy", "figure (samples a second, or a share)", "published", "simulated", "off"),
-                [(False, one.cells) for one in fidelity])
+    return build_table(("policy", "figure (samples a second, or a share)", "published", "simulated", "off"),
+                       [(False, one.cells) for one in fidelity])
 
 
 def _sources(results: Sequence[CaseResult]) -> str:

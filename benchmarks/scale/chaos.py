@@ -34,12 +34,12 @@ from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
 from benchmarks.scale.node_0 import Marks, NoProcesses, leading
 from benchmarks.scale.shapes import first_schedule, job_of, shares_of
 from slipstream.runtime.coordinator import event_loop
-from slipstream.runtime.coordinator.planning.background import tried
+from slipstream.runtime.coordinator.planning.background import capture_result
 from slipstream.runtime.events import LOSSES
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.stop_signals import StopSignals
-from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
-from slipstream.runtime.protocol.to_coordinator import NOTHING_KEPT, Checkpoints, Ended, Known
+from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
+from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, ReadableCheckpoints, RecoveryReport, WorkerEnded
 from slipstream.runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, StartWorker
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, ReportCheckpoints, Train
 from slipstream.schedules.schedule import Schedule, Worker
@@ -65,7 +65,7 @@ class BrokenError(AssertionError):
 class ChaosWorker(FakeWorker):
     """Fake worker that records how far it has stepped, and who has let it go."""
 
-    def __init__(self, world: "World", worker: Worker, epoch: int = 0, known: Known | None = None) -> None:
+    def __init__(self, world: "World", worker: Worker, epoch: int = 0, known: RecoveryReport | None = None) -> None:
         super().__init__(cast(Any, world), worker, epoch, known)
         self.world, self.failed = world, ()
         self.stepped: int | None = None
@@ -83,7 +83,7 @@ class ChaosWorker(FakeWorker):
             case Leave():
                 self.world.given_up(self, "was told to leave")
             case ReportCheckpoints():
-                self.say(Checkpoints(self.worker, (0,)))
+                self.say(ReadableCheckpoints(self.worker, (0,)))
             case _:
                 super().take(message)
 
@@ -130,9 +130,9 @@ class ProcessesOfNode0(NoProcesses):
     def __init__(self, world: "World") -> None:
         super().__init__()
         self._world = world
-        self._ended: list[Ended] = []
+        self._ended: list[WorkerEnded] = []
 
-    def ends(self, ended: Ended) -> None:
+    def ends(self, ended: WorkerEnded) -> None:
         """Report that a process has ended."""
         self._ended.append(ended)
         self._world.loop.call_later(0.01, self._told)
@@ -165,7 +165,7 @@ class World:
         self.live: dict[Worker, ChaosWorker] = {}
         self.agents: dict[int, ChaosAgent] = {}
         self.processes = ProcessesOfNode0(self)
-        self.ended: dict[int, dict[Worker, Ended]] = defaultdict(dict)
+        self.ended: dict[int, dict[Worker, WorkerEnded]] = defaultdict(dict)
         """Ended workers that each agent has seen and that were not restarted."""
         self.count: Counter[str] = Counter()
         self.committed = -1
@@ -202,7 +202,7 @@ class World:
             self.first, self.folder, cast(Marks, _Told(self)), cast(NodeProcesses, self.processes), behind=behind,
             scheduler=self._without, timeout=TIMEOUT, faults_per_hour=10**6, absent=() if behind is None else [
                 worker for worker in self.every if self.node_of[worker] or worker not in self.live]))
-        listener, address = listen(None)
+        listener, address = open_listener(None)
         self._stack.callback(listener.close)
         self._port = address.port
         self.serving = self.loop.create_task(events.serve(listener, StopSignals()))
@@ -241,7 +241,7 @@ class World:
 
     # --- workers and agents
 
-    def start(self, worker: Worker, epoch: int = 0, known: Known | None = None,
+    def start(self, worker: Worker, epoch: int = 0, known: RecoveryReport | None = None,
               before: ChaosWorker | None = None) -> None:
         """Start a process of a worker, or let it look for another node 0."""
         node = self.node_of[worker]
@@ -275,11 +275,12 @@ class World:
         if self.loop._serves is not None:
             self.given_up(fake, "was cut off")
         elif fake.stepped is None:
-            self.start(fake.worker, 0, Known(0, (), -1, NOTHING_KEPT, None, False))  # it had nothing: as good as new
+            # it had nothing: as good as new
+            self.start(fake.worker, 0, RecoveryReport(0, (), -1, NOTHING_HELD, None, False))
             self.live[fake.worker].known = None
         else:
             fake.ended = True
-            known = Known(fake.order, fake.failed, fake.stepped, fake.kept, None, False, fake.begun)
+            known = RecoveryReport(fake.order, fake.failed, fake.stepped, fake.kept, None, False, fake.begun)
             self.start(fake.worker, fake.epoch, known, fake)
 
     def agent_disconnected(self, agent: ChaosAgent) -> None:
@@ -323,7 +324,7 @@ class World:
             wire.cut_silently()
         elif wire is not None:
             fake.abort()
-        node, ended = self.node_of[worker], Ended(worker, -9)
+        node, ended = self.node_of[worker], WorkerEnded(worker, -9)
         if node == 0:
             self.processes.ends(ended)
         elif not silently and node in self.agents:
@@ -531,11 +532,11 @@ def _planned_later(world: World) -> Iterator[None]:
 
         def answer() -> None:
             if world.serving is asking:  # else it has ended with who asked
-                done(tried(work))
+                done(capture_result(work))
 
         world.loop.call_later(world.random.choice((0.05, 0.5, 4.0)), answer)
 
-    with mock.patch.object(event_loop, "background_for", lambda _: background):
+    with mock.patch.object(event_loop, "choose_background", lambda _: background):
         yield
 
 

@@ -21,7 +21,7 @@ from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
 from benchmarks.scale.node_0 import MARKS
 from benchmarks.scale.shapes import grid_of, shares_of
 from slipstream.runtime.protocol.rendezvous import LOOPBACK
-from slipstream.runtime.protocol.to_coordinator import Ended, Known
+from slipstream.runtime.protocol.to_coordinator import RecoveryReport, WorkerEnded
 from slipstream.runtime.protocol.to_worker import Acknowledged, Train
 from slipstream.schedules.schedule import Worker
 
@@ -259,7 +259,7 @@ class Cluster:
         self.workers.pop(victim).abort()
         node = next(node for node, share in enumerate(self.shares) if victim in share)
         if node:
-            self.agents[node].say(Ended(victim, -9))
+            self.agents[node].say(WorkerEnded(victim, -9))
         ok = await self._until(lambda: self._all_have_order(order.order))
         found: Found = {"ok": ok, "CPU": self.cpu() - used, "CPU of its plan": self.cpu_of_plans() - planning}
         marks = self.marks(killed)
@@ -300,7 +300,8 @@ class Cluster:
         self._process.kill()
         self._process.wait()
         failed = tuple(sorted(set(self.every) - order.members))
-        known = {worker: (fake.epoch, Known(fake.order, failed, fake.reached, fake.kept, None, False, fake.begun))
+        known = {worker: (fake.epoch,
+                          RecoveryReport(fake.order, failed, fake.reached, fake.kept, None, False, fake.begun))
                  for worker, fake in self.workers.items()}
         for one in (*self.workers.values(), *self.agents.values()):
             one.abort()

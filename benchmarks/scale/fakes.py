@@ -9,25 +9,25 @@ import msgspec
 
 from benchmarks.scale.shapes import ELEMENTS, LAYERS_A_STAGE, SECRET
 from slipstream.runtime.protocol import to_node_agent, to_worker
-from slipstream.runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, Answer
-from slipstream.runtime.protocol.channel import Frames, frame
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, ChallengeAnswer
+from slipstream.runtime.protocol.channel import FrameParser, encode_frame
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
     FetchUpToDate,
-    Gathered,
+    GatheredReports,
     Heartbeat,
+    HeldState,
+    IterationReport,
     JoinNode,
     JoinWorker,
-    Kept,
-    Known,
     Paused,
-    Ran,
+    RankReport,
     Ready,
-    ReportOf,
-    Started,
-    Status,
+    RecoveryReport,
+    TrainingStarted,
+    WorkerStatus,
 )
-from slipstream.runtime.protocol.to_node_agent import GoOn
+from slipstream.runtime.protocol.to_node_agent import ReportsAcknowledged
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import OpKind, Worker
@@ -41,8 +41,8 @@ class Fake(asyncio.Protocol):
 
     def __init__(self, hello: msgspec.Struct, decode: Callable[[bytes], object]) -> None:
         self._hello, self._decode = hello, decode
-        self._answer: Answer | None = None
-        self._frames: Frames | None = None
+        self._answer: ChallengeAnswer | None = None
+        self._frames: FrameParser | None = None
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self.bytes = 0
@@ -70,7 +70,7 @@ class Fake(asyncio.Protocol):
     def say(self, message: msgspec.Struct) -> None:
         """Send a message."""
         if self._transport is not None and self._answer is not None:
-            self._transport.write(frame(message).tagged(self._answer.keys.sending))
+            self._transport.write(encode_frame(message).with_tag(self._answer.keys.sending))
             self._said = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
@@ -79,7 +79,7 @@ class Fake(asyncio.Protocol):
         if self._frames is None:
             data = self._shake_hands(data)
         if self._frames is not None:
-            for body in self._frames.feed(data):
+            for body in self._frames.parse_messages(data):
                 self.take(self._decode(body))
 
     def take(self, message: object) -> None:
@@ -88,15 +88,15 @@ class Fake(asyncio.Protocol):
     def _shake_hands(self, data: bytes) -> bytes:
         self._received += data
         if self._answer is None and len(self._received) >= GREETING_BYTES:
-            self._answer = Answer(SECRET, "control", bytes(self._received[:GREETING_BYTES]))
+            self._answer = ChallengeAnswer(SECRET, "control", bytes(self._received[:GREETING_BYTES]))
             del self._received[:GREETING_BYTES]
             assert self._transport is not None
             self._transport.write(self._answer.hello)
             self.say(self._hello)
         if self._answer is None or len(self._received) < TAG_BYTES:
             return b""
-        self._answer.require(bytes(self._received[:TAG_BYTES]))
-        self._frames = Frames(self._answer.keys.receiving)
+        self._answer.verify_proof(bytes(self._received[:TAG_BYTES]))
+        self._frames = FrameParser(self._answer.keys.receiving)
         rest = bytes(self._received[TAG_BYTES:])
         self._received.clear()
         return rest
@@ -108,18 +108,18 @@ class FakeAgent(Fake):
     def __init__(self, node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
         super().__init__(JoinNode(node, epoch, alive), to_node_agent.decode)
         self._reporters: dict[Worker, FakeWorker] = {}
-        self._reports: list[ReportOf] = []
+        self._reports: list[RankReport] = []
         self._asked = False
 
-    def report(self, worker: "FakeWorker", ran: Ran) -> None:
+    def report(self, worker: "FakeWorker", ran: IterationReport) -> None:
         """Report that a worker has stepped."""
         self._reporters[ran.worker] = worker
-        self._reports.append(ReportOf(0, ran))
+        self._reports.append(RankReport(0, ran))
         self._ask()
 
     def take(self, message: object) -> None:
         """Pass answers on to workers."""
-        if isinstance(message, GoOn):
+        if isinstance(message, ReportsAcknowledged):
             self._asked = False
             for workers, acknowledged in message.acknowledged:
                 for worker in workers:
@@ -129,13 +129,13 @@ class FakeAgent(Fake):
     def _ask(self) -> None:
         if self._reports and not self._asked and self.connected:
             reports, self._reports, self._asked = tuple(self._reports), [], True
-            self.say(Gathered(reports))
+            self.say(GatheredReports(reports))
 
 
 class FakeWorker(Fake):
     """Worker that steps when the cluster says so, and passes orders and acknowledgements to the cluster."""
 
-    def __init__(self, cluster: "Cluster", worker: Worker, epoch: int = 0, known: Known | None = None) -> None:
+    def __init__(self, cluster: "Cluster", worker: Worker, epoch: int = 0, known: RecoveryReport | None = None) -> None:
         super().__init__(JoinWorker(worker, epoch), to_worker.decode)
         self._cluster, self.worker, self.known = cluster, worker, known
         self.epoch = epoch
@@ -145,14 +145,14 @@ class FakeWorker(Fake):
         self.ended = False
         self.sent = 0.0
         layers = LAYERS_A_STAGE * worker.column, LAYERS_A_STAGE * (worker.column + 1)
-        self.kept = Kept((layers,), tuple((layer, 0, ELEMENTS.total) for layer in range(*layers)))
+        self.kept = HeldState((layers,), tuple((layer, 0, ELEMENTS.total) for layer in range(*layers)))
         self._times = tuple(OpTime(kind, worker.column, 2 * cluster.stages, 0.01)
                             for kind in (OpKind.F, OpKind.I, OpKind.W))
 
     def take(self, message: object) -> None:
         """Do what node 0 says."""
         match message:
-            case Setup():
+            case WorkerSetup():
                 self.epoch = message.epoch
                 self.say(Ready(self.worker, "text", ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
                                "folder", self.known))
@@ -170,19 +170,19 @@ class FakeWorker(Fake):
             case Fetch() if any(move.target == self.worker for move in message.moves):
                 self.say(FetchUpToDate(self.worker, message.number))
             case ReportStatus():
-                self.say(Status(self.worker, "waits", 1.0, waits=True))
+                self.say(WorkerStatus(self.worker, "waits", 1.0, waits=True))
             case Leave():
                 self.abort()
 
     def begins(self, order: int, first: int) -> None:
         """Begin an order in which this worker takes part."""
         self.order, self.begun, self.reached, self.ended = order, first - 1, first - 1, False
-        self.say(Started(self.worker, order))
+        self.say(TrainingStarted(self.worker, order))
 
     def ran(self, iteration: int) -> None:
         """Report an iteration of the present order."""
         self.reached, self.sent = iteration, time.monotonic()
-        ran = Ran(self.worker, self.order, iteration, 0.001, 0.5, self._times)
+        ran = IterationReport(self.worker, self.order, iteration, 0.001, 0.5, self._times)
         agent = self._cluster.agent_of(self.worker)
         if agent is None:
             self.say(ran)

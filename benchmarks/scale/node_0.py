@@ -27,17 +27,17 @@ from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler, SchedulerAtSpeeds
-from slipstream.runtime.coordinator.records.metrics import IterationMetrics, IterationWork
+from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
-from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
-from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
-from slipstream.runtime.protocol.setup import FormSpec, Setup
+from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
+from slipstream.runtime.protocol.setup import FormSpec, WorkerSetup
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.run_folder import LeftBehind
+from slipstream.runtime.run_folder import TakeoverRecord
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
@@ -82,13 +82,13 @@ class NoProcesses:
         return contextlib.nullcontext()
 
 
-def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> Setup:
+def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> WorkerSetup:
     """Return the setup message of workers."""
     grid, placement = schedule.grid, Placement(range(schedule.grid.layer_count + 1))
-    return Setup(
+    return WorkerSetup(
         first_iteration=0, iterations=10**7, traced=0, nodes=nodes, transport="gloo", device="cpu",
         store=Rendezvous(LOOPBACK, 1), cuts=placement.cuts,
-        columns=tuple(tuple(sorted(placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        columns=tuple(tuple(sorted(placement.layers_in_column(grid, column))) for column in range(grid.columns)),
         forms=tuple(FormSpec((((1, 4096, 4096), "torch.bfloat16"),)) for _ in placement.cuts),
         failure_domains=domains, loss_scale=1 / grid.total_microbatches, microbatches=grid.microbatches,
         heartbeat_timeout_seconds=timeout, epoch=time.time_ns())
@@ -122,18 +122,18 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
     """
     shares = shares_of([seat.worker for seat in first.seats])
     domains = find_domains(first.grid, shares, 1, ())
-    left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,
-                                                  fork_server=None)
+    left = None if behind is None else TakeoverRecord(epoch=1, coordinator=behind, first_iteration=0, resume=None,
+                                                      fork_server=None)
     losses = None if behind is None else read_losses(folder, 0)
     config = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2))
-    run = Run(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
-              config=config, secret=SECRET, out=folder, behind=left, losses=losses,
-              elements=[ELEMENTS] * first.grid.layer_count,
-              resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer),
-              options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
+    run = RunSpec(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
+                  config=config, secret=SECRET, out=folder, behind=left, losses=losses,
+                  elements=[ELEMENTS] * first.grid.layer_count,
+                  resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer),
+                  options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
     places = {worker: node for node, share in enumerate(shares) for worker in share}
     with contextlib.ExitStack() as stack:
-        metrics = IterationMetrics(config.training, IterationWork(tokens=1, flops=1.0, peak_flops=None))
+        metrics = MetricsBuilder(config.training, IterationWork(tokens=1, flops=1.0, peak_flops=None))
         log = stack.enter_context(RunLog(folder, len(losses or ()), metrics=metrics, observer=mark.event,
                                          progress=lambda iteration, _: mark("committed", iteration=iteration)))
         yield EventLoop(run, CommitLog(job=first.job), ProcessManager(
@@ -161,7 +161,7 @@ def main() -> None:
             first, options.folder, mark, cast(NodeProcesses, NoProcesses()), behind=behind, scheduler=planner.after,
             at_speeds=planner.at_speeds, rebalancer=planner, timeout=options.heartbeat_timeout) as events:
         async def serve() -> None:
-            listener, address = listen(behind)
+            listener, address = open_listener(behind)
             mark("listens", port=address.port, pid=os.getpid(),
                  megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
             await events.serve(listener, StopSignals())

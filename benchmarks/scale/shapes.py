@@ -6,8 +6,8 @@ from benchmarks.jobs import uniform_job
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.runtime.failure_domains import shares_of_nodes
-from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.failure_domains import divide_workers_by_node
+from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import Schedule, Worker
@@ -15,7 +15,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 SECRET = Secret(b"of a run that trains nothing, 32 B")
 WORKERS_A_NODE = 8
 LAYERS_A_STAGE = 2
-ELEMENTS = Elements(10**8)
+ELEMENTS = ElementCounts(10**8)
 """Number of elements of each layer."""
 
 
@@ -43,4 +43,4 @@ def first_schedule(job: Job, folder: Path) -> Schedule:
 
 def shares_of(workers: list[Worker]) -> list[list[Worker]]:
     """Return the workers of each node."""
-    return [list(share) for share in shares_of_nodes(workers, max(1, len(workers) // WORKERS_A_NODE), ())]
+    return [list(share) for share in divide_workers_by_node(workers, max(1, len(workers) // WORKERS_A_NODE), ())]

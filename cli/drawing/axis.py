@@ -11,7 +11,7 @@ def nice_step(span: float, count: int) -> float:
     return next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
-def time_marks(seconds: float, step: float) -> list[tuple[float, str]]:
+def label_times(seconds: float, step: float) -> list[tuple[float, str]]:
     """Return times before `seconds`, `step` apart, with labels. The first label has the unit: `0 ms`, `20`, `40`."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit), (1e-6, "us"))
     return [(index * step, f"{index * step / unit:g}" + (f" {name}" if not index else ""))

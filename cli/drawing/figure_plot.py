@@ -14,19 +14,19 @@ from slipstream.cli.fleet import Figure, Series
 
 COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
 MARKERS = "osD^vP"
-MOST_BESIDE = 8
+MAX_HORIZONTAL_NAMES = 8
 """Maximum number of groups of bars with horizontal names. Names of more groups are rotated, to avoid overlap."""
 
 
-def draw(figure: Figure) -> bytes:
+def draw_figure(figure: Figure) -> bytes:
     """Return the picture of a figure as PNG."""
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     picture = Picture(figsize=(9.5, 5.6), dpi=130, layout="constrained")
     axes = picture.subplots()
     if figure.kind == "bars":
-        _bars(axes, figure)
+        _plot_bars(axes, figure)
     else:
-        _lines(axes, figure)
+        _plot_lines(axes, figure)
     axes.set_title(figure.title, loc="left", fontweight="bold")
     axes.set_xlabel(figure.x_label)
     axes.set_ylabel(figure.y_label)
@@ -43,7 +43,7 @@ def _floats(values: tuple[float | None, ...]) -> "np.ndarray[tuple[int], np.dtyp
     return np.array([np.nan if value is None else value for value in values])
 
 
-def _lines(axes: Axes, figure: Figure) -> None:
+def _plot_lines(axes: Axes, figure: Figure) -> None:
     x = np.array(figure.x, dtype=float)
     colours = iter(COLOURS)
     markers = iter(MARKERS)
@@ -63,7 +63,7 @@ def _lines(axes: Axes, figure: Figure) -> None:
         axes.xaxis.set_major_formatter(ScalarFormatter())
 
 
-def _bars(axes: Axes, figure: Figure) -> None:
+def _plot_bars(axes: Axes, figure: Figure) -> None:
     places = np.arange(len(figure.x))
     drawn = [series for series in figure.series if not series.published]
     points = [series for series in figure.series if series.published]
@@ -71,17 +71,17 @@ def _bars(axes: Axes, figure: Figure) -> None:
     for number, series in enumerate(drawn):
         at = places + (number - (len(drawn) - 1) / 2) * width
         values = _floats(series.values)
-        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=series.name, yerr=_errors(series), capsize=2,
+        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=series.name, yerr=_y_errors(series), capsize=2,
                  error_kw={"linewidth": 0.9})
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
     slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
-                    **(slanted if len(figure.x) > MOST_BESIDE else {}))
+                    **(slanted if len(figure.x) > MAX_HORIZONTAL_NAMES else {}))
 
 
-def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
+def _y_errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
     if not one.low:
         return None
     values = _floats(one.values)

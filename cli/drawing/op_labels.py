@@ -1,6 +1,6 @@
 """Choose the labels of ops and of workers' rows, for the terminal and pictures."""
 
-from slipstream.schedules.layers import short
+from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.schedule import Op, Schedule, Worker
 
 MAX_HELD = 12
@@ -15,7 +15,7 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]
-    layers = "" if op.slice < len(schedule.grid.stages) else f":{short([schedule.layers_of(op.slice)])}"
+    layers = "" if op.slice < len(schedule.grid.stages) else f":{compact_layers_text([schedule.layers_of(op.slice)])}"
     number, place = f"{op.microbatch}{prime}", f"{op.pipeline}.{op.microbatch}{prime}"
     origin, letter = schedule.origin(op), str(op.kind)
     if origin == "own":
@@ -36,7 +36,7 @@ def worker_label(worker: Worker, schedule: Schedule) -> str:
     if seat is None:
         return str(worker)
     name = str(worker) if seat.role == worker else f"{worker} as {seat.role}"
-    if not schedule.holds_others(seat):
+    if not schedule.has_moved_layers(seat):
         return name
-    held = short(schedule.holds_of(seat))
+    held = compact_layers_text(schedule.held_layers_of_seat(seat))
     return f"{name} [{held if len(held) <= MAX_HELD else held[:MAX_HELD - 1] + '…'}]"

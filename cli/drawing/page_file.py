@@ -10,30 +10,30 @@ from importlib.resources import files
 _FOLDER = files("slipstream.cli") / "page"
 
 
-def text_of(*names: str) -> str:
+def read_texts(*names: str) -> str:
     """Return the concatenated text of files of `cli/page/`, such as styles or scripts."""
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
-def as_data(value: object) -> str:
+def to_json(value: object) -> str:
     """Encode a value as JSON for a script element, with `<` escaped, because it must not begin a tag."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def packed(value: object) -> str:
-    """Encode a value as `as_data` does, compressed with zlib and in base64. The page unpacks it on demand."""
-    return base64.b64encode(zlib.compress(as_data(value).encode(), 9)).decode()
+def pack_json(value: object) -> str:
+    """Encode a value as `to_json` does, compressed with zlib and in base64. The page unpacks it on demand."""
+    return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 
-def filled(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
-           parts: Mapping[str, str] | None = None) -> str:
+def fill_page(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
+              parts: Mapping[str, str] | None = None) -> str:
     """Return `head.html` and a template, with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and parts filled in.
 
     The title is escaped; `data` and the further parts are inserted unchanged.
     """
-    whole = {"TITLE": escape(title), "STYLE": text_of(*styles), "SCRIPT": text_of(*scripts), "DATA": data,
+    whole = {"TITLE": escape(title), "STYLE": read_texts(*styles), "SCRIPT": read_texts(*scripts), "DATA": data,
              **(parts or {})}
-    head, *rest = text_of("head.html", template).split("{{")
+    head, *rest = read_texts("head.html", template).split("{{")
     text = head
     for piece in rest:
         name, _, following = piece.partition("}}")

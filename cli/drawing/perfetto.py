@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from slipstream.schedules.layers import short
+from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
-LINKS = 10**6
+LINK_THREADS = 10**6
 """Offset of the threads that show workers' links, where reductions overlap with compute."""
 
 Event = dict[str, Any]
@@ -42,74 +42,75 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 
-    yield from _names(schedule, title, programs, process)
+    yield from _name_rows(schedule, title, programs, process)
     for worker, ops in programs.items():
         for op in ops:
-            yield _slice(op, schedule, process(worker), tick_seconds)
-    for producer, consumer in _crossings(programs, schedule):
+            yield _op_event(op, schedule, process(worker), tick_seconds)
+    for producer, consumer in _crossing_tensors(programs, schedule):
         flow = {"name": "activation" if consumer.kind is OpKind.F else "gradient", "cat": "transfer",
                 "id": next(flows)}
-        yield flow | {"ph": "s"} | _inside(producer, process(producer.worker), tick_seconds)
-        yield flow | {"ph": "f", "bp": "e"} | _inside(consumer, process(consumer.worker), tick_seconds)
+        yield flow | {"ph": "s"} | _flow_point(producer, process(producer.worker), tick_seconds)
+        yield flow | {"ph": "f", "bp": "e"} | _flow_point(consumer, process(consumer.worker), tick_seconds)
 
 
-def _names(schedule: Schedule, title: str, programs: Programs, process: Callable[[Worker], int]) -> Iterator[Event]:
+def _name_rows(schedule: Schedule, title: str, programs: Programs, process: Callable[[Worker], int]) -> Iterator[Event]:
     for pipeline, pid in sorted({(worker.pipeline, process(worker)) for worker in programs}):
-        yield _metadata("process_name", pid, 0, {"name": f"{title} pipeline {pipeline}"})
-        yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+        yield _metadata_event("process_name", pid, 0, {"name": f"{title} pipeline {pipeline}"})
+        yield _metadata_event("process_sort_index", pid, 0, {"sort_index": pid})
     for worker in programs:
         pid, tid = process(worker), worker.column + 1
         seat = schedule.seat_of[worker]
-        remark = f", holds layers {short(schedule.holds_of(seat))}" if schedule.holds_others(seat) else ""
-        yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}{remark}"})
-        yield _metadata("thread_sort_index", pid, tid, {"sort_index": 2 * worker.column})
-        if schedule.overlaps:
-            yield _metadata("thread_name", pid, tid + LINKS, {"name": f"links of {worker}"})
-            yield _metadata("thread_sort_index", pid, tid + LINKS, {"sort_index": 2 * worker.column + 1})
+        remark = f", holds layers {compact_layers_text(schedule.held_layers_of_seat(seat))}" \
+            if schedule.has_moved_layers(seat) else ""
+        yield _metadata_event("thread_name", pid, tid, {"name": f"worker {worker}{remark}"})
+        yield _metadata_event("thread_sort_index", pid, tid, {"sort_index": 2 * worker.column})
+        if schedule.has_overlap:
+            yield _metadata_event("thread_name", pid, tid + LINK_THREADS, {"name": f"links of {worker}"})
+            yield _metadata_event("thread_sort_index", pid, tid + LINK_THREADS, {"sort_index": 2 * worker.column + 1})
 
 
-def _metadata(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Event:
+def _metadata_event(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Event:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
-def _slice(op: Op, schedule: Schedule, pid: int, tick_seconds: float) -> Event:
-    begin, end = _nanoseconds(op.start_ticks, tick_seconds), _nanoseconds(op.end_ticks, tick_seconds)
+def _op_event(op: Op, schedule: Schedule, pid: int, tick_seconds: float) -> Event:
+    begin, end = _to_nanoseconds(op.start_ticks, tick_seconds), _to_nanoseconds(op.end_ticks, tick_seconds)
     whole = op.slice is not None and op.slice < len(schedule.grid.stages)
-    layers = None if op.slice is None else short([schedule.layers_of(op.slice)])
+    layers = None if op.slice is None else compact_layers_text([schedule.layers_of(op.slice)])
     origin = schedule.origin(op)
     args = {"stage": op.slice if whole else None, "layers": layers, "pipeline": op.pipeline,
             "microbatch": op.microbatch, "rerouted": origin == "rerouted", "shed": origin == "shed"}
     micro = f" {op.pipeline}.{op.microbatch}" if op.microbatch is not None else ""
     if op.slice is not None and not whole:
         micro += f" layers {layers}"
-    thread = op.worker.column + 1 + (LINKS if schedule.overlaps and op.kind is OpKind.A else 0)
+    thread = op.worker.column + 1 + (LINK_THREADS if schedule.has_overlap and op.kind is OpKind.A else 0)
     return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": thread,
             "ts": begin / 1000, "dur": (end - begin) / 1000,
             "args": {key: value for key, value in args.items() if value is not None}}
 
 
-def _inside(op: Op, pid: int, tick_seconds: float) -> Event:
-    middle = (_nanoseconds(op.start_ticks, tick_seconds) + _nanoseconds(op.end_ticks, tick_seconds)) // 2
+def _flow_point(op: Op, pid: int, tick_seconds: float) -> Event:
+    middle = (_to_nanoseconds(op.start_ticks, tick_seconds) + _to_nanoseconds(op.end_ticks, tick_seconds)) // 2
     return {"pid": pid, "tid": op.worker.column + 1, "ts": middle / 1000}
 
 
-def _nanoseconds(ticks: int, tick_seconds: float) -> int:
+def _to_nanoseconds(ticks: int, tick_seconds: float) -> int:
     return round(ticks * tick_seconds * 1e9)
 
 
-def _crossings(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
+def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
     """Yield producer and consumer of each tensor that goes to another worker.
 
     Ops without duration are left out, because no arrow can be bound to them.
     """
-    by_key = {op_key(op): op for op in _compute(programs.values())}
+    by_key = {op_key(op): op for op in _compute_ops(programs.values())}
     for key, op in by_key.items():
         _, _, pipeline, microbatch = key
-        for source, rule in waits(key, schedule.path(pipeline, microbatch)):
+        for source, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
             producer = by_key.get(source)
             if rule.tensor and producer is not None and producer.worker != op.worker:
                 yield producer, op
 
 
-def _compute(programs: Iterable[Sequence[Op]]) -> Iterator[Op]:
+def _compute_ops(programs: Iterable[Sequence[Op]]) -> Iterator[Op]:
     return (op for ops in programs for op in ops if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks)

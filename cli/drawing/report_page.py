@@ -33,7 +33,7 @@ dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); 
 """
 
 
-def document(title: str, body: str, script: str = "") -> bytes:
+def build_document(title: str, body: str, script: str = "") -> bytes:
     """Return an HTML file that needs no network and no fonts. `body` and `script` are inserted unchanged."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,19 +41,19 @@ def document(title: str, body: str, script: str = "") -> bytes:
             f"<body>\n{body}\n{f'<script>{script}</script>' if script else ''}\n</body></html>\n").encode()
 
 
-def grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
+def build_table(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
     """Return a table. A row whose first element is true is a reference line."""
     names = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(_cell(cell) for cell in cells) + "</tr>"
+    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(_html_cell(cell) for cell in cells) + "</tr>"
                    for marked, cells in rows)
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
+def _html_cell(text: str) -> str:
     long = len(text) > 40
     return f"<td{' class=text' if long else ''}>{escape(text)}</td>"
 
 
-def swatch(colour: str) -> str:
+def colour_swatch(colour: str) -> str:
     """Return a patch of a colour, for legends."""
     return f'<span class="swatch" style="background:{colour}"></span>'

@@ -11,11 +11,11 @@ from html import escape
 
 from slipstream.cli.drawing.axis import nice_step
 from slipstream.cli.drawing.svg_chart import nice_top
-from slipstream.cli.shared.run_summary import clock, percent
+from slipstream.cli.shared.run_summary import as_percent, run_time
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
-from slipstream.runtime.run_record import RunRecord, Stretch
+from slipstream.runtime.run_record import GenerationRecord, RunRecord
 
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Approximate maximum number of points of a chart. In longer runs a point represents several iterations."""
 TIME_STEPS = (*(factor * 10.0 ** power for power in range(-6, 1) for factor in (1, 2, 5)), 10.0, 15.0, 30.0, *(
     60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)))
@@ -42,9 +42,9 @@ class Point:
     """Mean of the finite losses. None if there are none."""
 
 
-def points(run: RunRecord) -> list[Point]:
-    """Return the points of a run: about `MOST_POINTS` at most, and more only if it has so many generations."""
-    size = max(1, math.ceil(len(run.committed) / MOST_POINTS))
+def build_points(run: RunRecord) -> list[Point]:
+    """Return the points of a run: about `MAX_POINTS` at most, and more only if it has so many generations."""
+    size = max(1, math.ceil(len(run.committed) / MAX_POINTS))
     samples = run.starts[-1].samples
     result = []
     for stretch in run.stretches:
@@ -58,74 +58,74 @@ def points(run: RunRecord) -> list[Point]:
     return result
 
 
-def planned_rate(run: RunRecord, stretch: Stretch) -> float | None:
+def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
     """Return the planned throughput of a generation, in samples per second, or None if it is unknown.
 
     It is the planned share of the measured throughput with all workers, or that of the plan alone if none was measured.
     """
-    samples, whole = run.starts[-1].samples, run.whole_seconds
+    samples, whole = run.starts[-1].samples, run.full_grid_iteration_seconds
     if whole and stretch.planned_share is not None:
         return stretch.planned_share * samples / whole
     return samples / stretch.order.planned_period if stretch.order.planned_period else None
 
 
-def charts(run: RunRecord, found: Sequence[Point]) -> str:
+def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
     """Return all charts, one below the other."""
-    return "\n".join([_phases(run), _throughput(run, found), _missing(run), _losses(run, found)])
+    return "\n".join([_draw_phases(run), _draw_throughput(run, found), _draw_missing(run), _draw_losses(run, found)])
 
 
-def ticks(total: float) -> list[float]:
+def choose_ticks(total: float) -> list[float]:
     """Return round times for the axis, in seconds of the run."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
 
-def _throughput(run: RunRecord, found: Sequence[Point]) -> str:
+def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
     planned = [(item.begin, item.end, rate) for item in run.stretches if (rate := planned_rate(run, item)) is not None]
     top = nice_top(max([point.rate for point in found] + [rate for _, _, rate in planned], default=1.0))
-    band = "".join(f"M{point.begin:.3f} {_y(point.fastest, top)}H{point.end:.3f}V{_y(point.slowest, top)}"
+    band = "".join(f"M{point.begin:.3f} {_to_y(point.fastest, top)}H{point.end:.3f}V{_to_y(point.slowest, top)}"
                    f"H{point.begin:.3f}Z" for point in found if point.count > 1)
     lines = (f'<path class="band" d="{band}"/>' if band else "") + \
-        f'<path class="line planned" d="{_steps(planned, top)}"/>' + \
-        f'<path class="line" d="{_steps(((item.begin, item.end, item.rate) for item in found), top)}"/>'
-    return _chart(run, "throughput", "samples/s", top, lines)
+        f'<path class="line planned" d="{_step_path(planned, top)}"/>' + \
+        f'<path class="line" d="{_step_path(((item.begin, item.end, item.rate) for item in found), top)}"/>'
+    return _draw_chart(run, "throughput", "samples/s", top, lines)
 
 
-def _missing(run: RunRecord) -> str:
+def _draw_missing(run: RunRecord) -> str:
     """Draw the number of missing workers of the grid.
 
     One worker of thousands is visible here, which it would not be in the number of live workers.
     """
     missing = [(one, run.starts[-1].workers - one.order.live) for one in run.stretches]
     top = nice_top(float(max([count for _, count in missing], default=1)))
-    area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_y(count, top)}H{one.end:.3f}V{HEIGHT}Z" for one, count in missing)
-    return _chart(run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True)
+    area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_to_y(count, top)}H{one.end:.3f}V{HEIGHT}Z" for one, count in missing)
+    return _draw_chart(run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True)
 
 
-def _losses(run: RunRecord, found: Sequence[Point]) -> str:
+def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
     places = [((point.begin + point.end) / 2, point.loss) for point in found if point.loss is not None]
     top = nice_top(max((loss for _, loss in places), default=1.0))
-    line = "".join(f"{'L' if index else 'M'}{at:.3f} {_y(loss, top)}" for index, (at, loss) in enumerate(places))
-    return _chart(run, "loss", "loss", top, f'<path class="line" d="{line}"/>')
+    line = "".join(f"{'L' if index else 'M'}{at:.3f} {_to_y(loss, top)}" for index, (at, loss) in enumerate(places))
+    return _draw_chart(run, "loss", "loss", top, f'<path class="line" d="{line}"/>')
 
 
-def _phases(run: RunRecord) -> str:
+def _draw_phases(run: RunRecord) -> str:
     """Draw a strip with the phase of each generation, and over it the times at which layers moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
-             f'height="{HEIGHT}"><title>{escape(described(one))}</title></rect>' for one in run.stretches]
+             f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
-              "<title>settling: layers move while training goes on</title></rect>" for begin, end in settling(run)]
+              "<title>settling: layers move while training goes on</title></rect>" for begin, end in find_settling(run)]
     return f'<div class="chart phases"><b>phase</b>{_svg(run, "".join(parts))}</div>'
 
 
-def described(stretch: Stretch) -> str:
+def describe_generation(stretch: GenerationRecord) -> str:
     """Describe a generation in a few words."""
     share = stretch.planned_share
-    return f"{stretch.order.phase}, {stretch.order.live} workers, from {clock(stretch.begin)} on" \
-        + ("" if share is None else f", planned at {percent(share)} of fault-free")
+    return f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on" \
+        + ("" if share is None else f", planned at {as_percent(share)} of fault-free")
 
 
-def settling(run: RunRecord) -> list[tuple[float, float]]:
+def find_settling(run: RunRecord) -> list[tuple[float, float]]:
     """Return the intervals, in seconds of the run, in which layers moved to settle while training continued."""
     intervals, begin_by_fetch = list[tuple[float, float]](), dict[int, float]()
     for happened in run.events:
@@ -140,10 +140,10 @@ def settling(run: RunRecord) -> list[tuple[float, float]]:
     return intervals + [(begin, run.seconds) for begin in begin_by_fetch.values()]
 
 
-def _chart(run: RunRecord, name: str, title: str, top: float, inside: str, *, whole: bool = False) -> str:
+def _draw_chart(run: RunRecord, name: str, title: str, top: float, inside: str, *, whole: bool = False) -> str:
     step = top if whole else nice_step(top, 3)
     levels = [index * step for index in range(math.floor(top / step + 1e-9) + 1)]
-    grid = "".join(f'<path class="grid" d="M0 {_y(level, top)}H{run.seconds:.3f}"/>' for level in levels)
+    grid = "".join(f'<path class="grid" d="M0 {_to_y(level, top)}H{run.seconds:.3f}"/>' for level in levels)
     labels = "".join(f'<span style="bottom:{100 * level / top:.2f}%">{level:g}</span>' for level in levels)
     return f'<div class="chart {name}"><b>{title}</b><div class="levels">{labels}</div>{_svg(run, grid + inside)}</div>'
 
@@ -153,14 +153,14 @@ def _svg(run: RunRecord, inside: str) -> str:
             f"{inside}</svg>")
 
 
-def _steps(parts: Iterable[tuple[float, float, float]], top: float) -> str:
+def _step_path(parts: Iterable[tuple[float, float, float]], top: float) -> str:
     path, last = "", -1.0
     for begin, end, value in parts:
-        y = _y(value, top)
+        y = _to_y(value, top)
         path += f"{f'V{y}' if abs(begin - last) < 0.002 else f'M{begin:.3f} {y}'}H{end:.3f}"
         last = end
     return path
 
 
-def _y(value: float, top: float) -> str:
+def _to_y(value: float, top: float) -> str:
     return f"{HEIGHT - HEIGHT * min(1.0, max(0.0, value / top)):.2f}"

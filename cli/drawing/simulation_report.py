@@ -5,8 +5,8 @@ from html import escape
 
 import numpy as np
 
-from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.svg_chart import Line, bars, steps
+from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
+from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
 from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
@@ -42,37 +42,37 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def page(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
+def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
     """Return the whole report.
 
     Headings name what was simulated by `job` and `shape`, and `notes` lists further assumptions. `tokens` is the number
     of tokens in a sample, or None if it is unknown.
     """
-    shown = _first_shown(result)
+    shown = _initially_shown(result)
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
-             f'<p class="dim">{escape(shape)} &middot; trace {escape(described(result.trace))}</p>',
-             f'<p class="lead">{escape(_lead(result))}</p>',
+             f'<p class="dim">{escape(shape)} &middot; trace {escape(describe_trace(result.trace))}</p>',
+             f'<p class="lead">{escape(_compare_leader(result))}</p>',
              "<h2>Hours lost, by cause</h2>",
              f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, the most that '
-             "any of these makes with all workers alive. Shorter bars are better.</p>", _causes(result),
-             "<h2>Mean throughput</h2>", _table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
-             "<h2>Throughput over time</h2>", _legend(result, shown), _throughput(result, shown),
-             "<h2>Live workers</h2>", _live(result),
+             "any of these makes with all workers alive. Shorter bars are better.</p>", _causes_chart(result),
+             "<h2>Mean throughput</h2>", _throughput_table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
+             "<h2>Throughput over time</h2>", _policy_legend(result, shown), _throughput_chart(result, shown),
+             "<h2>Live workers</h2>", _live_workers_chart(result),
              "<h2>Hours lost, in numbers</h2>", _lost_table(result),
-             "<h2>What was assumed</h2>", _assumptions(result, notes)]
+             "<h2>What was assumed</h2>", _list_assumptions(result, notes)]
     body = "\n".join(parts)
-    return document(f"{job}: what failures cost", body, SCRIPT)
+    return build_document(f"{job}: what failures cost", body, SCRIPT)
 
 
-def ranked(result: Comparison) -> list[str]:
+def rank_policies(result: Comparison) -> list[str]:
     """Return the policies by throughput, highest first, without reference lines."""
-    systems = _systems(result)
+    systems = _without_references(result)
     return sorted(systems, key=lambda name: -systems[name].throughput)
 
 
-def _lead(result: Comparison) -> str:
+def _compare_leader(result: Comparison) -> str:
     """Return a sentence that compares the first policy with the next one and the last one."""
-    order, runs = ranked(result), result.runs
+    order, runs = rank_policies(result), result.runs
     if not order:
         return "Only reference lines were asked for."
     best = order[0]
@@ -85,14 +85,14 @@ def _lead(result: Comparison) -> str:
     return f"{text} That is {', and '.join(ratios)}." if ratios else text
 
 
-def _first_shown(result: Comparison) -> set[str]:
+def _initially_shown(result: Comparison) -> set[str]:
     """Return the policies whose lines are visible at first, because too many lines hide each other."""
-    order = ranked(result)
+    order = rank_policies(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
 
 
-def verdict(result: Comparison) -> str:
+def summarize_comparison(result: Comparison) -> str:
     """Return a sentence that compares the first policy with the others, without reference lines."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
@@ -103,23 +103,24 @@ def verdict(result: Comparison) -> str:
     return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
 
 
-def described(trace: AvailabilityTrace) -> str:
+def describe_trace(trace: AvailabilityTrace) -> str:
     """Describe in one line what happens in a trace."""
-    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
+    more = [text for count,
+            text in ((trace.machine_slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
                                         (trace.partial_losses, "short of GPUs"))
             if count for text in (f", {count} times {text}",)]
-    lost = f"{trace.removals} worker{'s' * (trace.removals != 1)} lost"
+    lost = f"{trace.machine_losses} worker{'s' * (trace.machine_losses != 1)} lost"
     return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
-            f"{trace.mean_live:.4g} of {trace.places} alive on average")
+            f"{trace.mean_live_machines:.4g} of {trace.places} alive on average")
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
     """Return the tokens trained per hour and GPU of the live workers, including idle ones. None if that is unknown."""
-    gpus = result.trace.mean_live * result.trace.gpus_per_worker
+    gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
 
 
-def colour(policy: str) -> str:
+def policy_colour(policy: str) -> str:
     """Return the colour of a policy's line."""
     others = [name for name in POLICIES if name not in COLOURS]
     return COLOURS.get(policy) or MORE_COLOURS[others.index(policy) % len(MORE_COLOURS)]
@@ -127,40 +128,40 @@ def colour(policy: str) -> str:
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
     """Return the hours of live workers per 1,000 samples, or None if no sample was trained."""
-    return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
+    return result.trace.mean_live_machines / run.throughput / 3.6 if run.throughput else None
 
 
-def _table(result: Comparison, tokens: int | None) -> str:
-    best = max((run.throughput for run in _systems(result).values()), default=0.0)
+def _throughput_table(result: Comparison, tokens: int | None) -> str:
+    best = max((run.throughput for run in _without_references(result).values()), default=0.0)
     rows = []
-    for name in (*ranked(result), *(name for name in result.runs if POLICIES[name].is_reference)):
+    for name in (*rank_policies(result), *(name for name in result.runs if POLICIES[name].is_reference)):
         run = result.runs[name]
         spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
         reference, goodput = POLICIES[name].is_reference, result.goodput(name)
         rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
                                  f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
-                                 f"{goodput:.1%}" if goodput is not None else "-", digits(run.seconds_to_recover),
+                                 f"{goodput:.1%}" if goodput is not None else "-", three_digits(run.seconds_to_recover),
                                  f"{spent:.4g}" if spent else "-", *([f"{made:,.0f}" if made else "-"] * bool(tokens)),
-                                 "" if reference else str(run.switches))))
+                                 "" if reference else str(run.switch_count))))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
             "worker-hours / 1,000 samples", *(["tokens / GPU-hour"] * bool(tokens)), "switches")
-    return grid(head, rows)
+    return build_table(head, rows)
 
 
-def digits(value: float) -> str:
+def three_digits(value: float) -> str:
     """Format a number with three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _lost_table(result: Comparison) -> str:
-    lost = {name: result.runs[name].lost(result.best_rate) for name in ranked(result)}
+    lost = {name: result.runs[name].seconds_lost(result.best_rate) for name in rank_policies(result)}
     shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
     rows = [(False, (name, f"{sum(row.values()) / 3600:.2f}",
                      *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown))) for name, row in lost.items()]
-    return grid(("hours lost", "in all", *shown), rows)
+    return build_table(("hours lost", "in all", *shown), rows)
 
 
-def _systems(result: Comparison) -> dict[str, PolicyRun]:
+def _without_references(result: Comparison) -> dict[str, PolicyRun]:
     return {name: run for name, run in result.runs.items() if not POLICIES[name].is_reference}
 
 
@@ -169,49 +170,50 @@ def _time_axis(result: Comparison) -> tuple[str, float]:
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
-def _throughput(result: Comparison, shown: Collection[str]) -> str:
+def _throughput_chart(result: Comparison, shown: Collection[str]) -> str:
     unit, seconds = _time_axis(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
-    lines = [Line(name, colour(name), run.binned(edges).tolist(), POLICIES[name].is_reference, name == first,
-                  name not in shown)
+    lines = [StepLine(name, policy_colour(name), run.mean_rates_between(edges).tolist(), POLICIES[name].is_reference,
+                      name == first,
+                      name not in shown)
              for name, run in result.runs.items()]
-    return steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
+    return draw_steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
 
 
-def _live(result: Comparison) -> str:
+def _live_workers_chart(result: Comparison) -> str:
     unit, seconds = _time_axis(result)
-    points = list(result.trace.counts())
+    points = list(result.trace.iterate_live_counts())
     points = [point for point in points if point[0] < result.trace.length_seconds]
     edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
-    line = Line("live workers", "currentColor", [float(count) for _, count in points])
-    return steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
+    line = StepLine("live workers", "currentColor", [float(count) for _, count in points])
+    return draw_steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
 
 
-def _legend(result: Comparison, shown: Collection[str]) -> str:
+def _policy_legend(result: Comparison, shown: Collection[str]) -> str:
     labels = (f'<label{"" if name in shown else " class=off"}><input type="checkbox"{" checked" * (name in shown)} '
-              f'value="{escape(name)}"> {swatch(colour(name))}{escape(name)}'
+              f'value="{escape(name)}"> {colour_swatch(policy_colour(name))}{escape(name)}'
               "</label>" for name in result.runs)
     return f'<div class="legend">{"".join(labels)}</div>'
 
 
-def _causes(result: Comparison) -> str:
-    rows = {name: {cause: seconds / 3600 for cause, seconds in result.runs[name].lost(result.best_rate).items()}
-            for name in ranked(result)}
-    return hours_by_cause(rows, result.trace.length_seconds / 3600)
+def _causes_chart(result: Comparison) -> str:
+    rows = {name: {cause: seconds / 3600 for cause, seconds in result.runs[name].seconds_lost(result.best_rate).items()}
+            for name in rank_policies(result)}
+    return draw_hours_by_cause(rows, result.trace.length_seconds / 3600)
 
 
-def hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
+def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
     """Draw a bar for each row, split by the colours of its causes, on an axis of `hours`."""
-    legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
+    legend = "".join(f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
                      if any(row[cause] > 0.001 for row in rows.values()))
-    chart = bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},
-                 {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=hours,
-                 x=f"hours lost, of {hours:,.4g}", unit="h")
+    chart = draw_bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},
+                      {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=hours,
+                      x=f"hours lost, of {hours:,.4g}", unit="h")
     return f'<div class="legend">{legend}</div>{chart}'
 
 
-def _assumptions(result: Comparison, notes: Sequence[str]) -> str:
+def _list_assumptions(result: Comparison, notes: Sequence[str]) -> str:
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: {escape(kind.assumptions)}.</dd>"
                     for name, kind in POLICIES.items() if name in result.runs)
     listed = "".join(f"<li>{escape(note)}</li>" for note in (*result.trace.notes, *notes))

@@ -10,11 +10,11 @@ from slipstream.cli.drawing.axis import nice_step
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 BAR = 26
-LABEL = 44
+LABEL_WIDTH = 44
 """Width of a value next to a bar, in pixels."""
 
 
-class Line(NamedTuple):
+class StepLine(NamedTuple):
     """Step function of a chart, whose `values` are one fewer than the edges of the chart."""
 
     name: str
@@ -25,7 +25,7 @@ class Line(NamedTuple):
     hidden: bool = False
 
 
-def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top: float | None = None) -> str:
+def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: str, top: float | None = None) -> str:
     """Draw a chart of step functions over `edges`, from 0 to `top`. None takes the largest value as `top`."""
     high = nice_top(top if top is not None else max((max(line.values) for line in lines), default=1.0))
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
@@ -37,7 +37,7 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
     def to_y(value: float) -> float:
         return TOP + height - value / high * height
 
-    parts = [_open(HEIGHT), *_grid(begin, end, high, to_x, to_y), _names(x, y)]
+    parts = [_open_svg(HEIGHT), *_draw_grid(begin, end, high, to_x, to_y), _draw_axis_names(x, y)]
     for line in lines:
         points = []
         for index, value in enumerate(line.values):
@@ -51,15 +51,15 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
     return "\n".join([*parts, "</svg>"])
 
 
-def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
-         unit: str) -> str:
+def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
+              unit: str) -> str:
     """Draw a stacked bar for each row, with parts in their colours, and their sum. `total` is the full width."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
-    width = WIDTH - left - RIGHT - LABEL
+    width = WIDTH - left - RIGHT - LABEL_WIDTH
     step = nice_step(total, 6)
     marks = [index * step for index in range(int(total / step) + 1)]
-    parts = [_open(height), *(_mark(left + mark / total * width, height, f"{mark:g}") for mark in marks)]
+    parts = [_open_svg(height), *(_draw_mark(left + mark / total * width, height, f"{mark:g}") for mark in marks)]
     for number, (name, values) in enumerate(rows.items()):
         y, at = TOP + number * (BAR + 8), float(left)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
@@ -74,7 +74,7 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
     return "\n".join([*parts, "</svg>"])
 
 
-def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
+def draw_tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
     """Draw a bar for each row to both sides of the usual value.
 
     A row is a name, the value at a first setting, and the value at a second setting. Values are shares, drawn as
@@ -84,13 +84,13 @@ def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: 
     values = [usual, *(value for _, *pair in rows for value in pair)]
     step = nice_step(max(max(values) - min(values), 0.001), 6)
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step
-    width = WIDTH - left - RIGHT - 2 * LABEL
+    width = WIDTH - left - RIGHT - 2 * LABEL_WIDTH
 
     def to_x(value: float) -> float:
-        return left + LABEL + (value - low) / (high - low or 1.0) * width
+        return left + LABEL_WIDTH + (value - low) / (high - low or 1.0) * width
 
     marks = [low + index * step for index in range(round((high - low) / step) + 1)]
-    parts = [_open(height), *(_mark(to_x(mark), height, f"{100 * mark:.4g} %") for mark in marks)]
+    parts = [_open_svg(height), *(_draw_mark(to_x(mark), height, f"{100 * mark:.4g} %") for mark in marks)]
     for number, (name, *pair) in enumerate(rows):
         y = TOP + number * (BAR + 8)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
@@ -103,7 +103,7 @@ def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: 
                          f'font-size="10">{value:.1%}</text>')
     usual_x = to_x(usual)
     parts.append(f'<line class="axis" x1="{usual_x:.1f}" x2="{usual_x:.1f}" y1="{TOP - 4}" y2="{height - BOTTOM}"/>'
-                 f'<text x="{left + LABEL + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
+                 f'<text x="{left + LABEL_WIDTH + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
@@ -113,12 +113,12 @@ def nice_top(value: float) -> float:
     return math.ceil((value or 1.0) / step - 1e-9) * step
 
 
-def _open(height: float) -> str:
+def _open_svg(height: float) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
 
 
-def _grid(begin: float, end: float, high: float, place: Callable[[float], float],
-          level: Callable[[float], float]) -> list[str]:
+def _draw_grid(begin: float, end: float, high: float, place: Callable[[float], float],
+               level: Callable[[float], float]) -> list[str]:
     parts = []
     step = nice_step(high, 5)
     for index in range(round(high / step) + 1):
@@ -127,16 +127,16 @@ def _grid(begin: float, end: float, high: float, place: Callable[[float], float]
                      f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{index * step:g}</text>')
     step = nice_step(end - begin, 8)
     marks = [index * step for index in range(math.ceil(begin / step), math.floor(end / step) + 1)]
-    return [*parts, *(_mark(place(mark), HEIGHT, f"{mark:g}") for mark in marks)]
+    return [*parts, *(_draw_mark(place(mark), HEIGHT, f"{mark:g}") for mark in marks)]
 
 
-def _mark(at: float, height: float, label: str) -> str:
+def _draw_mark(at: float, height: float, label: str) -> str:
     """Draw a line from top to bottom with a label below it."""
     return (f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
             f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>')
 
 
-def _names(x: str, y: str) -> str:
+def _draw_axis_names(x: str, y: str) -> str:
     middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
     return (f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x)}</text>'
             f'<text transform="rotate(-90)" x="{-middle}" y="14" text-anchor="middle">{escape(y)}</text>')

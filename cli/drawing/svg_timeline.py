@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from slipstream.cli.drawing.axis import nice_step, time_marks
+from slipstream.cli.drawing.axis import label_times, nice_step
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
 from slipstream.cli.drawing.op_labels import op_labels, worker_label
 from slipstream.cli.shared.console import duration
@@ -17,22 +17,22 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
 """Height of a row, space between rows, and space between pipelines, in pixels."""
-LINK = 4
+LINK_HEIGHT = 4
 """Height, in pixels, of a reduction that overlaps with the ops of its row."""
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
 """Usual and maximum length of the time axis, in pixels. Only labels of re-routed ops make it longer than usual."""
-ROOM = 5
+LABEL_ROOM = 5
 """Number of characters of the label of a re-routed op."""
 MAX_OPS = 200_000
-MARKS = 12
+MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
 CHARACTER = 7
 """Width of a character, in pixels."""
 STRIPE = 2
 ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
 """Kinds of ops with a stripe along their upper edge, and along their lower edge."""
-LIGHTER = 0.55
+LIGHTER_OPACITY = 0.55
 FRAMES = {"own": (' stroke="white" stroke-width="0.6"', 0.6), "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
           "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6)}
 """Attributes of the line around an op, and its width in pixels, by origin of the op."""
@@ -40,7 +40,7 @@ HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceO
          '<rect width="2" height="7" fill="#c33"/></pattern></defs>')
 
 
-def drawing(schedule: Schedule) -> bytes:
+def draw_schedule(schedule: Schedule) -> bytes:
     """Draw all workers of a schedule. Raises ValueError if there are more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
@@ -48,41 +48,41 @@ def drawing(schedule: Schedule) -> bytes:
     horizon = max((op.end_ticks for op in schedule.all_ops()), default=0) or 1
     rows = {worker: TOP + worker.pipeline * PIPELINE_GAP + index * (ROW + GAP)
             for index, worker in enumerate(schedule.grid.workers())}
-    width = _width(schedule, horizon)
+    width = _axis_width(schedule, horizon)
     height = max(rows.values()) + ROW + BOTTOM
     left = min(0, LEFT - 8 - CHARACTER * max(len(worker_label(worker, schedule)) for worker in rows))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {LEFT + width + RIGHT - left} {height}" '
              'font-family="sans-serif" font-size="11">',
              HATCH, f'<rect x="{left}" width="{LEFT + width + RIGHT - left}" height="{height}" fill="white"/>',
-             f'<text x="{LEFT}" y="18" font-size="13">{escape(_title(schedule))}</text>']
-    parts += _axis(schedule.seconds(horizon), width, height)
+             f'<text x="{LEFT}" y="18" font-size="13">{escape(_picture_title(schedule))}</text>']
+    parts += _draw_axis(schedule.seconds(horizon), width, height)
     for worker, y in rows.items():
-        parts += _row(schedule, worker, y, width, width / horizon)
-    parts += _legend(schedule, height - 12)
+        parts += _draw_row(schedule, worker, y, width, width / horizon)
+    parts += _draw_legend(schedule, height - 12)
     return "\n".join([*parts, "</svg>\n"]).encode()
 
 
-def _title(schedule: Schedule) -> str:
+def _picture_title(schedule: Schedule) -> str:
     down = f", {', '.join(map(str, schedule.failed))} down" if schedule.failed else ""
     return f"{schedule.job}{down}: period {duration(schedule.seconds(schedule.period_ticks))}"
 
 
-def _width(schedule: Schedule, horizon: int) -> int:
+def _axis_width(schedule: Schedule, horizon: int) -> int:
     """Return the length of the time axis, in pixels."""
     foreign = [op.end_ticks - op.start_ticks for op in schedule.all_ops()
                if op.kind is not OpKind.W and op.end_ticks > op.start_ticks and schedule.origin(op) != "own"]
-    return max(WIDTH, min(MAX_WIDTH, math.ceil(ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
+    return max(WIDTH, min(MAX_WIDTH, math.ceil(LABEL_ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
 
 
-def _axis(seconds: float, width: int, height: int) -> Iterator[str]:
+def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
     """Draw a label and a faint line at round numbers of seconds."""
-    for at, label in time_marks(seconds, nice_step(seconds, MARKS)):
+    for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
                f'<text x="{x:.2f}" y="{TOP - 10}" text-anchor="middle" font-size="10" fill="#555">{label}</text>')
 
 
-def _row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -> Iterator[str]:
+def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -> Iterator[str]:
     if worker not in schedule.seat_of:
         yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" fill="#c33">{worker}</text>'
         yield f'<rect x="{LEFT}" y="{y + 3}" width="{width}" height="{ROW - 6}" fill="url(#down)"/>'
@@ -91,13 +91,13 @@ def _row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -
         return
     role = schedule.seat_of[worker].role
     yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{worker_label(worker, schedule)}</text>'
-    stages = schedule.grid.stages_of(role.column)
+    stages = schedule.grid.stages_of_column(role.column)
     for op in schedule.ops(worker):
         if op.end_ticks > op.start_ticks:
-            yield from _cell(op, schedule, stages.index(op.slice) if op.slice in stages else 0, y, scale)
+            yield from _draw_op(op, schedule, stages.index(op.slice) if op.slice in stages else 0, y, scale)
 
 
-def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
+def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
     """Draw an op. `chunk` is the index of its stage among the stages of the worker."""
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
@@ -105,17 +105,17 @@ def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Itera
     # The line lies inside the op's interval, so that no neighbour covers it.
     left, inside = x + line / 2, max(0.1, width - line)
     title = f"<title>{escape(schedule.op_text(op))}</title>"
-    if schedule.overlaps and op.kind is OpKind.A:  # beside other ops, on links
-        yield _box(op.kind, left, y + ROW - LINK, inside, LINK, chunk, frame, title)
+    if schedule.has_overlap and op.kind is OpKind.A:  # beside other ops, on links
+        yield _draw_box(op.kind, left, y + ROW - LINK_HEIGHT, inside, LINK_HEIGHT, chunk, frame, title)
         return
-    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame, title)
-    if label := _label(op, schedule, "′" * chunk, int(width // CHARACTER)):
+    yield _draw_box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame, title)
+    if label := _choose_label(op, schedule, "′" * chunk, int(width // CHARACTER)):
         yield f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
 
 
-def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
+def _draw_box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
     """Draw a rectangle in the colour and with the stripes of a kind of op."""
-    faint = f' fill-opacity="{LIGHTER}"' if chunk else ""
+    faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{COLOURS[kind]}"{faint}{line}>'
              f"{inside}</rect>"]
     for edge in ([y + 0.5] if kind in ON_TOP else []) + ([y + height - STRIPE - 0.5] if kind in BELOW else []):
@@ -123,7 +123,7 @@ def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: i
     return "".join(parts)
 
 
-def _label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
+def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
     """Return the most informative label of at most `room` characters.
 
     A label may lack the letter of the kind, which colour and stripes also tell.
@@ -136,11 +136,11 @@ def _label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
     return next((text for text in texts if len(text) <= room), "")
 
 
-def _legend(schedule: Schedule, y: int) -> Iterator[str]:
+def _draw_legend(schedule: Schedule, y: int) -> Iterator[str]:
     x = LEFT
     used = {op.kind for op in schedule.all_ops() if op.end_ticks > op.start_ticks}
     for kind in (kind for kind in OpKind if kind in used):
-        yield _box(kind, x, y - 11, 14, 14, 0, "", "")
+        yield _draw_box(kind, x, y - 11, 14, 14, 0, "", "")
         yield f'<text x="{x + 19}" y="{y}">{kind} {NAMES[kind]}</text>'
         x += 48 + 6 * len(NAMES[kind])
     if schedule.rerouted:

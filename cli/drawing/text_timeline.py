@@ -13,20 +13,20 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.cli.drawing.axis import nice_step, time_marks
+from slipstream.cli.drawing.axis import label_times, nice_step
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
 from slipstream.cli.drawing.op_labels import op_labels, worker_label
-from slipstream.schedules.equal import equal_pipelines
-from slipstream.schedules.layers import joined_ranges, short
+from slipstream.schedules.layers import compact_layers_text, merge_ranges
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
 """Maximum number of workers up to which every worker has a row in a measured iteration, because all times differ."""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
-AROUND = 3
+OTHER_LINES = 3
 """Number of lines of a drawing that are not rows of workers: axis, legend, and the count of what is not drawn."""
 MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
@@ -35,31 +35,31 @@ LABEL_COLUMNS = 10
 STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
 REROUTED = "bold underline "
 SHED = "italic underline "
-FOREIGN = {"own": "", "rerouted": REROUTED, "shed": SHED}
+ORIGIN_STYLES = {"own": "", "rerouted": REROUTED, "shed": SHED}
 BUBBLE = "·"
 
 
-def timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
+def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
     """Draw the planned iteration in `width` characters and about `height` lines.
 
     Pipelines that run the same programs are drawn once.
     """
-    blocks = _blocks(schedule, _rows(height), equal_pipelines(schedule))
-    programs = {worker: schedule.ops(worker) for block in blocks for worker in _workers(block, schedule)
+    blocks = _to_blocks(schedule, _max_rows(height), find_equal_pipelines(schedule))
+    programs = {worker: schedule.ops(worker) for block in blocks for worker in _workers_of_block(block, schedule)
                 if worker in schedule.seat_of}
-    return _draw(schedule, blocks, programs, schedule.tick_seconds, width, _rows(height))
+    return _draw(schedule, blocks, programs, schedule.tick_seconds, width, _max_rows(height))
 
 
-def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
+def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
     """Draw an iteration as it was measured on the workers of this schedule."""
     grid = schedule.grid
     few = grid.pipelines * grid.columns <= FULL_ROWS
-    equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else equal_pipelines(schedule)
-    return _draw(schedule, _blocks(schedule, MAX_ROWS, equal), placed_ops(iteration), TICK_SECONDS, width, MAX_ROWS)
+    equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else find_equal_pipelines(schedule)
+    return _draw(schedule, _to_blocks(schedule, MAX_ROWS, equal), placed_ops(iteration), TICK_SECONDS, width, MAX_ROWS)
 
 
-def _rows(height: int | None) -> int:
-    return MAX_ROWS if height is None else max(MIN_ROWS, height - AROUND)
+def _max_rows(height: int | None) -> int:
+    return MAX_ROWS if height is None else max(MIN_ROWS, height - OTHER_LINES)
 
 
 class _Scale(msgspec.Struct, frozen=True):
@@ -69,20 +69,20 @@ class _Scale(msgspec.Struct, frozen=True):
     down: int
     columns: int
 
-    def column(self, tick: int) -> int:
+    def to_column(self, tick: int) -> int:
         return tick * self.up // self.down
 
 
 def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mapping[Worker, Sequence[Op]],
           tick_seconds: float, width: int, rows: int) -> Group:
-    drawn = {block: _workers(block, schedule)[:rows] for block in blocks}
+    drawn = {block: _workers_of_block(block, schedule)[:rows] for block in blocks}
     shown = [worker for block in blocks for worker in drawn[block]]
     labels = {worker: worker_label(worker, schedule) for worker in shown}
     margin = max(map(len, labels.values())) + 2
     ops = [op for worker in shown for op in programs.get(worker, ())]
-    scale = _scale(ops, max(MIN_COLUMNS, width - margin))
+    scale = _choose_scale(ops, max(MIN_COLUMNS, width - margin))
     titled = any(len(block) > 1 for block in blocks) or sum(map(len, blocks)) < schedule.grid.pipelines
-    lines = [Text(" " * margin + _axis(scale, tick_seconds), style="dim")]
+    lines = [Text(" " * margin + _draw_axis(scale, tick_seconds), style="dim")]
     for index, block in enumerate(blocks):
         if titled:
             lines.append(Text(_block_title(block), style="bold"))
@@ -90,17 +90,17 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
             lines.append(Text())
         for worker in drawn[block]:
             label = Text(f"{labels[worker]:>{margin - 2}}  ", style="" if worker in schedule.seat_of else "red")
-            lines.append(label + _row(worker, schedule, programs.get(worker, ()), scale))
+            lines.append(label + _draw_row(worker, schedule, programs.get(worker, ()), scale))
     if hidden := schedule.grid.pipelines - sum(map(len, blocks)):
         lines.append(Text(f"and {hidden} more pipeline{'s' * (hidden > 1)}", style="bold"))
     if rows < schedule.grid.columns:
         lines.append(Text(f"and {schedule.grid.columns - rows} more workers of it", style="bold"))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
-    return Group(*lines, *_legend(ops, schedule, width))
+    return Group(*lines, *_build_legend(ops, schedule, width))
 
 
-def _scale(ops: Sequence[Op], columns: int) -> _Scale:
+def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
     """Return a scale that fits all ops into `columns` characters, with a whole number per unit of time if possible."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
@@ -108,20 +108,20 @@ def _scale(ops: Sequence[Op], columns: int) -> _Scale:
     return _Scale(per_unit, unit, per_unit * (horizon // unit)) if per_unit >= 2 else _Scale(columns, horizon, columns)
 
 
-def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
+def _draw_row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
     if worker not in schedule.seat_of:
         return Text("╳ down ".ljust(scale.columns, "─"), style="red")
     characters = [" "] * scale.columns
     styles = [""] * scale.columns
-    if schedule.overlaps:  # what goes on beside other ops has no characters
+    if schedule.has_overlap:  # what goes on beside other ops has no characters
         ops = [op for op in ops if op.kind is not OpKind.A]
     for before, op in pairwise(ops):
-        for column in range(scale.column(before.end_ticks), scale.column(op.start_ticks)):
+        for column in range(scale.to_column(before.end_ticks), scale.to_column(op.start_ticks)):
             characters[column], styles[column] = BUBBLE, "dim"
     for op in ops:
-        begin, end = scale.column(op.start_ticks), scale.column(op.end_ticks)
-        style = FOREIGN[schedule.origin(op)] + STYLES[op.kind]
-        for column, character in zip(range(begin, end), _cell(op, schedule, end - begin), strict=True):
+        begin, end = scale.to_column(op.start_ticks), scale.to_column(op.end_ticks)
+        style = ORIGIN_STYLES[schedule.origin(op)] + STYLES[op.kind]
+        for column, character in zip(range(begin, end), _choose_label(op, schedule, end - begin), strict=True):
             characters[column], styles[column] = character, style
     row = Text()
     for style, run in groupby(zip(characters, styles, strict=True), key=lambda pair: pair[1]):
@@ -129,21 +129,21 @@ def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -
     return row
 
 
-def _cell(op: Op, schedule: Schedule, width: int) -> str:
+def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
     """Return the most informative label that fits, padded to `width`."""
     return next((text for text in op_labels(op, schedule) if len(text) <= width), "").ljust(width)
 
 
-def _axis(scale: _Scale, tick_seconds: float) -> str:
+def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
     """Return the time axis, with labels a round number of seconds apart: `|0 s       |10        |20`."""
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
-    for at, label in time_marks(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
+    for at, label in label_times(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
         axis = axis.ljust(round(at / per_column)) + f"|{label}"
     return axis
 
 
-def _blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the sets of equal pipelines to draw in `rows` lines, ordered by number. Each set is drawn once.
 
     If there is no room for all, broken pipelines are preferred.
@@ -159,17 +159,17 @@ def _blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]
     return sorted(sets[:max(1, rows // (schedule.grid.columns + 1))])
 
 
-def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
+def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
     """Return the workers that represent a set of equal pipelines, which are those of its first pipeline."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
 def _block_title(block: tuple[int, ...]) -> str:
-    numbers = short(joined_ranges((number, number + 1) for number in block)).replace(",", ", ")
+    numbers = compact_layers_text(merge_ranges((number, number + 1) for number in block)).replace(",", ", ")
     return f"pipeline {numbers}" if len(block) == 1 else f"x {len(block)}: pipelines {numbers} alike"
 
 
-def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
+def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
     """Return the legend, with as many entries per line as fit.
 
     Rich would break entries at their spaces, even those that must not be broken.
@@ -183,7 +183,7 @@ def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
         entries.append(Text.assemble(("F1.3", SHED + STYLES[OpKind.F]), " shed: its own worker is alive"))
     if schedule.slices:
         entries.append(Text.assemble(("F3:4-6", STYLES[OpKind.F]), " layers 4 to 6, no whole stage"))
-    if any(map(schedule.holds_others, schedule.seats)):
+    if any(map(schedule.has_moved_layers, schedule.seats)):
         entries.append(Text("[4-6] holds layers 4 to 6"))
     lines = [entries[0]]
     for entry in entries[1:]:

@@ -20,24 +20,24 @@ Commands import from this module only, and no other package imports it (contract
 """
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace as AvailabilityTrace
-from slipstream.cli.fleet.availability_trace import died as died
-from slipstream.cli.fleet.availability_trace import fail_together as fail_together
+from slipstream.cli.fleet.availability_trace import build_death_trace as build_death_trace
+from slipstream.cli.fleet.availability_trace import find_node_places as find_node_places
 from slipstream.cli.fleet.availability_trace import fit_to_job as fit_to_job
 from slipstream.cli.fleet.availability_trace import group_gpus as group_gpus
-from slipstream.cli.fleet.availability_trace import places_of_nodes as places_of_nodes
+from slipstream.cli.fleet.availability_trace import with_node_failures as with_node_failures
 from slipstream.cli.fleet.costs import Costs as Costs
 from slipstream.cli.fleet.costs import costs_for as costs_for
-from slipstream.cli.fleet.entry import GROUP as GROUP
+from slipstream.cli.fleet.entry import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
 from slipstream.cli.fleet.entry import Entry as Entry
 from slipstream.cli.fleet.entry import EntryError as EntryError
 from slipstream.cli.fleet.entry import EntryTable as EntryTable
-from slipstream.cli.fleet.entry import installed_policy as installed_policy
+from slipstream.cli.fleet.entry import load_installed_policy as load_installed_policy
 from slipstream.cli.fleet.entry import read_entry as read_entry
 from slipstream.cli.fleet.failure_cost import reproduce_failure_cost as reproduce_failure_cost
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS as FAILURE_MODELS
 from slipstream.cli.fleet.failure_models import SLOW_MODELS as SLOW_MODELS
 from slipstream.cli.fleet.failure_models import FailureModel as FailureModel
-from slipstream.cli.fleet.failure_models import single as single
+from slipstream.cli.fleet.failure_models import make_single_gpu_model as make_single_gpu_model
 from slipstream.cli.fleet.figure import Figure as Figure
 from slipstream.cli.fleet.figure import Series as Series
 from slipstream.cli.fleet.policies import POLICIES as POLICIES
@@ -46,12 +46,12 @@ from slipstream.cli.fleet.policy import Policy as Policy
 from slipstream.cli.fleet.settled import SETTLE_SECONDS as SETTLE_SECONDS
 from slipstream.cli.fleet.simulation import Comparison as Comparison
 from slipstream.cli.fleet.simulation import Floats as Floats
-from slipstream.cli.fleet.simulation import PoliciesOfTrace as PoliciesOfTrace
 from slipstream.cli.fleet.simulation import PolicyRun as PolicyRun
-from slipstream.cli.fleet.simulation import compare as compare
+from slipstream.cli.fleet.simulation import TraceSimulator as TraceSimulator
+from slipstream.cli.fleet.simulation import compare_policies as compare_policies
 from slipstream.cli.fleet.simulation import gather_throughputs as gather_throughputs
-from slipstream.cli.fleet.simulation import throughputs_over_traces as throughputs_over_traces
-from slipstream.cli.fleet.synthetic_trace import draw_slow as draw_slow
+from slipstream.cli.fleet.simulation import simulate_traces as simulate_traces
+from slipstream.cli.fleet.synthetic_trace import draw_slow_times as draw_slow_times
 from slipstream.cli.fleet.synthetic_trace import draw_trace as draw_trace
 from slipstream.cli.fleet.throughput import PLAN_SECONDS as PLAN_SECONDS
 from slipstream.cli.fleet.throughput import Throughputs as Throughputs

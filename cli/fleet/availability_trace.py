@@ -4,7 +4,7 @@ A fleet has numbered *places*. At any time a place holds one machine or none. A 
 machine at the beginning, and all changes. Times are seconds from the beginning.
 
 A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of the job) may lose
-some of them: the policy decides whether it continues with the others, slower (`changes_for`).
+some of them: the policy decides whether it continues with the others, slower (`iterate_policy_changes`).
 """
 
 import random
@@ -36,7 +36,7 @@ class Change(msgspec.Struct, frozen=True):
     """Factor by which slow links lengthen the whole job from now on; 1: as usual, 0: no change."""
 
     @property
-    def anything(self) -> bool:
+    def has_changes(self) -> bool:
         """True if anything changes."""
         return bool(self.removed or self.added or self.slowed or self.gpus or self.links)
 
@@ -55,7 +55,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """Corrections and assumptions that were made for the trace, one line each."""
 
-    def counts(self) -> Iterator[tuple[float, int]]:
+    def iterate_live_counts(self) -> Iterator[tuple[float, int]]:
         """Yield pairs (seconds, machines alive from then on). The first is at 0."""
         alive = len(self.live)
         yield 0.0, alive
@@ -64,12 +64,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
             yield change.seconds, alive
 
     @property
-    def removals(self) -> int:
+    def machine_losses(self) -> int:
         """Number of machines lost in all."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
-    def slowdowns(self) -> int:
+    def machine_slowdowns(self) -> int:
         """Number of times that a machine becomes slow."""
         return sum(factor > 1 for change in self.changes for _, factor in change.slowed)
 
@@ -81,12 +81,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def partial_losses(self) -> int:
         """Number of times that a machine loses some of its GPUs and keeps others."""
-        return sum(map(len, self._partly_lost()))
+        return sum(map(len, self._iterate_partial_losses()))
 
     @property
-    def mean_live(self) -> float:
+    def mean_live_machines(self) -> float:
         """Number of machines alive, averaged over time."""
-        points = [*self.counts(), (self.length_seconds, 0)]
+        points = [*self.iterate_live_counts(), (self.length_seconds, 0)]
         area = sum(alive * (after - start) for (start, alive), (after, _) in pairwise(points))
         return area / self.length_seconds
 
@@ -97,9 +97,9 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         If there is at most one such instant, it is the length of the trace.
         """
         return self.length_seconds / max(1, sum(bool(change.removed or lost) for change, lost in zip(
-            self.changes, self._partly_lost(), strict=True)))
+            self.changes, self._iterate_partial_losses(), strict=True)))
 
-    def _partly_lost(self) -> Iterator[tuple[int, ...]]:
+    def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
         """Yield, for each change, the machines that continue with fewer GPUs than before.
 
         Machines that lack GPUs at time 0 do not count: the trace begins so.
@@ -114,7 +114,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
             alive |= dict.fromkeys(change.added, self.gpus_per_worker)
             alive |= dict(change.gpus)
 
-    def changes_for(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
+    def iterate_policy_changes(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
         """Yield the changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
 
         The function `alive_gpus` maps the number of a machine's GPUs that are alive to the number that it continues
@@ -127,8 +127,8 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
             return
         states = _MachineStates(self.gpus_per_worker, alive_gpus, self.live)
         for change in self.changes:
-            for seen in states.seen(change):
-                if seen.anything:
+            for seen in states.translate_change(change):
+                if seen.has_changes:
                     yield seen
 
 
@@ -136,32 +136,32 @@ class _MachineStates:
     """States of the machines for a policy: down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
-        self._whole = whole
+        self._gpus_per_worker = whole
         self._alive_gpus = alive_gpus
-        self._gpus = dict.fromkeys(live, whole)
+        self._live_gpus = dict.fromkeys(live, whole)
         self._slow: dict[int, float] = {}
         self._factor = dict.fromkeys(live, 1.0)
         """Slowdown factor by place, of the machines that are alive for the policy."""
-        self._going = dict.fromkeys(live, whole)
+        self._gpus_in_use = dict.fromkeys(live, whole)
         """Number of GPUs that each machine continues with, by place."""
 
-    def seen(self, change: Change) -> tuple[Change, Change]:
+    def translate_change(self, change: Change) -> tuple[Change, Change]:
         """Return the change for the policy, and a second one with machines that restart with fewer GPUs."""
         for place in change.removed:
-            self._gpus.pop(place, None)
+            self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
-        self._gpus |= dict.fromkeys(change.added, self._whole)
-        self._gpus |= {place: count for place, count in change.gpus if place in self._gpus}
-        self._slow |= {place: factor for place, factor in change.slowed if place in self._gpus}
+        self._live_gpus |= dict.fromkeys(change.added, self._gpus_per_worker)
+        self._live_gpus |= {place: count for place, count in change.gpus if place in self._live_gpus}
+        self._slow |= {place: factor for place, factor in change.slowed if place in self._live_gpus}
         touched = {*change.removed, *change.added, *(place for place, _ in (*change.slowed, *change.gpus))}
         removed, added, slowed, anew = list[int](), list[int](), list[tuple[int, float]](), list[tuple[int, float]]()
         for place in sorted(touched):
-            before, going = self._factor.pop(place, None), self._alive_gpus(self._gpus.get(place, 0))
-            had, self._going[place] = self._going.get(place, 0), going
+            before, going = self._factor.pop(place, None), self._alive_gpus(self._live_gpus.get(place, 0))
+            had, self._gpus_in_use[place] = self._gpus_in_use.get(place, 0), going
             if not going:
                 removed += [place] if before is not None else []
                 continue
-            after = self._factor[place] = self._slow.get(place, 1.0) * self._whole / going
+            after = self._factor[place] = self._slow.get(place, 1.0) * self._gpus_per_worker / going
             if before is not None and going < had and change.seconds > 0:
                 removed.append(place)
                 anew.append((place, after))
@@ -198,10 +198,10 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
             gpus=tuple((worker, count[worker]) for worker in workers if count[worker]), links=change.links))
     return msgspec.structs.replace(
         trace, places=len(count), live=live, gpus_per_worker=gpus,
-        changes=tuple(change for change in changes if change.anything))
+        changes=tuple(change for change in changes if change.has_changes))
 
 
-def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
+def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
     """Return the trace in which the places of a node are alive only while all of them are.
 
     `nodes`: the places of each node; each place of the trace belongs to one.
@@ -223,19 +223,20 @@ def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) ->
         changes.append(msgspec.structs.replace(change, removed=removed, added=added))
     return msgspec.structs.replace(
         trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
-        changes=tuple(changed for changed in changes if changed.anything))
+        changes=tuple(changed for changed in changes if changed.has_changes))
 
 
-def places_of_nodes(job: Job) -> tuple[tuple[int, ...], ...]:
+def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the places of each node's workers in a trace that is fitted to the job, by pipeline."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 
-DIE_AFTER = 60.0
-"""Seconds after which workers die in a trace of `died`."""
+DEATH_SECONDS = 60.0
+"""Seconds after which workers die in a trace of `build_death_trace`."""
 
 
-def died(job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: int = 1) -> AvailabilityTrace:
+def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
+                      gpus_per_worker: int = 1) -> AvailabilityTrace:
     """Return a trace in which these workers die after a minute and stay away. Raises ValueError for unknown workers."""
     places = []
     for worker in dead:
@@ -246,7 +247,7 @@ def died(job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: i
     names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
     return AvailabilityTrace(
         name=f"{names} dead", places=workers, live=tuple(range(workers)), length_seconds=days * 86400,
-        gpus_per_worker=gpus_per_worker, changes=(Change(DIE_AFTER, removed=tuple(sorted(places))),))
+        gpus_per_worker=gpus_per_worker, changes=(Change(DEATH_SECONDS, removed=tuple(sorted(places))),))
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
@@ -284,4 +285,4 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                       with_values(change.gpus), change.links) for change in trace.changes)
     return msgspec.structs.replace(
         trace, places=workers, live=renumber(trace.live), notes=(*trace.notes, note),
-        changes=tuple(changed for changed in changes if changed.anything))
+        changes=tuple(changed for changed in changes if changed.has_changes))

@@ -65,13 +65,13 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
     Adam states, without the gradient.
     """
     return Costs(parameters=parameters, load_seconds=14 * parameters / stages / BYTES_PER_SECOND,
-                 restart_seconds=interpolated(RESTART_SECONDS, parameters),
-                 checkpoint_seconds=interpolated(CHECKPOINT_SECONDS, parameters),
-                 oobleck_seconds=interpolated(OOBLECK_SECONDS, parameters),
-                 bamboo_seconds=interpolated(BAMBOO_SECONDS, parameters))
+                 restart_seconds=interpolate_by_size(RESTART_SECONDS, parameters),
+                 checkpoint_seconds=interpolate_by_size(CHECKPOINT_SECONDS, parameters),
+                 oobleck_seconds=interpolate_by_size(OOBLECK_SECONDS, parameters),
+                 bamboo_seconds=interpolate_by_size(BAMBOO_SECONDS, parameters))
 
 
-def interpolated(points: Mapping[float, float], parameters: float) -> float:
+def interpolate_by_size(points: Mapping[float, float], parameters: float) -> float:
     """Return the value at a number of parameters, interpolated over logarithms between published sizes."""
     sizes = sorted(points)
     return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], [points[size] for size in sizes]))

@@ -29,7 +29,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, RatedByStage, Scen
 from slipstream.schedules.files import read_at_most
 
 Content = TypeVar("Content")
-GROUP = "slipstream.policies"
+ENTRY_POINT_GROUP = "slipstream.policies"
 MAX_BYTES = 64 * 2**20
 
 
@@ -57,16 +57,16 @@ class Entry(RatedByStage):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Return the phase of training with the live machines."""
         self._live = set(live)
-        return self.resume_training(self.rate(self._down()))
+        return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Return the phases after a change: a pause, redoing lost samples, then training."""
         self._live = self._live - set(change.removed) | set(change.added)
-        down = self._down()
-        return self.go_on(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
-                          worker_died=bool(change.removed))
+        down = self._count_down_by_stage()
+        return self.resume_after_change(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
+                                        worker_died=bool(change.removed))
 
-    def _down(self) -> DownByStage:
+    def _count_down_by_stage(self) -> DownByStage:
         """Return the number of dead workers of each stage. Machine m has stage m mod S, as in the grid."""
         stages = self.scenario.stages
         live = [0] * stages
@@ -98,7 +98,7 @@ class _TableEntry(Entry):
 
     rows: ClassVar[Mapping[int | DownByStage, EntryRow]]
 
-    def _row(self, down: DownByStage) -> EntryRow | None:
+    def _find_row(self, down: DownByStage) -> EntryRow | None:
         if down in self.rows:
             return self.rows[down]
         counts = [key for key in self.rows if isinstance(key, int) and key >= sum(down)]
@@ -106,16 +106,16 @@ class _TableEntry(Entry):
 
     def rate(self, down: DownByStage) -> float:
         """Return the samples per second of the table."""
-        row = self._row(down)
+        row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
         """Return the pause of the table, in seconds."""
-        row = self._row(down)
+        row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 
 
-def decoded(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
+def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
     """Return the contents of a JSON file. Raises EntryError, whose message names the file and what was expected."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
@@ -129,7 +129,7 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 def read_entry(path: Path) -> EntryTable:
     """Read a table. Raises EntryError, whose message names the file and the error."""
-    table = decoded(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
+    table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
             raise EntryError(f"{path}: cases.{case}: no rows; expected one at least, for `down` 0")
@@ -142,7 +142,7 @@ def read_entry(path: Path) -> EntryTable:
     return table
 
 
-def table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
+def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
     """Return the policy that a table describes for a case, or None if it has no rows for the case.
 
     Raises EntryError if a row is for another number of stages.
@@ -161,12 +161,12 @@ def table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | No
         "assumptions": "as its table says; a failure also costs half an iteration"})
 
 
-def installed_policy(name: str) -> type[Policy] | None:
+def load_installed_policy(name: str) -> type[Policy] | None:
     """Return the policy of an installed package by the name of its entry point, or None if there is none.
 
     Raises EntryError if it cannot be imported or is not a policy.
     """
-    for point in entry_points(group=GROUP, name=name):
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             policy_class = point.load()
         except Exception as error:  # third-party code may raise anything; name its origin

@@ -1,22 +1,22 @@
 """The cost of a failure for the preset of the README: a day with none, one and five workers dead."""
 
-from slipstream.cli.fleet.availability_trace import died
+from slipstream.cli.fleet.availability_trace import build_death_trace
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.simulation import simulate_traces
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner import parse_job
 from slipstream.planner.budget import CountCallback
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.schedules.schedule import Worker
 
 PRESET, PARAMETERS = "llama-3-8b", 8e9
-DEAD = ("2.1", "5.0", "0.2", "7.3", "4.1")
-CASES = {"one dead": DEAD[:1], "five dead": DEAD}
+DEAD_WORKERS = ("2.1", "5.0", "0.2", "7.3", "4.1")
+CASES = {"one dead": DEAD_WORKERS[:1], "five dead": DEAD_WORKERS}
 PLAN_SECONDS = 5.0
 """Time for each plan in counted steps, equal to `--steps 2000000`."""
-ROWS = {
+POLICY_LABELS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
     "recycle": "ReCycle, as published",
@@ -32,29 +32,30 @@ def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) ->
 
     `overlap`: all policies use `[network] overlap`.
     """
-    job = parse_job(preset(PRESET) + "\n[network]\noverlap = true\n" * overlap)
-    kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
+    job = parse_job(preset_text(PRESET) + "\n[network]\noverlap = true\n" * overlap)
+    kinds, costs = [POLICIES[name] for name in POLICY_LABELS], costs_for(PARAMETERS, job.stages)
     by_case = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
         workers = [Worker.parse(worker) for worker in dead]
         throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
                                   dead=workers)
-        trace = died(job, workers)
-        by_case[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
+        trace = build_death_trace(job, workers)
+        by_case[name] = simulate_traces(kinds, throughputs, costs, [trace])
         progress(done, 1 + len(CASES))
     values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in by_case.items()}
     rows: list[tuple[Cell, ...]] = []
-    for policy, text in ROWS.items():
+    for policy, text in POLICY_LABELS.items():
         whole, *others = (one[policy] for one in values.values())
         rows.append((text, f"{whole:.1f}", *(
             f"{value:.1f} ({round(100 * (value / whole - 1))} %)" for value in others)))
     return Figure(
         name="failure-cost" + "-overlapped" * overlap,
         title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
-        kind="bars", x_label="", y_label="samples per second", x=tuple(ROWS),
+        kind="bars", x_label="", y_label="samples per second", x=tuple(POLICY_LABELS),
         series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
         header=("", *values), rows=tuple(rows), findings={}, assumptions=(
-            f"the dead: {DEAD[0]}, or {', '.join(DEAD)}; they die in the first minute of a day and stay away",
+            f"the dead: {DEAD_WORKERS[0]}, or {', '.join(DEAD_WORKERS)}; they die in the first minute of a day and "
+            f"stay away",
             f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
             f"costs of changes for {PARAMETERS:.3g} parameters",
             *(["reductions go on beside compute: [network] overlap = true"] * overlap)))

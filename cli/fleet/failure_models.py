@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-SERVER = 8
+GPUS_PER_SERVER = 8
 """Number of GPUs of a server, in all of these clusters unless stated otherwise."""
 UNICRON_TRANSIENT = 0.73
 """Share of failures after which a restart brings the machine back: Unicron (arXiv 2401.00134), section 2."""
 
 
-class Kind(msgspec.Struct, frozen=True, kw_only=True):
+class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
     """One cause of failures, with its domain, rate and repair times."""
 
     cause: str
@@ -44,7 +44,7 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     """Failures of a fleet. Times are in hours; places are GPUs."""
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FailureKind, ...]
     source: str = "given by the user"
     mttf_hours: tuple[tuple[int, float], ...] = ()
     """Published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
@@ -63,21 +63,21 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     The smaller it is, the more failures come in the same few periods.
     """
 
-    def hours_to_failure(self, gpus: int) -> float:
+    def mean_hours_to_failure(self, gpus: int) -> float:
         """Return the mean hours between failures of any kind in this number of GPUs."""
         if self.mttf_hours:
-            return interpolated_hours(self.mttf_hours, gpus)
+            return interpolate_mttf(self.mttf_hours, gpus)
         return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
 
-    def kinds_for(self, gpus: int) -> tuple[Kind, ...]:
+    def scale_kinds(self, gpus: int) -> tuple[FailureKind, ...]:
         """Return the kinds, at the rates of a job with this number of GPUs."""
         if not self.mttf_hours:
             return self.kinds
-        factor = self.hours_to_failure(gpus) * sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
+        factor = self.mean_hours_to_failure(gpus) * sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
         return tuple(msgspec.structs.replace(kind, mtbf_hours=kind.mtbf_hours * factor) for kind in self.kinds)
 
 
-def interpolated_hours(points: Sequence[tuple[int, float]], gpus: int) -> float:
+def interpolate_mttf(points: Sequence[tuple[int, float]], gpus: int) -> float:
     """Return the mean time to failure at a size: log-linear between the points, and one rate per GPU outside them."""
     sizes = [size for size, _ in points]
     nearest = min(max(gpus, sizes[0]), sizes[-1])
@@ -85,38 +85,41 @@ def interpolated_hours(points: Sequence[tuple[int, float]], gpus: int) -> float:
     return math.exp(logarithm) * nearest / gpus
 
 
-def single(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
+def make_single_gpu_model(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
     """Return a model with one kind: single GPUs, each of which fails once in `mtbf_hours`."""
-    return FailureModel(name=name, source=source, kinds=(Kind(cause="any", mtbf_hours=mtbf_hours, source=source),))
+    return FailureModel(name=name, source=source,
+                        kinds=(FailureKind(cause="any", mtbf_hours=mtbf_hours, source=source),))
 
 
 # --- Llama 3 ----------------------------------------------------------------------------------------------------------
 
 LLAMA_3_GPUS, LLAMA_3_HOURS = 16_384, 54 * 24.0
-TOP_OF_RACK = 16
+GPUS_PER_SWITCH = 16
 """Number of GPUs on one switch: a rack of two servers (Llama 3, section 3.3.1)."""
 _LLAMA_3 = (  # (cause, interruptions in 54 days, GPUs of the domain, True if a restart is mostly enough)
     ("faulty GPU", 148, 1, False), ("GPU memory (HBM3)", 72, 1, False), ("software bug", 54, 1, True),
-    ("network switch or cable", 35, TOP_OF_RACK, False), ("unplanned host maintenance", 32, SERVER, False),
+    ("network switch or cable", 35, GPUS_PER_SWITCH, False), ("unplanned host maintenance", 32, GPUS_PER_SERVER, False),
     ("GPU SRAM", 19, 1, False), ("GPU system processor", 17, 1, False), ("network card", 7, 1, False),
     ("NCCL watchdog timeout", 7, 1, True), ("silent data corruption", 6, 1, False),
-    ("GPU thermal interface, sensor", 6, 1, False), ("SSD", 3, SERVER, False), ("power supply", 3, SERVER, False),
-    ("server chassis", 2, SERVER, False), ("IO expansion board", 2, SERVER, False), ("dependency", 2, 1, True),
-    ("CPU", 2, SERVER, False), ("system memory", 2, SERVER, False))
+    ("GPU thermal interface, sensor", 6, 1, False), ("SSD", 3, GPUS_PER_SERVER, False),
+    ("power supply", 3, GPUS_PER_SERVER, False),
+    ("server chassis", 2, GPUS_PER_SERVER, False), ("IO expansion board", 2, GPUS_PER_SERVER, False),
+    ("dependency", 2, 1, True),
+    ("CPU", 2, GPUS_PER_SERVER, False), ("system memory", 2, GPUS_PER_SERVER, False))
 LLAMA_3_SOURCE = ("Llama 3 (Meta 2024, arXiv 2407.21783), section 3.3.4, table 5: 419 unexpected interruptions by "
                   "cause, 16,384 H100, 54 days")
 
 
-def _llama_3() -> FailureModel:
+def _build_llama_3() -> FailureModel:
     kinds = []
     for cause, count, gpus, restarts in _LLAMA_3:
         domains = LLAMA_3_GPUS / gpus
-        kinds.append(Kind(
+        kinds.append(FailureKind(
             cause=cause, gpus=gpus, mtbf_hours=domains * LLAMA_3_HOURS / count,
             transient_share=1.0 if restarts else UNICRON_TRANSIENT,
             source=f"{LLAMA_3_SOURCE}: {count}; domain {gpus} GPU{'s' * (gpus > 1)}" + (
                 " (a rack and its switch, section 3.3.1; the table does not part switches from cables)"
-                if gpus == TOP_OF_RACK else "") + (
+                if gpus == GPUS_PER_SWITCH else "") + (
                 "; a restart is taken to be enough" if restarts else
                 "; transient share of Unicron, repair times assumed")))
     return FailureModel(name="llama-3", kinds=tuple(kinds), source=LLAMA_3_SOURCE + (
@@ -132,9 +135,9 @@ RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
 """MTTF by GPUs of the job: measured at 1,024, projected beyond (section III, figure 7)."""
 
 
-def _rsc(name: str, rate: float, curve: tuple[tuple[int, float], ...], source: str) -> FailureModel:
-    parts = (("a GPU or its link", 1, 0.75), ("a server", SERVER, 0.25))
-    kinds = (Kind(cause=cause, gpus=gpus, mtbf_hours=24_000 / (share * rate) * SERVER / gpus, source=(
+def _build_meta_rsc(name: str, rate: float, curve: tuple[tuple[int, float], ...], source: str) -> FailureModel:
+    parts = (("a GPU or its link", 1, 0.75), ("a server", GPUS_PER_SERVER, 0.25))
+    kinds = (FailureKind(cause=cause, gpus=gpus, mtbf_hours=24_000 / (share * rate) * GPUS_PER_SERVER / gpus, source=(
         f"{source}; {share:.0%} of them taken to be of {cause} (our split); transient share of Unicron, repair times "
         "assumed")) for cause, gpus, share in parts)
     return FailureModel(name=name, kinds=tuple(kinds), mttf_hours=curve, source=f"{source}; a quarter of them taken to "
@@ -155,9 +158,9 @@ INFINITE_HBD_PERIOD_DAYS, INFINITE_HBD_PERIOD_SHAPE = 30.0, 3.5
 """Fitted likewise: in 30 days servers fail 48.6 times on average, with a variance of 14.9 times that."""
 
 
-def _infinite_hbd() -> FailureModel:
-    kinds = tuple(Kind(
-        cause=cause, gpus=SERVER, mtbf_hours=400 * INFINITE_HBD_DAYS * 24 / count, transient_share=share,
+def _build_infinite_hbd() -> FailureModel:
+    kinds = tuple(FailureKind(
+        cause=cause, gpus=GPUS_PER_SERVER, mtbf_hours=400 * INFINITE_HBD_DAYS * 24 / count, transient_share=share,
         restart_hours=short, repair_hours=mean, repair_median_hours=median, source=(
             f"{INFINITE_HBD}, {count} of them; {share:.1%} back within 4 h, in {short:g} h on average, the others in "
             f"{mean:g} h, {median:g} h in the median; servers taken to be of 8 GPUs"))
@@ -183,37 +186,42 @@ FT_HSDP = ("FT-HSDP (Salpekar et al., arXiv 2602.00277), abstract: 44 % effectiv
            "at each failure, 100,000 GPUs: one in 18 minutes")
 
 
-def _delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> FailureModel:
-    kinds = (Kind(cause=cause, mtbf_hours=1 / rate, transient_share=1.0 if process else UNICRON_TRANSIENT, source=(
+def _build_delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> FailureModel:
+    kinds = (FailureKind(cause=cause, mtbf_hours=1 / rate, transient_share=1.0 if process else UNICRON_TRANSIENT,
+                         source=(
         f"{DELTA}; every error taken to end the job's step" + ("; a restart is enough" if process else "")))
         for cause, rate, process in errors)
     return FailureModel(name=name, kinds=tuple(kinds), source=f"{DELTA}; errors, of which not all end jobs, so an "
                         "upper end; GPU errors only; repair times assumed")
 
 
-def _pods() -> FailureModel:
+def _build_llama_3_domains() -> FailureModel:
     """Return the model of Llama 3 with the domains above a switch: racks' power feeds and pods."""
-    above = (Kind(cause="power feed of a row of racks", gpus=128, mtbf_hours=5 * 365 * 24.0, transient_share=0.0,
-                  source="assumed: a row of 8 racks, once in five years"),
-             Kind(cause="aggregation switch of a pod", gpus=3_072, mtbf_hours=5 * 365 * 24.0, transient_share=0.9,
-                  source="pods of 3,072 GPUs (Llama 3, section 3.3.1); assumed once in five years, 90 % transient"))
+    above = (FailureKind(cause="power feed of a row of racks", gpus=128, mtbf_hours=5 * 365 * 24.0, transient_share=0.0,
+                         source="assumed: a row of 8 racks, once in five years"),
+             FailureKind(cause="aggregation switch of a pod", gpus=3_072, mtbf_hours=5 * 365 * 24.0,
+                         transient_share=0.9,
+                         source="pods of 3,072 GPUs (Llama 3, section 3.3.1); assumed once in five years, 90 % "
+                                "transient"))
     return msgspec.structs.replace(
-        _llama_3(), name="llama-3-domains", kinds=(*_llama_3().kinds, *above), repairs_at_once=8,
+        _build_llama_3(), name="llama-3-domains", kinds=(*_build_llama_3().kinds, *above), repairs_at_once=8,
         source=LLAMA_3_SOURCE + "; power feeds and pods besides, and 8 repairs at a time (assumed)")
 
 
 FAILURE_MODELS: Mapping[str, FailureModel] = {model.name: model for model in (
-    _llama_3(), _pods(),
-    _rsc("meta-rsc", RSC_1, RSC_MTTF, f"{RSC}, figure 7: MTTF of jobs, measured 7.9 h at 1,024 GPUs, projected 1.8 h "
-         "at 16,384 and 0.23 h at 131,072; the measured point is 3.6 times below one rate through the others, so rates "
-         "depend on the size"),
-    _rsc("meta-rsc-1", RSC_1, (), f"{RSC}, section III: RSC-1, 6.50 failures per 1,000 node-days"),
-    _rsc("meta-rsc-2", RSC_2, (), f"{RSC}, section III: RSC-2, 2.34 failures per 1,000 node-days"),
-    _delta("delta-h100", _DELTA_H100), _delta("delta-a100", _DELTA_A100),
-    _infinite_hbd(),
+    _build_llama_3(), _build_llama_3_domains(),
+    _build_meta_rsc("meta-rsc", RSC_1, RSC_MTTF,
+                    f"{RSC}, figure 7: MTTF of jobs, measured 7.9 h at 1,024 GPUs, projected 1.8 h "
+                    "at 16,384 and 0.23 h at 131,072; the measured point is 3.6 times below one rate through the "
+                    "others, so rates "
+                    "depend on the size"),
+    _build_meta_rsc("meta-rsc-1", RSC_1, (), f"{RSC}, section III: RSC-1, 6.50 failures per 1,000 node-days"),
+    _build_meta_rsc("meta-rsc-2", RSC_2, (), f"{RSC}, section III: RSC-2, 2.34 failures per 1,000 node-days"),
+    _build_delta("delta-h100", _DELTA_H100), _build_delta("delta-a100", _DELTA_A100),
+    _build_infinite_hbd(),
     FailureModel(name="ft-hsdp", source=f"{FT_HSDP}; 73 % transient (Unicron), repair times assumed", kinds=(
-        Kind(cause="a server", gpus=SERVER, mtbf_hours=FT_HSDP_HOURS * FT_HSDP_GPUS / SERVER,
-             source=f"{FT_HSDP}; each taken to be of a server"),)),
+        FailureKind(cause="a server", gpus=GPUS_PER_SERVER, mtbf_hours=FT_HSDP_HOURS * FT_HSDP_GPUS / GPUS_PER_SERVER,
+                    source=f"{FT_HSDP}; each taken to be of a server"),)),
 )}
 """Failure models by name. Places are GPUs; `availability_trace.group_gpus` makes workers of several."""
 

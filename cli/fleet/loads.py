@@ -19,43 +19,43 @@ class Loads:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._even: dict[int, DownByStage | None] = {}
+        self._spread_by_failures: dict[int, DownByStage | None] = {}
         self._loads: dict[DownByStage, float] = {}
 
-    def even_spread(self, failures: int) -> DownByStage | None:
+    def spread_evenly(self, failures: int) -> DownByStage | None:
         """Return the failures of each stage if spread evenly, or None if a stage would have no live worker.
 
         The extra failures go to the stages where one more leaves the other workers the least work; among equal stages,
         to the last ones, which wait least for others. Of all distributions, this one leaves the most workers to the
         stage that has the fewest.
         """
-        if failures not in self._even:
-            self._even[failures] = self._even_spread(failures)
-        return self._even[failures]
+        if failures not in self._spread_by_failures:
+            self._spread_by_failures[failures] = self._compute_spread(failures)
+        return self._spread_by_failures[failures]
 
-    def _even_spread(self, failures: int) -> DownByStage | None:
+    def _compute_spread(self, failures: int) -> DownByStage | None:
         each, rest = divmod(failures, self._job.stages)
         if each + (rest > 0) >= self._job.pipelines:
             return None
-        order = sorted(range(self._job.stages), key=lambda stage: (self._load(stage, each + 1), -stage))
+        order = sorted(range(self._job.stages), key=lambda stage: (self._stage_load_seconds(stage, each + 1), -stage))
         more = set(order[:rest])
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
-    def longest_load(self, down: DownByStage) -> float:
+    def max_load_seconds(self, down: DownByStage) -> float:
         """Return the compute seconds of the most loaded worker in an iteration with these workers down."""
         if down not in self._loads:
-            self._loads[down] = max(self._load(stage, count) for stage, count in enumerate(down))
+            self._loads[down] = max(self._stage_load_seconds(stage, count) for stage, count in enumerate(down))
         return self._loads[down]
 
-    def _load(self, stage: int, down: int) -> float:
+    def _stage_load_seconds(self, stage: int, down: int) -> float:
         """Return the seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
         if down >= self._job.pipelines:
             return math.inf
-        work, step = self._work[stage]
+        work, step = self._seconds_by_stage[stage]
         return -(-sum(self._job.microbatches) // (self._job.pipelines - down)) * work + step
 
     @cached_property
-    def _work(self) -> Sequence[tuple[float, float]]:
+    def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
         """Seconds of a micro-batch, and of the all-reduce and the optimizer step, by stage (column)."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
@@ -66,7 +66,7 @@ class Loads:
         return by_column
 
     @cached_property
-    def layers(self) -> tuple[float, ...]:
+    def layer_seconds(self) -> tuple[float, ...]:
         """Seconds of each layer, forward and backward: equal parts of its stage."""
         job, times, depth = self._job, self._job.time, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
@@ -81,18 +81,18 @@ class Loads:
         """Seconds of the longest all-reduce and optimizer step."""
         return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
-    def work_conserving(self, live: float) -> float:
+    def work_conserving_seconds(self, live: float) -> float:
         """Return a lower bound on the seconds of an iteration: the work spread evenly, then one step.
 
         A worker at half speed counts half in `live`.
         """
         if live <= 0:
             return math.inf
-        work, step = self._work_in_all
+        work, step = self._total_work_seconds
         return work / live + step
 
     @cached_property
-    def _work_in_all(self) -> tuple[float, float]:
+    def _total_work_seconds(self) -> tuple[float, float]:
         """Seconds of an iteration's micro-batches on all stages, and of the shortest all-reduce and optimizer step."""
         times, depth = self._job.time, self._job.depth
         work = sum(map(sum, zip(times.forward[:depth], times.backward_input[:depth], times.backward_weight[:depth],

@@ -36,9 +36,9 @@ class Cause(StrEnum):
     """Loss of a policy whose schedule with all workers alive is slower than the best one."""
 
 
-TRAINING = (Cause.RUN, Cause.LOST)
+TRAINING_CAUSES = (Cause.RUN, Cause.LOST)
 """Causes of phases in which the job trains."""
-UNTRAINED = (Cause.WAIT, Cause.RESTART)
+STATELESS_CAUSES = (Cause.WAIT, Cause.RESTART)
 """Causes of phases in which no worker holds parameters."""
 
 
@@ -55,17 +55,17 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
     """Samples per second trained a second time."""
 
     @property
-    def trained(self) -> float:
+    def trained_rate(self) -> float:
         """Samples per second that are trained, useful or not."""
         return self.rate + self.checkpoints + self.redone
 
-    def lasting(self, seconds: float) -> "Phase":
+    def with_seconds(self, seconds: float) -> "Phase":
         """Return this phase with another duration."""
         if seconds == self.seconds:
             return self
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
-    def slower(self, factor: float) -> "Phase":
+    def with_slowdown(self, factor: float) -> "Phase":
         """Return this phase with all training slowed by a factor."""
         if factor == 1.0 or not (self.rate or self.redone):
             return self
@@ -127,20 +127,20 @@ class Policy(ABC):
         self.scenario = scenario
         self.throughputs = scenario.throughputs
         self.costs = scenario.costs
-        self.spans = Spans()
-        self.checkpoints = CheckpointPauses(self.spans, scenario.checkpoint_interval,
+        self.spans = PhaseHistory()
+        self.checkpoints = CheckpointTimes(self.spans, scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
         self.slow: dict[int, float] = {}
         """Factor by which each live machine that is slow takes longer."""
         self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
         self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
-        self._owed = 0.0
+        self._samples_owed = 0.0
         """Samples that a waiting job must train again, in addition to those since the last checkpoint."""
 
     @property
     def fault_free_rate(self) -> float:
         """Samples per second with all workers alive, without checkpoints. The default is that of 1F1B."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
+        return self.throughputs.one_f_one_b_rate(self.scenario.pipelines)
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -167,7 +167,7 @@ class Policy(ABC):
         """Factor by which waiting for slow machines makes training slower than its phases say."""
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
-    def answer(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+    def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Return the phases after a change. A change of speed alone counts only if the policy balances speeds."""
         if self.slow:
             for machine in (*change.removed, *change.added):
@@ -185,40 +185,42 @@ class Policy(ABC):
     def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
         """Return the next phases: stalls, redoing lost samples, training at `rate`; or waiting if it is 0."""
         if not rate:
-            self._owed += lost_samples
+            self._samples_owed += lost_samples
             return [Phase(Cause.WAIT)]
         if not lost_samples:
-            return [*stalls, self.training(rate)]
-        return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training(rate)]
+            return [*stalls, self.training_phase(rate)]
+        return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
         """Return the phases with a stall after `seconds`, and the rest of them at another rate."""
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
-                rest = [phase.lasting(phase.seconds - seconds), *phases[index + 1:]]
-                unchanged += [phase.lasting(seconds)] if seconds else []
-                return [*unchanged, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
+                rest = [phase.with_seconds(phase.seconds - seconds), *phases[index + 1:]]
+                unchanged += [phase.with_seconds(seconds)] if seconds else []
+                return [*unchanged, *self.resume_training(rate, stall, lost_samples=count_samples_to_redo(rest))]
             unchanged.append(phase)
             seconds -= phase.seconds
         raise AssertionError("the last phase of a policy has an end")
 
-    def go_on(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
-              state_lost: bool = False) -> list[Phase]:
+    def resume_after_change(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
+                            state_lost: bool = False) -> list[Phase]:
         """Return the phases after a change: stalls, then redoing the samples that a death lost.
 
         If only the checkpoint holds the parameters of some stage, the job restarts from it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
-        return self.resume_training(rate, *stalls, lost_samples=self.lost_samples(remaining, worker_died=worker_died))
+        return self.resume_training(rate, *stalls,
+                                    lost_samples=self.discard_lost_samples(remaining, worker_died=worker_died))
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
         """Return the phases of a restart from the last checkpoint, including redoing the samples trained since then."""
-        lost_samples, self._owed = self.checkpoints.go_back() + samples_to_redo(remaining) + self._owed, 0.0
+        lost_samples = self.checkpoints.return_to_last() + count_samples_to_redo(remaining) + self._samples_owed
+        self._samples_owed = 0.0
         return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
 
-    def training(self, rate: float) -> Phase:
+    def training_phase(self, rate: float) -> Phase:
         """Return a training phase without end, whose rate is the mean including pauses for checkpoints."""
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
@@ -226,21 +228,21 @@ class Policy(ABC):
         useful = rate * interval / (interval + self.costs.checkpoint_seconds)
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
-    def lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
+    def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
         """Return the samples to redo: those not redone yet, and half an iteration if a worker died in training.
 
         At most the samples trained since the job last paused are discarded.
         """
-        if not worker_died or remaining[0].cause not in TRAINING:
-            return samples_to_redo(remaining)
-        discarded = min(self.throughputs.samples / 2, self.checkpoints.since_stall)
-        self.checkpoints.discard(discarded)
-        return samples_to_redo(remaining) + discarded
+        if not worker_died or remaining[0].cause not in TRAINING_CAUSES:
+            return count_samples_to_redo(remaining)
+        discarded = min(self.throughputs.samples / 2, self.checkpoints.samples_since_stall)
+        self.checkpoints.record_discarded(discarded)
+        return count_samples_to_redo(remaining) + discarded
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
         """Return whether only the checkpoint holds the parameters: the job was waiting or restarting."""
-        return remaining[0].cause in UNTRAINED
+        return remaining[0].cause in STATELESS_CAUSES
 
 
 class RatedByStage(Policy):
@@ -257,11 +259,11 @@ class RatedByStage(Policy):
 
     def steady_rate(self, failures: int) -> float:
         """Return the rate with failures spread evenly over stages; 0 if a stage would have no live worker."""
-        spread = self.throughputs.loads.even_spread(failures)
+        spread = self.throughputs.loads.spread_evenly(failures)
         return self.rate(spread) if spread else 0.0
 
 
-def samples_to_redo(remaining: Sequence[Phase]) -> float:
+def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
     """Return the number of samples that these phases were to train a second time."""
     samples = 0.0
     for phase in remaining:
@@ -270,7 +272,7 @@ def samples_to_redo(remaining: Sequence[Phase]) -> float:
     return samples
 
 
-class Spans:
+class PhaseHistory:
     """History of a run: consecutive spans of time, each of one phase."""
 
     def __init__(self) -> None:
@@ -281,11 +283,12 @@ class Spans:
         self.slowdowns: list[tuple[float, float]] = []
         """Factors by which slow workers and slow links lengthen training in each span."""
 
-    def spend(self, phases: Sequence[Phase], until: float, workers: float = 1.0, links: float = 1.0) -> Sequence[Phase]:
+    def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
+                     links: float = 1.0) -> Sequence[Phase]:
         """Record phases until a time, slowed by both factors. Return the rest, the current one first."""
         clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
-            phases = [phase.slower(slowdown) for phase in phases]
+            phases = [phase.with_slowdown(slowdown) for phase in phases]
         for index, phase in enumerate(phases):
             end = clock + phase.seconds
             if (recorded := end if end < until else until) > clock:
@@ -295,21 +298,22 @@ class Spans:
             if end > until:
                 if not index and end == math.inf and slowdown == 1.0:
                     return phases
-                rest = phase.lasting(end - until)
+                rest = phase.with_seconds(end - until)
                 following = [rest, *phases[index + 1:]]
-                return [later_phase.slower(1 / slowdown) for later_phase in following] if slowdown != 1.0 else following
+                return [later_phase.with_slowdown(1 / slowdown) for later_phase in following] if slowdown != 1.0 \
+                    else following
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 
 
-class CheckpointPauses:
+class CheckpointTimes:
     """Times of checkpoints, and the samples that a return to the last one would lose.
 
     A checkpoint is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at
     the same times have checkpoints at the same times, whatever their throughput.
     """
 
-    def __init__(self, spans: Spans, interval_seconds: float, pause_seconds: float) -> None:
+    def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
         """Take checkpoints every `interval_seconds` of training, which stop it for `pause_seconds` (0: not)."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
@@ -320,38 +324,38 @@ class CheckpointPauses:
         """Samples discarded since then: pairs (number of spans before, samples)."""
 
     @property
-    def since_stall(self) -> float:
+    def samples_since_stall(self) -> float:
         """Samples trained since the job last paused."""
         seconds, phases = self._spans.seconds, self._spans.phases
         first = len(phases)
-        while first and phases[first - 1].trained:
+        while first and phases[first - 1].trained_rate:
             first -= 1
         samples = 0.0
         for index in range(first, len(phases)):
-            samples += phases[index].trained * (seconds[index + 1] - seconds[index])
+            samples += phases[index].trained_rate * (seconds[index + 1] - seconds[index])
         return samples
 
-    def discard(self, samples: float) -> None:
+    def record_discarded(self, samples: float) -> None:
         """Record samples as lost, to be trained again."""
         self._discarded.append((len(self._spans.phases), samples))
 
-    def go_back(self) -> float:
+    def return_to_last(self) -> float:
         """Return to the last checkpoint, and return the number of samples that this loses."""
         seconds, phases, cycle, interval = self._spans.seconds, self._spans.phases, self.cycle, self.interval
         beyond, at = 0.0, 0
         for index in range(self._first, len(phases) + 1):
             while at < len(self._discarded) and self._discarded[at][0] == index:
                 beyond, at = max(0.0, beyond - self._discarded[at][1]), at + 1
-            if index == len(phases) or not phases[index].trained:
+            if index == len(phases) or not phases[index].trained_rate:
                 continue
             begin, end = seconds[index], seconds[index + 1]
             last = math.floor(end / cycle) * cycle
             if last > begin:
                 begin, beyond = last, 0.0
-            beyond += phases[index].trained * (min(end - last, interval) - min(begin - last, interval))
+            beyond += phases[index].trained_rate * (min(end - last, interval) - min(begin - last, interval))
         self._first, self._discarded = len(phases), []
         return beyond
 
-    def next(self, seconds: float) -> float:
+    def next_after(self, seconds: float) -> float:
         """Return the time at which the first checkpoint after `seconds` is complete."""
         return (math.floor(seconds / self.cycle) + 1) * self.cycle

@@ -5,7 +5,7 @@ SkyPilot's spot traces (github.com/skypilot-org/spot-traces, "Can't Be Late", NS
 
 AcmeTrace (github.com/InternLM/AcmeTrace, "Characterization of Large Language Model Development in the Datacenter",
 NSDI 2024): CSV, one line for each job, with `job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time,
-end_time`; Kalos also has `fail_time`. It has no failures of machines. A job that fails (`FAILED`, `TIMEOUT`,
+end_time`; Kalos also has `fail_time`. It has no failures of machines. A job that fails (`FAILED_STATES`, `TIMEOUT`,
 `NODE_FAIL`) removes one of the servers, drawn at random, until the next job of its user of that size begins.
 
 InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a list of
@@ -35,32 +35,32 @@ import numpy.typing as npt
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.planner.job.profiler_trace import ProfilerTraceError
-from slipstream.planner.job.straggler_trace import KINDS, read_columns, spans
+from slipstream.planner.job.straggler_trace import KINDS, iteration_spans, read_columns
 
-FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL")
+FAILED_STATES = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
-TRAINING = "Pretrain"
+TRAINING_TYPE = "Pretrain"
 """Type of the jobs that are read, if a file has any; otherwise all jobs on several servers are read."""
-LONGEST_AWAY, USUALLY_AWAY = 86_400.0, 360.0
+MAX_ABSENCE_SECONDS, USUAL_ABSENCE_SECONDS = 86_400.0, 360.0
 """Longest absence of a job, in seconds, and the absence assumed for its server if the job stays away longer."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
-DIGITS = 1
+SLOWNESS_DIGITS = 1
 """Number of decimal places of slowness factors."""
 
 
-class _Spot(msgspec.Struct):
+class _SpotMetadata(msgspec.Struct):
     gap_seconds: float
 
 
 class _SpotTrace(msgspec.Struct):
-    metadata: _Spot
+    metadata: _SpotMetadata
     data: list[float]
 
 
 _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
-def spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
+def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     """Return pairs (seconds, instances from then on) of one of SkyPilot's traces, and its length. Raises ValueError."""
     try:
         trace = _SPOT_TRACE.decode(text)
@@ -95,7 +95,7 @@ class _Fault(msgspec.Struct):
 _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
-def fault_trace(text: str, name: str) -> AvailabilityTrace:
+def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
     """Read the times at which servers of InfiniteHBD-Trace are out of service. Raises ValueError."""
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
@@ -128,7 +128,7 @@ def fault_trace(text: str, name: str) -> AvailabilityTrace:
 # --- AcmeTrace --------------------------------------------------------------------------------------------------------
 
 
-class _Job(NamedTuple):
+class _AcmeJob(NamedTuple):
     user: str
     servers: int
     gpus: int
@@ -137,14 +137,14 @@ class _Job(NamedTuple):
     end: float
 
 
-def acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
+def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
     """Read AcmeTrace as the servers that its failing jobs remove. Raises ValueError, whose message names the line."""
-    jobs = list(_acme_jobs(text))
+    jobs = list(_parse_acme_jobs(text))
     if not jobs:
         raise ValueError("no job on several servers that began and ended")
     first = min(job.begin for job in jobs)
-    places = _most_at_once(jobs)
-    absence_of = _next_begins(jobs)
+    places = _peak_servers(jobs)
+    absence_of = _seconds_to_next_jobs(jobs)
     choice, down, changes = random.Random(seed), dict[int, float](), []
     for job in sorted((job for job in jobs if job.failed), key=lambda job: job.end):
         now = job.end - first
@@ -155,7 +155,7 @@ def acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
             continue  # of jobs that fail at one instant, only the first removes a server
         place = choice.choice(free)
         changes.append(Change(now, removed=(place,)))
-        down[place] = now + absence_of.get(job, USUALLY_AWAY)
+        down[place] = now + absence_of.get(job, USUAL_ABSENCE_SECONDS)
     length = max(job.end for job in jobs) - first
     changes += [Change(until, added=(place,)) for place, until in down.items() if until < length]
     return AvailabilityTrace(
@@ -165,29 +165,30 @@ def acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
                "server, drawn at random, until the user's next job of that size begins",))
 
 
-def _acme_jobs(text: str) -> Iterator[_Job]:
+def _parse_acme_jobs(text: str) -> Iterator[_AcmeJob]:
     rows = csv.DictReader(io.StringIO(text))
     missing = [field for field in ACME_FIELDS if field not in (rows.fieldnames or ())]
     if missing:
         raise ValueError(f"line 1: no column {missing[0]}; expected those of AcmeTrace's job traces")
-    training, several = list[_Job](), list[_Job]()
+    training, several = list[_AcmeJob](), list[_AcmeJob]()
     for number, row in enumerate(rows, 2):
         try:
             if not row["start_time"] or not row["end_time"] or int(float(row["node_num"] or 0)) < 2:
                 continue
             begin, end = (datetime.fromisoformat(row[field]).timestamp() for field in ("start_time", "end_time"))
             end = datetime.fromisoformat(row["fail_time"]).timestamp() if row.get("fail_time") else end
-            job = _Job(row["user"], int(float(row["node_num"])), int(float(row["gpu_num"])), row["state"] in FAILED,
-                       begin, end)
+            job = _AcmeJob(row["user"], int(float(row["node_num"])), int(float(row["gpu_num"])),
+                           row["state"] in FAILED_STATES,
+                           begin, end)
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"line {number}: expected numbers and times as `2023-03-01 00:18:54+08:00`") from None
         if job.end > job.begin:
             several.append(job)
-            training += [job] if row["type"] == TRAINING else []
+            training += [job] if row["type"] == TRAINING_TYPE else []
     yield from training or several
 
 
-def _most_at_once(jobs: Sequence[_Job]) -> int:
+def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
     """Return the largest number of servers that the jobs use at a time."""
     steps = sorted([(job.begin, job.servers) for job in jobs] + [(job.end, -job.servers) for job in jobs])
     now = most = 0
@@ -197,16 +198,16 @@ def _most_at_once(jobs: Sequence[_Job]) -> int:
     return most
 
 
-def _next_begins(jobs: Sequence[_Job]) -> Mapping[_Job, float]:
+def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
     """Return the seconds from the end of a job to the start of the next one of its user and size, if within a day."""
-    similar = defaultdict[tuple[str, int], list[_Job]](list)
+    similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)
-    seconds_to_next = dict[_Job, float]()
+    seconds_to_next = dict[_AcmeJob, float]()
     for ordered in similar.values():
         for index, job in enumerate(ordered):
             after = next((later.begin - job.end for later in ordered[index + 1:] if later.begin > job.end), math.inf)
-            if after <= LONGEST_AWAY:
+            if after <= MAX_ABSENCE_SECONDS:
                 seconds_to_next[job] = after
     return seconds_to_next
 
@@ -214,7 +215,7 @@ def _next_begins(jobs: Sequence[_Job]) -> Mapping[_Job, float]:
 # --- StragglerAnalysis ------------------------------------------------------------------------------------------------
 
 
-def straggler_trace(path: Path) -> AvailabilityTrace:
+def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
     """Read the slow workers of a job recorded by ByteDance. Place: dp_rank x stages + stage. Raises ValueError."""
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
@@ -222,10 +223,10 @@ def straggler_trace(path: Path) -> AvailabilityTrace:
         raise ProfilerTraceError(f"{path}: no rows")
     pipelines, stages = (int(column[name].max()) + 1 for name in ("dp_rank", "stage"))
     begin = column["start_ts"].astype(np.float64)
-    lengths = spans(step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps))
+    lengths = iteration_spans(step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps))
     clock, changes, before = 0.0, list[Change](), np.ones(pipelines * stages)
     for number, length in enumerate(lengths.tolist()):
-        factors = _slowness({name: of[step == number] for name, of in column.items()}, pipelines, stages)
+        factors = _slowness_factors({name: of[step == number] for name, of in column.items()}, pipelines, stages)
         slowed = [(place, float(factors[place])) for place in np.flatnonzero(factors != before).tolist()]
         changes += [Change(clock, slowed=tuple(slowed))] if slowed else []
         before, clock = factors, clock + length
@@ -236,7 +237,7 @@ def straggler_trace(path: Path) -> AvailabilityTrace:
             "median of its compute ops over that of its stage",))
 
 
-def _slowness(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
+def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
     """Return, by place, the time of a worker relative to the median of its stage, from the medians of its ops."""
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
@@ -252,4 +253,4 @@ def _slowness(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) 
             usual[:, stage, number] = np.median(medians[known, stage, number])
     own, whole = medians.sum(axis=2, where=present), usual.sum(axis=2, where=present)
     factors: npt.NDArray[np.float64] = np.divide(own, whole, out=np.ones_like(own), where=whole > 0)
-    return np.maximum(1.0, factors.round(DIGITS).reshape(-1))
+    return np.maximum(1.0, factors.round(SLOWNESS_DIGITS).reshape(-1))

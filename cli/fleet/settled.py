@@ -17,7 +17,7 @@ from slipstream.cli.fleet.loads import LAYERS_PER_STAGE
 from slipstream.planner import NoPlanError, normalised
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.periods import least_with_any_layers
+from slipstream.planner.periods import work_bound_seconds
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
@@ -29,13 +29,13 @@ SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
 
 List schedules of small jobs need no more.
 """
-TRIAL = 0.25
+TRIAL_SHARE = 0.25
 """Share of the time for each of two choices of dead workers. The better one then gets the rest of the full time."""
-GROUP = 8
+MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
-class Settled(NamedTuple):
+class RebalancedPlan(NamedTuple):
     """Rebalanced answer to a number of failures."""
 
     period: float
@@ -44,7 +44,7 @@ class Settled(NamedTuple):
     """Layers that the busiest worker receives, in stages: the time to load one is the unit of moving time."""
 
 
-class SlowWorker(NamedTuple):
+class SlowWorkerCount(NamedTuple):
     """Number of slow live workers, all assumed to be as slow as the slowest."""
 
     workers: int
@@ -52,10 +52,10 @@ class SlowWorker(NamedTuple):
     """Factor by which their ops take longer."""
 
 
-NONE_SLOW = SlowWorker(0, 1.0)
+NO_SLOW_WORKERS = SlowWorkerCount(0, 1.0)
 
 
-class SettledPlans:
+class RebalancedPlans:
     """Rebalanced answers of a job, each planned once."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
@@ -72,27 +72,28 @@ class SettledPlans:
         self._options = PlanOptions(method="cp-sat" if dead else "greedy", layers="move", steps=0)
         self._dead = sorted(dead)
         self._seconds, self._table = plan_seconds, table
-        self._found: dict[tuple[int, int, SlowWorker], Settled | None] = {}
+        self._plans: dict[tuple[int, int, SlowWorkerCount], RebalancedPlan | None] = {}
 
-    def answer(self, failures: int, slow: SlowWorker = NONE_SLOW) -> Settled | None:
+    def find_best(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> RebalancedPlan | None:
         """Return the best plan found with layers moved for this many failures or one more; None if there is none.
 
         One failure fewer is thus never slower, because a live worker may idle. If workers are slow, only plans for
         exactly this case count.
         """
         job = self._job
-        divides = len(set(job.microbatches)) == 1 and self._of_table(failures) is None
-        groups = max(1, job.pipelines // GROUP) if divides else 1
+        divides = len(set(job.microbatches)) == 1 and self._find_in_table(failures) is None
+        groups = max(1, job.pipelines // MIN_GROUP_PIPELINES) if divides else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
-            return self._kept(pipelines, share, SlowWorker(-(-slow.workers // groups), slow.factor))
-        exact = self._kept(pipelines, share)
-        if self._are_dead(pipelines, share) or (exact and exact.period <= self._least(pipelines, share + 1)):
+            return self._cached_plan(pipelines, share, SlowWorkerCount(-(-slow.workers // groups), slow.factor))
+        exact = self._cached_plan(pipelines, share)
+        if self._is_known_dead(pipelines, share) \
+                or (exact and exact.period <= self._period_bound(pipelines, share + 1)):
             return exact
-        with_one_more = self._kept(pipelines, share + 1)
+        with_one_more = self._cached_plan(pipelines, share + 1)
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
-    def _of_table(self, failures: int) -> Schedule | None:
+    def _find_in_table(self, failures: int) -> Schedule | None:
         """Return the table's schedule for this many failures, or for the dead workers; None if it has none."""
         if self._table is None:
             return None
@@ -100,56 +101,59 @@ class SettledPlans:
             lookup = self._table.lookup(self._dead, settled=True)
             return lookup.schedule if lookup else None
         key = settled_key(count_key(failures))
-        return self._table.entry(key) if any(row.key == key and row.period for row in self._table.rows()) else None
+        return self._table.checked_schedule(key) if any(row.key == key and row.period for row in self._table.rows()) \
+            else None
 
-    def _settled(self, schedule: Schedule) -> Settled:
+    def _summarize(self, schedule: Schedule) -> RebalancedPlan:
         layers = max(map(len, layers_received(schedule).values()), default=0)
-        return Settled(_seconds(schedule), layers / self._layers_per_stage)
+        return RebalancedPlan(_period_seconds(schedule), layers / self._layers_per_stage)
 
-    def _kept(self, pipelines: int, failures: int, slow: SlowWorker = NONE_SLOW) -> Settled | None:
+    def _cached_plan(self, pipelines: int, failures: int,
+                     slow: SlowWorkerCount = NO_SLOW_WORKERS) -> RebalancedPlan | None:
         key = pipelines, failures, slow
-        if key not in self._found and pipelines == self._job.pipelines and not slow.workers and (
-                schedule := self._of_table(failures)):
-            self._found[key] = self._settled(schedule)
-        if key not in self._found:
+        if key not in self._plans and pipelines == self._job.pipelines and not slow.workers and (
+                schedule := self._find_in_table(failures)):
+            self._plans[key] = self._summarize(schedule)
+        if key not in self._plans:
             few = f" and {slow.workers} slow" if slow.workers else ""
             self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, with layers "
                            "moved")
-            self._found[key] = self._planned(*key)
-        return self._found[key]
+            self._plans[key] = self._search_plan(*key)
+        return self._plans[key]
 
-    def _are_dead(self, pipelines: int, failures: int) -> bool:
+    def _is_known_dead(self, pipelines: int, failures: int) -> bool:
         """Return whether the failures of this part of the job are the known dead workers."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
-    def _part(self, pipelines: int) -> Job:
+    def _make_job_part(self, pipelines: int) -> Job:
         """Return the job with only the first `pipelines` pipelines."""
         return msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
 
-    def _least(self, pipelines: int, failures: int) -> float:
+    def _period_bound(self, pipelines: int, failures: int) -> float:
         """Return a lower bound on the period of all plans for this many failures, in seconds."""
-        job = self._part(pipelines)
+        job = self._make_job_part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
-        return least_with_any_layers(job, stacked(failures, pipelines, job.stages))
+        return work_bound_seconds(job, stack_failures(failures, pipelines, job.stages))
 
-    def _planned(self, pipelines: int, failures: int, slow: SlowWorker) -> Settled | None:
-        job, affected = self._part(pipelines), failures + slow.workers
+    def _search_plan(self, pipelines: int, failures: int, slow: SlowWorkerCount) -> RebalancedPlan | None:
+        job, affected = self._make_job_part(pipelines), failures + slow.workers
         if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
         chosen = [choose(affected, pipelines, job.stages)
-                  for choose in ((stacked, spread_out) if affected > 1 else (stacked,))]
-        if self._are_dead(pipelines, failures) and not slow.workers:
+                  for choose in ((stack_failures, spread_over_pipelines) if affected > 1 else (stack_failures,))]
+        if self._is_known_dead(pipelines, failures) and not slow.workers:
             chosen = [self._dead]
-        plans = [self._schedule(job, workers, failures, slow, TRIAL) for workers in chosen] if len(chosen) > 1 else []
-        best = min(filter(None, plans), key=_seconds, default=None)
+        plans = [self._search_schedule(job, workers, failures, slow, TRIAL_SHARE) for workers in chosen] \
+            if len(chosen) > 1 else []
+        best = min(filter(None, plans), key=_period_seconds, default=None)
         for workers in chosen if best is None else [chosen[plans.index(best)]]:
-            plan = self._schedule(job, workers, failures, slow, 1.0 - TRIAL if plans else 1.0)
-            best = min(filter(None, (best, plan)), key=_seconds, default=None)
-        return None if best is None else self._settled(best)
+            plan = self._search_schedule(job, workers, failures, slow, 1.0 - TRIAL_SHARE if plans else 1.0)
+            best = min(filter(None, (best, plan)), key=_period_seconds, default=None)
+        return None if best is None else self._summarize(best)
 
-    def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorker, share: float
-                  ) -> Schedule | None:
+    def _search_schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
+                         ) -> Schedule | None:
         """Return the best schedule found in this share of the time, or None if there is none.
 
         The first `failures` of the chosen workers are down and the others slow. Steps are counted, so that the result
@@ -159,7 +163,7 @@ class SettledPlans:
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
         seconds = min(SETTLE_SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
-        options = self._options.within(share * seconds)
+        options = self._options.with_limit(share * seconds)
         try:
             if self._dead and failed == self._dead:
                 return normalised(job, failed, options).schedule
@@ -168,16 +172,16 @@ class SettledPlans:
             return None
 
 
-def _seconds(schedule: Schedule) -> float:
+def _period_seconds(schedule: Schedule) -> float:
     return schedule.seconds(schedule.period_ticks)
 
 
-def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
+def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
     """Return failures in as few pipelines as possible."""
     return [Worker(index // stages, index % stages) for index in range(failures)]
 
 
-def spread_out(failures: int, pipelines: int, stages: int) -> list[Worker]:
+def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
     """Return failures in different pipelines, if there are enough, and in different stages."""
     return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
             for index in range(failures)]

@@ -33,17 +33,17 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Factors by which slow workers and slow links lengthen training in each span."""
 
     @cached_property
-    def rate(self) -> Floats:
+    def useful_rates(self) -> Floats:
         """Useful samples per second, by span."""
         return np.array([phase.rate for phase in self.phases])
 
     @cached_property
-    def checkpoints(self) -> Floats:
+    def checkpoint_rates(self) -> Floats:
         """Samples per second lost to writing checkpoints, by span."""
         return np.array([phase.checkpoints for phase in self.phases])
 
     @cached_property
-    def cause(self) -> npt.NDArray[np.int64]:
+    def cause_indices(self) -> npt.NDArray[np.int64]:
         """Index into `CAUSES`, by span."""
         return np.array([_NUMBER[phase.cause] for phase in self.phases], dtype=np.int64)
 
@@ -53,15 +53,15 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return float(self.seconds[-1])
 
     @property
-    def switches(self) -> int:
+    def switch_count(self) -> int:
         """Number of times that training stopped to switch the schedule, or to restart."""
-        stopped = np.isin(self.cause, [_NUMBER[Cause.SWITCH], _NUMBER[Cause.RESTART]])
+        stopped = np.isin(self.cause_indices, [_NUMBER[Cause.SWITCH], _NUMBER[Cause.RESTART]])
         return int(np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]])))
 
     @property
     def throughput(self) -> float:
         """Mean useful samples per second."""
-        return float(np.dot(self.rate, np.diff(self.seconds)) / self.seconds[-1])
+        return float(np.dot(self.useful_rates, np.diff(self.seconds)) / self.seconds[-1])
 
     @property
     def ettr(self) -> float:
@@ -71,8 +71,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Clusters" (Kokolis et al., HPCA 2025, arXiv 2410.21680), whatever the throughput is in that time. Time spent
         writing checkpoints is not productive.
         """
-        full = self.rate + self.checkpoints
-        training = np.divide(self.rate, full, out=np.zeros_like(full), where=full > 0)
+        full = self.useful_rates + self.checkpoint_rates
+        training = np.divide(self.useful_rates, full, out=np.zeros_like(full), where=full > 0)
         return float(np.dot(training, np.diff(self.seconds)) / self.seconds[-1])
 
     @property
@@ -81,26 +81,26 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         An interval lasts from the failure (or the change of schedule) until all lost work is redone.
         """
-        stopped = self.rate == 0
+        stopped = self.useful_rates == 0
         count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
-    def binned(self, edges: Floats) -> Floats:
+    def mean_rates_between(self, edges: Floats) -> Floats:
         """Return the mean useful samples per second between consecutive edges (seconds, ascending)."""
-        trained = np.concatenate([[0.0], np.cumsum(self.rate * np.diff(self.seconds))])
+        trained = np.concatenate([[0.0], np.cumsum(self.useful_rates * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
 
-    def lost(self, best: float) -> dict[Cause, float]:
+    def seconds_lost(self, best: float) -> dict[Cause, float]:
         """Return the seconds lost by cause, compared with a job that always trains `best` samples per second.
 
         Their sum is length x (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
-        lost = {cause: float(spans[self.cause == number].sum()) for number, cause in enumerate(CAUSES)}
-        running = self.cause == _NUMBER[Cause.RUN]
-        durations, useful = spans[running], self.rate[running]
-        checkpointed = self.checkpoints[running]
+        lost = {cause: float(spans[self.cause_indices == number].sum()) for number, cause in enumerate(CAUSES)}
+        running = self.cause_indices == _NUMBER[Cause.RUN]
+        durations, useful = spans[running], self.useful_rates[running]
+        checkpointed = self.checkpoint_rates[running]
         workers, links = np.array(self.slowdowns).reshape(-1, 2)[running].T
         unslowed = workers * links * (useful + checkpointed)
         lost[Cause.LINKS] = float(np.dot(durations, (links - 1) * (useful + checkpointed)) / best)
@@ -111,18 +111,18 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return lost
 
 
-def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
+def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
     spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
-    for change in trace.changes_for(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
+    for change in trace.iterate_policy_changes(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
         if change.seconds >= trace.length_seconds:
             break
-        remaining = spans.spend(phases, change.seconds, policy.slowdown, links)
+        remaining = spans.record_until(phases, change.seconds, policy.slowdown, links)
         links = change.links or links
-        phases = policy.answer(change, remaining)
-    spans.spend(phases, trace.length_seconds, policy.slowdown, links)
+        phases = policy.handle_change(change, remaining)
+    spans.record_until(phases, trace.length_seconds, policy.slowdown, links)
     return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(spans.seconds),
                      phases=spans.phases, slowdowns=spans.slowdowns)
 
@@ -135,7 +135,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     best_rate: float
     """Samples per second of the fastest policy with all workers alive, which lost time is measured against."""
 
-    def throughputs(self) -> dict[str, float]:
+    def mean_throughputs(self) -> dict[str, float]:
         """Return the mean samples per second of each policy."""
         return {name: run.throughput for name, run in self.runs.items()}
 
@@ -150,8 +150,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return self.runs[name].throughput / self.best_rate if self.best_rate else 0.0
 
 
-def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
-            progress: CountCallback = lambda _done, _total: None) -> Comparison:
+def compare_policies(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
+                     progress: CountCallback = lambda _done, _total: None) -> Comparison:
     """Simulate policies over one trace, which must fit the job.
 
     After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there are none.
@@ -160,7 +160,7 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
     runs: dict[str, PolicyRun] = {}
     try:
         for done, policy_class in enumerate(policies, 1):
-            runs[policy_class.name] = simulate(policy_class(scenario), trace)
+            runs[policy_class.name] = simulate_policy(policy_class(scenario), trace)
             progress(done, len(policies))
     except KeyboardInterrupt:
         if not runs:
@@ -169,7 +169,7 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
         [0.0, *(run.fault_free_rate for run in runs.values() if not POLICIES[run.policy].is_reference)]))
 
 
-class PoliciesOfTrace:
+class TraceSimulator:
     """Callable that simulates policies over a numbered trace, in any process. Plans are kept for later traces."""
 
     def __init__(self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs) -> None:
@@ -186,14 +186,14 @@ class PoliciesOfTrace:
         if self._throughputs is None:
             self._throughputs = self._make()
         scenario = Scenario(self._throughputs, self._costs, trace.seconds_between_failures)
-        return {kind.name: simulate(kind(scenario), trace).throughput for kind in self._policies}
+        return {kind.name: simulate_policy(kind(scenario), trace).throughput for kind in self._policies}
 
 
-def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
-                            traces: Sequence[AvailabilityTrace],
-                            progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
+def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
+                    traces: Sequence[AvailabilityTrace],
+                    progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
     """Return `gather_throughputs` of traces that are simulated in this process, one after the other."""
-    simulated = PoliciesOfTrace(policies, lambda: throughputs, costs)
+    simulated = TraceSimulator(policies, lambda: throughputs, costs)
     return gather_throughputs(policies, ((one[0], simulated(one)) for one in enumerate(traces)), len(traces), progress)
 
 
@@ -201,7 +201,7 @@ def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple
                        traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
     """Return the mean samples per second of each policy, one value for each trace.
 
-    The results are those of `PoliciesOfTrace` for numbered traces, in any order. After Ctrl-C the traces that were
+    The results are those of `TraceSimulator` for numbered traces, in any order. After Ctrl-C the traces that were
     finished are returned. Raises KeyboardInterrupt if there are none.
     """
     by_number: dict[int, Mapping[str, float]] = {}

@@ -19,18 +19,19 @@ import numpy as np
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.failure_models import FailureModel, SlowKind
 
-MOST = 5e6
+MAX_FAILURES = 5e6
 """Maximum number of failures in a trace."""
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
-    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for more than `MOST` failures."""
-    _require_few(days * 24 / model.hours_to_failure(places))
+    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for more than `MAX_FAILURES`
+    failures."""
+    _require_drawable(days * 24 / model.mean_hours_to_failure(places))
     random = np.random.default_rng(seed)
     horizon = days * 24.0
-    kinds = model.kinds_for(places)
-    rates = _rates(random, model, places)
-    ends, passed = _periods(random, model, horizon)
+    kinds = model.scale_kinds(places)
+    rates = _draw_rates(random, model, places)
+    ends, passed = _draw_periods(random, model, horizon)
     drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, passed[-1], of_domains)
              for kind, of_domains in zip(kinds, rates, strict=True)]
     hours = np.interp(np.concatenate([times for times, _ in drawn]), passed, ends)
@@ -50,12 +51,12 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
         _queue_repairs(hours, absent, order[lasting[order]], model.repairs_at_once)
     sizes = np.array([kind.gpus for kind in kinds])[which]
     failures = zip(*(column[order].tolist() for column in (hours, first, sizes, absent)), strict=True)
-    changes = _with_returns(failures, places, horizon)
+    changes = _build_changes(failures, places, horizon)
     return AvailabilityTrace(name=model.name, places=places, live=tuple(range(places)), changes=tuple(changes),
                              length_seconds=horizon * 3600, notes=(model.source,))
 
 
-def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Sequence[np.ndarray | None]:
+def _draw_rates(random: np.random.Generator, model: FailureModel, places: int) -> Sequence[np.ndarray | None]:
     """Draw the relative failure rate of each domain of each kind; kinds of one size share these domains."""
     if model.rate_shape is None:
         return [None] * len(model.kinds)
@@ -64,7 +65,7 @@ def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Seq
     return [of_size[kind.gpus] for kind in model.kinds]
 
 
-def _periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
+def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
     """Draw the relative failure rates of periods, and return the two axes that convert time at the usual rate to hours.
 
     The axes are the hours at which periods end, and the hours at the usual rate that contain as many failures, both
@@ -86,23 +87,24 @@ def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, a
         absent[index] += begin - hours[index]
 
 
-def draw_slow(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
-    """Return the trace with workers and links slow for a while. Raises ValueError for more than `MOST` times."""
+def draw_slow_times(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
+    """Return the trace with workers and links slow for a while. Raises ValueError for more than `MAX_FAILURES`
+    times."""
     horizon = trace.length_seconds / 3600
     for number, kind in enumerate(kinds, 1):
         units = 1 if kind.links else trace.places
         between = kind.hours_between(units)
-        _require_few(units * horizon / between)
+        _require_drawable(units * horizon / between)
         random = np.random.default_rng([seed, number])
         hours, places = _draw_failures(random, units, between, horizon)
         ends = hours + random.exponential(kind.hours, len(hours))
-        changes = [*trace.changes, *_slow_changes(kind, hours, places, ends, horizon)]
+        changes = [*trace.changes, *_build_slow_changes(kind, hours, places, ends, horizon)]
         trace = msgspec.structs.replace(trace, notes=(*trace.notes, kind.source),
                                         changes=tuple(sorted(changes, key=lambda change: change.seconds)))
     return trace
 
 
-def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: np.ndarray, horizon: float) -> \
+def _build_slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: np.ndarray, horizon: float) -> \
         list[Change]:
     changes, slow_until = [], dict[int, float]()
     for index in np.argsort(hours, kind="stable"):
@@ -130,7 +132,7 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
     return np.concatenate(hours), np.concatenate(units)
 
 
-def _with_returns(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
+def _build_changes(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
     """Return the changes that failures (hour, first place, places, hours absent) and returns make.
 
     A failure does nothing to a place that has no machine at that time.
@@ -160,7 +162,7 @@ def _with_returns(failures: Iterable[tuple[float, int, int, float]], places: int
     return changes
 
 
-def _require_few(expected: float) -> None:
-    if expected > MOST:
+def _require_drawable(expected: float) -> None:
+    if expected > MAX_FAILURES:
         raise ValueError(f"about {expected:.2g} failures would have to be drawn; expected at most "
-                         f"{MOST / 1e6:g} million")
+                         f"{MAX_FAILURES / 1e6:g} million")

@@ -3,7 +3,7 @@
 Schedules are planned within a short time of counted steps (`planner.periods`), so that a job has the same figures on
 any machine. With a table, the periods of its entries are used if they fit. If a large job has separate peers for every
 failure, the plans for one failure in each stage are combined, provided that the result is proven to be the shortest
-(`Throughputs._apart`).
+(`Throughputs._independent_rate`).
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
-from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, SlowWorker
+from slipstream.cli.fleet.settled import NO_SLOW_WORKERS, RebalancedPlans, SlowWorkerCount
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
@@ -48,96 +48,96 @@ class Throughputs:
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
+        self._options = PlanOptions(method="greedy", steps=0, slices=False).with_limit(plan_seconds)
         self._thorough, self._dead = thorough, sorted(dead)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self.loads = Loads(self.job)
-        self._settled = SettledPlans(self.job, announce, settle_seconds, dead, table)
-        self._kept: dict[Hashable, Any] = {}
-        self._table = _table_periods(table, self.job, self._options) if table is not None else {}
+        self._rebalanced_plans = RebalancedPlans(self.job, announce, settle_seconds, dead, table)
+        self._cache: dict[Hashable, Any] = {}
+        self._table = _read_table_periods(table, self.job, self._options) if table is not None else {}
 
-    def kept(self, key: Hashable, find: Callable[[], Value]) -> Value:
+    def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
         """Return the cached value of a key, computed by `find` the first time."""
-        if key not in self._kept:
-            self._kept[key] = find()
-        value: Value = self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = find()
+        value: Value = self._cache[key]
         return value
 
     # --- This planner -------------------------------------------------------------------------------------------------
 
-    def planned(self, down: DownByStage) -> float:
+    def planned_rate(self, down: DownByStage) -> float:
         """Return the throughput of this planner's schedule, with these workers of each stage down."""
-        return self.kept(("planned", down), lambda: self.samples / self._planned_period(down))
+        return self.compute_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
-    def in_place(self, down: DownByStage) -> float:
+    def in_place_rate(self, down: DownByStage) -> float:
         """Return the throughput of this planner's schedule, or of 1F1B on the whole pipelines if that is faster.
 
         The result is at most the throughput with all workers alive: chance improvements of the search for fewer workers
         are not counted.
         """
-        return self.kept(("in place", down), lambda: self._found_in_place(down))
+        return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
-    def _found_in_place(self, down: DownByStage) -> float:
-        rate = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
-        return min(rate, self.in_place((0,) * self.job.stages)) if any(down) else rate
+    def _compute_in_place_rate(self, down: DownByStage) -> float:
+        rate = max(self.planned_rate(down), self.one_f_one_b_rate(self.job.pipelines - max(down)))
+        return min(rate, self.in_place_rate((0,) * self.job.stages)) if any(down) else rate
 
-    def settled(self, failures: int, slow: SlowWorker = NONE_SLOW) -> tuple[float, float]:
+    def rebalanced_answer(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> tuple[float, float]:
         """Return (samples per second, stages that the busiest worker loads) after failures, with layers moved.
 
         The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. It is
         at most the throughput with all workers alive and at the usual speed, with layers moved if that is faster.
         """
-        return self.kept(("settled", failures, slow), lambda: self._found_settled(failures, slow))
+        return self.compute_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
 
-    def _found_settled(self, failures: int, slow: SlowWorker) -> tuple[float, float]:
-        plan = self._settled.answer(failures, slow)
+    def _compute_rebalanced_answer(self, failures: int, slow: SlowWorkerCount) -> tuple[float, float]:
+        plan = self._rebalanced_plans.find_best(failures, slow)
         rate, moved = (self.samples / plan.period, plan.stages_moved) if plan else (0.0, 0.0)
-        return min(rate, self.whole) if failures or slow != NONE_SLOW else rate, moved
+        return min(rate, self.whole_rate) if failures or slow != NO_SLOW_WORKERS else rate, moved
 
     @property
-    def whole(self) -> float:
+    def whole_rate(self) -> float:
         """Best throughput of this planner with all workers alive, with layers in place or moved."""
-        return max(self.in_place((0,) * self.job.stages), self.settled(0)[0])
+        return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """Return the distribution of failures that failure normalisation chooses: the best one, once planned.
 
         None if a stage would have no live worker.
         """
-        return self.kept(("normal form", failures), lambda: self._best_distribution(failures))
+        return self.compute_once(("normal form", failures), lambda: self._find_best_distribution(failures))
 
-    def _best_distribution(self, failures: int) -> DownByStage | None:
+    def _find_best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
             return None
         in_table = [down for down in self._table if sum(down) == failures]
-        windows = self._periods.windows(failures)
-        ranked = windows.distributions(failures)
+        windows = self._periods.window_bounds(failures)
+        ranked = windows.best_distributions(failures)
         even = spread_over_stages(failures, self.job.stages)
         choices = dict.fromkeys([*in_table, *(counts for *_, counts in ranked), even])
         most = self.samples / (ranked[0][0] * windows.tick_seconds) if ranked else math.inf
         best, rate = None, 0.0
         for down in choices:
-            if self.planned(down) > rate:
-                best, rate = down, self.planned(down)
+            if self.planned_rate(down) > rate:
+                best, rate = down, self.planned_rate(down)
             if rate >= most * (1 - 1e-12):
                 break  # no distribution is faster
         return best
 
-    def _planned_period(self, down: DownByStage) -> float:
+    def _plan_period(self, down: DownByStage) -> float:
         self._announce(f"planning {'+'.join(map(str, down))} workers down by stage")
         if any(count >= self.job.pipelines for count in down):
             return math.inf
         if down in self._table:
             return self._table[down]
-        independent_rate = self._apart(down, self.planned)
-        if independent_rate and self.samples / independent_rate <= self._least_with_one_of(down):
+        independent_rate = self._independent_rate(down, self.planned_rate)
+        if independent_rate and self.samples / independent_rate <= self._single_failure_bound(down):
             return self.samples / independent_rate
-        period, is_best = self._searched(down) if self._thorough else self._periods.planned(down)
+        period, is_best = self._search_period(down) if self._thorough else self._periods.planned_period(down)
         # If time ran out, ReCycle's rule may have found a better schedule, which this planner may also use.
-        return period if is_best else min(period, self.samples / self.round_robin(down))
+        return period if is_best else min(period, self.samples / self.round_robin_rate(down))
 
-    def _searched(self, down: DownByStage) -> tuple[float, bool]:
+    def _search_period(self, down: DownByStage) -> tuple[float, bool]:
         """Return the period in seconds that `slipstream plan` finds, and whether it is proven to be the shortest.
 
         The failures are in as many pipelines as possible, unless they are the dead workers given.
@@ -150,39 +150,39 @@ class Throughputs:
                              failed).schedule
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
-    def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
+    def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
         """Return the samples per second of a large job with separate peers for each failure; 0.0 if there are too few.
 
         Each failure is planned in a separate part of the job. The slowest part counts, or the whole pipelines if they
         are slower.
         """
         job, failures, periods = self.job, sum(down), self._periods
-        if failures < 2 or not periods.is_large or periods.affected(failures).pipelines == job.pipelines:
+        if failures < 2 or not periods.is_large or periods.affected_job(failures).pipelines == job.pipelines:
             return 0.0
         columns = [column for column, count in enumerate(down) if count]
         parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
-    def _least_with_one_of(self, down: DownByStage) -> float:
+    def _single_failure_bound(self, down: DownByStage) -> float:
         """Return a lower bound on the period in seconds: the largest bound for any one of these failures alone."""
-        windows = self._periods.windows(1)
-        return windows.seconds(max(windows.bound(column, 1) for column, count in enumerate(down) if count))
+        windows = self._periods.window_bounds(1)
+        return windows.to_seconds(max(windows.column_bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
-    def recycle(self, down: DownByStage) -> float:
+    def recycle_rate(self, down: DownByStage) -> float:
         """Return ReCycle's published throughput: 1F1B without failures; else split, staggered, round-robin.
 
         Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules replaces the
         published solver.
         """
-        whole = self.one_f_one_b(self.job.pipelines)
-        if not any(down) or self._apart(down, self.recycle) == whole:
+        whole = self.one_f_one_b_rate(self.job.pipelines)
+        if not any(down) or self._independent_rate(down, self.recycle_rate) == whole:
             return whole
-        return min(whole, self.round_robin(down))
+        return min(whole, self.round_robin_rate(down))
 
-    def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
-                    optimizer: OptimizerMode = "staggered") -> float:
+    def round_robin_rate(self, down: DownByStage, backward: BackwardMode = "split",
+                         optimizer: OptimizerMode = "staggered") -> float:
         """Return the throughput of the best of some list schedules with round-robin re-routing.
 
         With a fused backward, it is the schedule of 1F1B with re-routing.
@@ -190,48 +190,48 @@ class Throughputs:
         def compute_rate() -> float:
             self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
             options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
-            return self.samples / self._periods.round_robin(down, options)
+            return self.samples / self._periods.round_robin_period(down, options)
 
-        return self.kept(("round robin", down, backward, optimizer), compute_rate)
+        return self.compute_once(("round robin", down, backward, optimizer), compute_rate)
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
-    def one_f_one_b(self, pipelines: int) -> float:
+    def one_f_one_b_rate(self, pipelines: int) -> float:
         """Return the throughput of 1F1B (fused, synchronous) on pipelines that share the global batch evenly."""
         if pipelines < 1:
             return 0.0
-        return self.kept(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
+        return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
-    def relative(self, whole: float, now: float) -> float:
+    def scale_by_formula(self, whole: float, now: float) -> float:
         """Return a throughput by the formula of another system, relative to 1F1B on all pipelines.
 
         The micro-batches of an iteration take `now` seconds instead of `whole`, and the longest optimizer step follows.
         """
         step = self.loads.longest_step
-        return self.one_f_one_b(self.job.pipelines) * (whole + step) / (now + step)
+        return self.one_f_one_b_rate(self.job.pipelines) * (whole + step) / (now + step)
 
     def _one_f_one_b_period(self, pipelines: int) -> float:
         total = sum(self.job.microbatches)
         counts = self.job.microbatches if pipelines == self.job.pipelines else \
             tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
         # Pipelines wait for each other only at the end: the one with the most micro-batches decides.
-        return self._periods.one_f_one_b(max(counts))
+        return self._periods.one_f_one_b_period(max(counts))
 
     # --- Reference ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def fault_free(self) -> float:
+    def fault_free_rate(self) -> float:
         """Throughput of this planner's schedule or of 1F1B with all workers alive, whichever is faster."""
-        return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
+        return max(self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines))
 
-    def work_conserving(self, live: float) -> float:
+    def work_conserving_rate(self, live: float) -> float:
         """Return an upper bound on synchronous throughput; a live worker at half speed counts half."""
-        return self.samples / self.loads.work_conserving(live)
+        return self.samples / self.loads.work_conserving_seconds(live)
 
 
-def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
+def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
     """Return the shortest period in the table, in seconds, by the number of dead workers of each stage."""
-    problem, basis = options.problem(job), table.basis
+    problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
         raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
     periods: dict[DownByStage, float] = {}

@@ -11,7 +11,7 @@ Recordings have errors, which are corrected as follows and counted in the trace'
 
 - Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two counts at one instant
   the last is used.
-- Samples are missing for more than `MISSING_AFTER` times the usual step: the last count is assumed to hold.
+- Samples are missing for more than `MAX_STEP_RATIO` times the usual step: the last count is assumed to hold.
 - A machine is removed, slow or short of GPUs that is not there, or added although it is there: the line is ignored.
 
 A line that cannot be read is refused with its number. Blank lines, and text after a #, are skipped. The availability
@@ -30,17 +30,23 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
-from slipstream.cli.fleet.public_traces import ACME_FIELDS, acme_trace, fault_trace, spot_counts, straggler_trace
+from slipstream.cli.fleet.public_traces import (
+    ACME_FIELDS,
+    parse_acme_trace,
+    parse_fault_trace,
+    parse_spot_counts,
+    read_slow_worker_trace,
+)
 from slipstream.planner.job.profiler_trace import ProfilerTraceError
 from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 256 * 2**20
-PARQUET = b"PAR1"
+PARQUET_MAGIC = b"PAR1"
 MAX_PLACES = 2**20
 MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
-MISSING_AFTER = 20
+MAX_STEP_RATIO = 20
 """Number of median steps between samples above which some samples count as missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
@@ -64,8 +70,8 @@ def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1)
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
-        if data.startswith(PARQUET):
-            return straggler_trace(path)
+        if data.startswith(PARQUET_MAGIC):
+            return read_slow_worker_trace(path)
         return parse_availability_trace(data.decode("utf-8-sig"), path.stem, seed, gpus_per_worker)
     except UnicodeDecodeError:
         raise TraceFileError(f"{path}: not UTF-8 text; {_FORMS}") from None
@@ -82,20 +88,20 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
     if lines[0][1].startswith("{"):
-        return _from_spot(text, name, seed)
+        return _parse_spot(text, name, seed)
     if lines[0][1].startswith("["):
-        return fault_trace(text, name)
+        return parse_fault_trace(text, name)
     if lines[0][1].startswith(ACME_FIELDS[0]):
-        return acme_trace(text, name, seed)
+        return parse_acme_trace(text, name, seed)
     if _SAMPLE.fullmatch(lines[0][1]):
-        return _from_samples(lines, name, seed)
-    if _event(lines[0][1]):
-        return _from_events(lines, name, gpus_per_worker)
-    raise TraceFileError(f"line {lines[0][0]}: {_shown(lines[0][1])}; {_FORMS}")
+        return _parse_samples(lines, name, seed)
+    if _parse_event(lines[0][1]):
+        return _parse_events(lines, name, gpus_per_worker)
+    raise TraceFileError(f"line {lines[0][0]}: {_quote_line(lines[0][1])}; {_FORMS}")
 
 
-def from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
-                notes: Sequence[str] = ()) -> AvailabilityTrace:
+def build_from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
+                      notes: Sequence[str] = ()) -> AvailabilityTrace:
     """Return a trace from pairs (seconds, machines alive from then on), ascending, the first at 0.
 
     Machines that leave are drawn at random from those alive, and the places of new ones from those that are free.
@@ -118,47 +124,49 @@ def from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name
                              length_seconds=length_seconds, notes=tuple(notes))
 
 
-def _from_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
-    counts, length = spot_counts(text)
+def _parse_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
+    counts, length = parse_spot_counts(text)
     if not counts or not max(count for _, count in counts):
         raise TraceFileError("no instance is ever available")
     if max(count for _, count in counts) > MAX_PLACES or length > MAX_SECONDS:
         raise TraceFileError(f"expected at most {MAX_PLACES} instances, and a century")
-    return from_counts(counts, length, name, seed, ["which instances leave is drawn at random: the file says how many"])
+    return build_from_counts(counts, length, name, seed,
+                             ["which instances leave is drawn at random: the file says how many"])
 
 
 # --- Availability -----------------------------------------------------------------------------------------------------
 
 
-def _from_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityTrace:
+def _parse_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityTrace:
     samples: list[tuple[float, int]] = []
     for number, line in lines:
         match = _SAMPLE.fullmatch(line)
         if match is None:
-            raise TraceFileError(f"line {number}: {_shown(line)}; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as above it")
+            raise TraceFileError(f"line {number}: {_quote_line(line)}; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as above "
+                                 f"it")
         try:
             time = datetime.strptime(f"{match[1]} {match[2]}", "%Y-%m-%d %H:%M:%S")
         except ValueError:
-            raise TraceFileError(f"line {number}: {_shown(line)}; there is no such date and time") from None
+            raise TraceFileError(f"line {number}: {_quote_line(line)}; there is no such date and time") from None
         samples.append(((time - datetime(1970, 1, 1)).total_seconds(), int(match[3])))
         if samples[-1][1] > MAX_PLACES:
             raise TraceFileError(f"line {number}: {samples[-1][1]} machines; at most {MAX_PLACES}")
-    notes = _sort(samples, lambda sample: sample[0])
+    notes = _sort_by_time(samples, lambda sample: sample[0])
     begin = samples[0][0]
     counts = {seconds - begin: count for seconds, count in samples}
     length = samples[-1][0] - begin
     _require_length(length, lines[-1][0])
     if not max(counts.values()):
         raise TraceFileError("no machine is ever alive")
-    notes += _missing_samples(sorted(counts))
+    notes += _describe_missing_samples(sorted(counts))
     notes.append("which machines leave is drawn at random: the file says how many")
-    return from_counts(sorted(counts.items()), length, name, seed, notes)
+    return build_from_counts(sorted(counts.items()), length, name, seed, notes)
 
 
-def _missing_samples(times: Sequence[float]) -> list[str]:
+def _describe_missing_samples(times: Sequence[float]) -> list[str]:
     steps = [after - before for before, after in pairwise(times)]
     usual = statistics.median(steps)
-    missing = [step for step in steps if step > MISSING_AFTER * usual]
+    missing = [step for step in steps if step > MAX_STEP_RATIO * usual]
     if not missing:
         return []
     return [f"{len(missing)} gaps without samples, {sum(missing) / 3600:.1f} h in all: the last count is taken to "
@@ -178,20 +186,20 @@ class TraceEvent(NamedTuple):
     """Slowdown factor, or number of GPUs."""
 
 
-def _read_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
-    event = _event(line)
+def _parse_valid_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
+    event = _parse_event(line)
     if event is None:
-        raise TraceFileError(f"line {number}: {_shown(line)}; expected {_EVENTS}, as above it")
+        raise TraceFileError(f"line {number}: {_quote_line(line)}; expected {_EVENTS}, as above it")
     if event.what == "slow" and not 1 <= event.value <= MAX_FACTOR:
-        raise TraceFileError(f"line {number}: {_shown(line)}; expected a factor from 1 (its usual speed) to "
+        raise TraceFileError(f"line {number}: {_quote_line(line)}; expected a factor from 1 (its usual speed) to "
                              f"{MAX_FACTOR:g}")
     if event.what == "gpus" and not 1 <= event.value <= gpus_per_worker:
-        raise TraceFileError(f"line {number}: {_shown(line)}; expected 1 to {gpus_per_worker} GPUs, as many as a "
+        raise TraceFileError(f"line {number}: {_quote_line(line)}; expected 1 to {gpus_per_worker} GPUs, as many as a "
                              "worker has (--gpus-per-worker); where none is left, remove it")
     return event
 
 
-def _event(line: str) -> TraceEvent | None:
+def _parse_event(line: str) -> TraceEvent | None:
     match = _EVENT.fullmatch(line)
     if match is None:
         return None
@@ -202,22 +210,22 @@ def _event(line: str) -> TraceEvent | None:
     return TraceEvent(seconds, what, machine, float(value)) if machine and _VALUE[what].fullmatch(value) else None
 
 
-def _from_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> AvailabilityTrace:
-    events = [_read_event(number, line, gpus_per_worker) for number, line in lines]
-    notes = _sort(events, lambda event: event.seconds)
+def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> AvailabilityTrace:
+    events = [_parse_valid_event(number, line, gpus_per_worker) for number, line in lines]
+    notes = _sort_by_time(events, lambda event: event.seconds)
     begin = events[0].seconds
     _require_length(events[-1].seconds - begin, lines[-1][0])
     places = _MachinePlaces()
     for event in events:
-        places.record(event._replace(seconds=event.seconds - begin))
+        places.record_event(event._replace(seconds=event.seconds - begin))
     if places.ignored:
         notes.append(f"{places.ignored} events ignored: additions of machines that were there, other events of "
                      "machines that were not")
-    trace = places.trace(name, events[-1].seconds - begin, notes)
+    trace = places.build_trace(name, events[-1].seconds - begin, notes)
     return msgspec.structs.replace(trace, gpus_per_worker=gpus_per_worker)
 
 
-class _Changing(NamedTuple):
+class _ChangeSets(NamedTuple):
     """Changes at one instant, by place."""
 
     removed: set[int]
@@ -234,20 +242,20 @@ class _MachinePlaces:
         self._place: dict[str, int] = {}
         self._free: list[int] = []
         self._places = 0
-        self._changes: dict[float, _Changing] = {}
+        self._changes: dict[float, _ChangeSets] = {}
 
-    def record(self, event: TraceEvent) -> None:
+    def record_event(self, event: TraceEvent) -> None:
         """Record one event."""
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return
-        removed, added, slowed, gpus = self._changes.setdefault(event.seconds, _Changing(set(), set(), {}, {}))
+        removed, added, slowed, gpus = self._changes.setdefault(event.seconds, _ChangeSets(set(), set(), {}, {}))
         if event.what == "slow":
             slowed[self._place[event.machine]] = event.value
         elif event.what == "gpus":
             gpus[self._place[event.machine]] = int(event.value)
         elif event.what == "add":
-            place = self._free_place()
+            place = self._take_free_place()
             self._place[event.machine] = place
             # A place that is freed and taken at one instant stays in both sets: its parameters are lost.
             added.add(place)
@@ -261,14 +269,14 @@ class _MachinePlaces:
             else:
                 removed.add(place)
 
-    def _free_place(self) -> int:
+    def _take_free_place(self) -> int:
         if self._free:
             self._free.sort(reverse=True)
             return self._free.pop()
         self._places += 1
         return self._places - 1
 
-    def trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
+    def build_trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
         """Return the trace of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
@@ -292,7 +300,7 @@ class _MachinePlaces:
 # --- Both -------------------------------------------------------------------------------------------------------------
 
 
-def _sort(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
+def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
     """Sort rows by time. Return a note if that changed their order."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
@@ -306,5 +314,5 @@ def _require_length(seconds: float, number: int) -> None:
         raise TraceFileError(f"line {number}: the trace would span more than a century; times are wrong")
 
 
-def _shown(line: str) -> str:
+def _quote_line(line: str) -> str:
     return repr(line if len(line) <= 60 else line[:57] + "...")

@@ -21,9 +21,9 @@ from slipstream.planner.job.toml import job_text
 
 TOKENS = 4096
 MEGABYTE = 1e6
-LITTLE = 0.1
+NEGLIGIBLE_SHARE = 0.1
 """Share of F below which a published W means that I computes the weight gradients, and nothing is held for W."""
-CONVOLUTION, CHUNK = 4, 128
+CONVOLUTION_WIDTH, CHUNK_TOKENS = 4, 128
 """Width of the convolution of Mamba layers, and number of tokens in a chunk."""
 ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches=1, efficiency=0.5)
 """Layout for which times are estimated."""
@@ -57,39 +57,39 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
         """Kind of each layer, E and L included."""
         return f"E{self.pattern}L"
 
-    def shape(self, kind: str) -> LayerShape:
+    def shape_of_layer(self, kind: str) -> LayerShape:
         """Return the parameters, work and memory of a layer of this kind."""
-        hidden, norm = self.hidden, model_shape.norm(self.hidden)
+        hidden, norm = self.hidden, model_shape.norm_shape(self.hidden)
         if kind == "E":
-            return model_shape.embedding(hidden, self.vocabulary)
+            return model_shape.embedding_shape(hidden, self.vocabulary)
         if kind == "L":
-            return model_shape.head_and_loss(hidden, self.vocabulary)
+            return model_shape.head_and_loss_shape(hidden, self.vocabulary)
         if kind == "T":
-            return self.shape("*") + self.shape("-")
+            return self.shape_of_layer("*") + self.shape_of_layer("-")
         if kind == "*":
-            tokens = model_shape.mixed_tokens(TOKENS, None)
-            return norm + model_shape.attention(hidden, self.heads, self.kv_heads, self.head_dim, tokens)
+            tokens = model_shape.attended_tokens(TOKENS, None)
+            return norm + model_shape.attention_shape(hidden, self.heads, self.kv_heads, self.head_dim, tokens)
         if kind == "-":
-            return norm + model_shape.feed_forward(hidden, self.ffn, gated=self.gated)
+            return norm + model_shape.feed_forward_shape(hidden, self.ffn, gated=self.gated)
         if kind == "#":
             number, chosen, width = self.experts
-            return norm + model_shape.experts(hidden, width, number=number, chosen=chosen, gated=True)
+            return norm + model_shape.experts_shape(hidden, width, number=number, chosen=chosen, gated=True)
         heads, width, groups, state = self.mamba
-        return norm + model_shape.mamba_2(hidden, heads=heads, head_width=width, groups=groups, state=state,
-                                          kernel=CONVOLUTION, chunk=CHUNK)
+        return norm + model_shape.mamba_2_shape(hidden, heads=heads, head_width=width, groups=groups, state=state,
+                                                kernel=CONVOLUTION_WIDTH, chunk=CHUNK_TOKENS)
 
-    def by_layer(self, key: str) -> list[float]:
+    def values_by_layer(self, key: str) -> list[float]:
         """Return the value of a key of `KEYS` for each layer, in seconds or megabytes."""
         column = {"forward": 0, "backward_input": 1, "backward_weight": 2}
         values = {}
         for kind in dict.fromkeys(self.kinds):
-            shape, milliseconds = self.shape(kind), self.milliseconds[kind]
+            shape, milliseconds = self.shape_of_layer(kind), self.milliseconds[kind]
             if key in column:
                 values[kind] = round(milliseconds[column[key]] / 1000, 7)
             elif key == "weights":
                 values[kind] = round(BYTES_HELD * shape.parameters / MEGABYTE, 1)
             else:
-                stash = shape.stash if milliseconds[2] > LITTLE * milliseconds[0] else 0
+                stash = shape.stash if milliseconds[2] > NEGLIGIBLE_SHARE * milliseconds[0] else 0
                 held = shape.activation if key == "activation" else stash
                 values[kind] = round(TOKENS * held / MEGABYTE, 1)
         return [values[kind] for kind in self.kinds]
@@ -98,13 +98,13 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
 KEYS = ("forward", "backward_input", "backward_weight", "activation", "weight_stash", "weights")
 
 
-def job_of(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipelines: int, room: float | None) -> str:
+def make_job(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipelines: int, room: float | None) -> str:
     """Return a job file whose stages have the given numbers of layers, E and L included.
 
     `room` is the capacity for weights and activations, in megabytes. None means unlimited memory.
     """
     edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-    layers = {key: model.by_layer(key) for key in KEYS}
+    layers = {key: model.values_by_layer(key) for key in KEYS}
     stages = {key: [round(sum(values[first:end]), 7) for first, end in pairwise(edges)]
               for key, values in layers.items()}
     memory = {} if room is None else {"memory": {
@@ -115,11 +115,11 @@ def job_of(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipel
                      "layers": layers if room is not None else {key: layers[key] for key in KEYS[:3]}}, {})
 
 
-def estimated(model: MeasuredModel) -> MeasuredModel:
+def with_estimated_times(model: MeasuredModel) -> MeasuredModel:
     """Return the model with times of its layers as `planner.job.estimate` estimates them."""
     times = {}
     for kind in dict.fromkeys(model.kinds):
-        forward, backward_input, backward_weight = op_seconds(model.shape(kind), ESTIMATED_ON, TOKENS)
+        forward, backward_input, backward_weight = op_seconds(model.shape_of_layer(kind), ESTIMATED_ON, TOKENS)
         times[kind] = 1000 * forward, 1000 * backward_input, 1000 * backward_weight
     return msgspec.structs.replace(model, milliseconds=times)
 
@@ -175,16 +175,16 @@ MODELS = (
         name="llama-3-80b", pattern="T" * 92, hidden=8192, vocabulary=128256, heads=64, ffn=28672, gated=True,
         workers=8, milliseconds={
             "E": (2.5917, 0.0001, 0.0001), "T": (5.6739, 7.0726, 4.5125), "L": (10.6048, 16.6842, 6.1427)}),
-    estimated(MeasuredModel(
+    with_estimated_times(MeasuredModel(
         name="gemma-2b", pattern="T" * 18, hidden=2048, vocabulary=256_000, heads=8, kv_heads=1, head_dim=256,
         ffn=16_384, gated=True, workers=4, milliseconds={})),
-    estimated(MeasuredModel(
+    with_estimated_times(MeasuredModel(
         name="gemma-7b", pattern="T" * 28, hidden=3072, vocabulary=256_000, heads=16, kv_heads=16, head_dim=256,
         ffn=24_576, gated=True, workers=4, milliseconds={})),
-    estimated(MeasuredModel(
+    with_estimated_times(MeasuredModel(
         name="gemma-2-27b", pattern="T" * 46, hidden=4608, vocabulary=256_000, heads=32, kv_heads=16, ffn=36_864,
         gated=True, workers=8, milliseconds={})),
-    estimated(MeasuredModel(
+    with_estimated_times(MeasuredModel(
         name="deepseek-moe-16b", pattern="*-" + "*#" * 27, hidden=2048, vocabulary=102_400, heads=16, kv_heads=16,
         ffn=10_944, gated=True, experts=(66, 8, 1408), workers=4, milliseconds={})),
 )

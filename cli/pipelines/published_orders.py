@@ -36,7 +36,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Orders:
     return orders
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> Orders:
+def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
     """Return the order of interleaved 1F1B (Narayanan et al. 2021) as Megatron-LM runs it.
 
     The number of micro-batches must be a multiple of the number of workers.
@@ -80,7 +80,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
     return orders
 
 
-class _Counted:
+class _OpSequence:
     """Ops of one worker, whose micro-batches are numbered consecutively for each kind and virtual stage."""
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
@@ -97,7 +97,7 @@ class _Counted:
             assert len(set(numbers)) == 1
             self._next |= {(part, stage): numbers[0] + 1 for part in parts}
 
-    def done(self, kind: str, stage: int) -> int:
+    def count_ops(self, kind: str, stage: int) -> int:
         """Return the number of ops of a kind at a virtual stage."""
         return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(stage, 0)
 
@@ -109,7 +109,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
     """
     orders = []
     for worker in range(stages):
-        down, up, order = worker, 2 * stages - 1 - worker, _Counted()
+        down, up, order = worker, 2 * stages - 1 - worker, _OpSequence()
         for _ in range(2 * (stages - worker) - 1):
             order.add("F", down)
         for _ in range(worker):
@@ -117,8 +117,8 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
             order.add("F", down)
         for _ in range(stages - worker):
             order.add("FIW", up)
-        while order.done("F", up) < order.done("F", down) or order.done("F", down) < microbatches:
-            if order.done("F", down) < microbatches:
+        while order.count_ops("F", up) < order.count_ops("F", down) or order.count_ops("F", down) < microbatches:
+            if order.count_ops("F", down) < microbatches:
                 order.add("F", down)
             order.add("IW", down)
             order.add("FIW", up)
@@ -128,7 +128,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
         for _ in range(stages - worker):
             order.add("IW", down)
         for stage in (up, down):
-            while order.done("W", stage) < order.done("I", stage):
+            while order.count_ops("W", stage) < order.count_ops("I", stage):
                 order.add("W", stage)
         orders.append(order.ops)
     return orders
@@ -145,7 +145,7 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
         mirrored = worker >= stages // 2
         near = min(worker, stages - 1 - worker)
         first, second = (worker, 2 * stages - 1 - worker)[::-1 if mirrored else 1]
-        order = _Counted({stage: half for stage in (first, second) if stage >= stages})
+        order = _OpSequence({stage: half for stage in (first, second) if stage >= stages})
         inner = stages // 2 - near - 1
         for _ in range(2 * inner):
             order.add("F", first)
@@ -195,7 +195,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of virtual stages that a micro-batch passes, which are those of one direction."""
 
 
-class Run(NamedTuple):
+class SimulatedRun(NamedTuple):
     """Times and memory of the ops of a simulated iteration."""
 
     end: float
@@ -204,7 +204,7 @@ class Run(NamedTuple):
     """Peak memory that micro-batches held on each worker."""
 
 
-def run(orders: Orders, costs: StageCosts) -> Run | None:
+def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
     """Simulate an iteration in which each op runs as soon as its worker and its inputs allow.
 
     Returns None if the order has a deadlock.
@@ -219,22 +219,22 @@ def run(orders: Orders, costs: StageCosts) -> Run | None:
         for worker, ops in enumerate(orders):
             while next_index[worker] < len(ops):
                 op = ops[next_index[worker]]
-                ready = _ready(op, ends, worker_of, costs)
+                ready = _earliest_start(op, ends, worker_of, costs)
                 if ready is None:
                     break
                 begin = max(free_at[worker], ready)
-                end = begin + _seconds(op, costs)
+                end = begin + _op_seconds(op, costs)
                 ends[op._replace(kind="I") if op.kind == "B" else op] = end
-                events[worker] += _held(op, begin, end, costs)
+                events[worker] += _memory_changes(op, begin, end, costs)
                 free_at[worker] = end
                 next_index[worker] += 1
                 has_progress = True
     if any(place < len(ops) for place, ops in zip(next_index, orders, strict=True)):
         return None
-    return Run(max(free_at), [_peak(one) for one in events])
+    return SimulatedRun(max(free_at), [_peak_memory(one) for one in events])
 
 
-def _ready(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
+def _earliest_start(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
     """Return the time at which the inputs of an op are available, or None if their ops have not run yet."""
     place = op.stage % costs.depth
     if op.kind == "W":
@@ -252,20 +252,20 @@ def _ready(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs
     return None if end is None else end + hop
 
 
-def _seconds(op: Op, costs: StageCosts) -> float:
+def _op_seconds(op: Op, costs: StageCosts) -> float:
     parts = {"F": (costs.forward,), "I": (costs.backward_input,), "W": (costs.backward_weight,),
              "B": (costs.backward_input, costs.backward_weight)}[op.kind]
     return sum(part[op.stage] for part in parts)
 
 
-def _held(op: Op, begin: float, end: float, costs: StageCosts) -> list[tuple[float, float]]:
+def _memory_changes(op: Op, begin: float, end: float, costs: StageCosts) -> list[tuple[float, float]]:
     """Return the changes of a worker's memory by an op, as pairs of time and amount."""
     activation, stash = costs.activation[op.stage], costs.weight_stash[op.stage]
     return {"F": [(begin, activation)], "B": [(end, -activation)], "I": [(end, stash - activation)],
             "W": [(end, -stash)]}[op.kind]
 
 
-def _peak(events: Sequence[tuple[float, float]]) -> float:
+def _peak_memory(events: Sequence[tuple[float, float]]) -> float:
     held = most = 0.0
     for _, change in sorted(events):  # at the same time, what is freed first
         held += change

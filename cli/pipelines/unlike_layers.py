@@ -17,7 +17,7 @@ import msgspec
 
 from slipstream.cli.fleet import Figure, Series
 from slipstream.cli.pipelines import published_orders
-from slipstream.cli.pipelines.measured_layers import ESTIMATED_ON, KEYS, MODELS, MeasuredModel, job_of
+from slipstream.cli.pipelines.measured_layers import ESTIMATED_ON, KEYS, MODELS, MeasuredModel, make_job
 from slipstream.cli.pipelines.published_orders import Orders, StageCosts
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
@@ -32,7 +32,7 @@ from slipstream.schedules.schedule import OptimizerMode, Worker
 
 PLAN_SECONDS = 2.0
 """Seconds of counted steps for each search."""
-DIVISIONS = 200
+TRIED_DIVISIONS = 200
 """Number of divisions of the layers that are tried for each published pipeline."""
 CHUNKS = (2, 3, 4)
 """Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
@@ -47,7 +47,7 @@ Each has workers, micro-batches, and the seconds of 1F1B and of the plan that th
 """
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+class Rival(msgspec.Struct, frozen=True, kw_only=True):
     """Published pipeline."""
 
     name: str
@@ -58,21 +58,21 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     """Function that builds the orders for numbers of workers, micro-batches and virtual stages per worker."""
 
 
-OTHERS = (
-    Pipeline(name="1F1B", order="linear", made=lambda workers, count, _: published_orders.one_f_one_b(workers, count)),
-    *(Pipeline(name="interleaved 1F1B", order="interleaved", chunks=chunks, made=published_orders.interleaved)
+RIVALS = (
+    Rival(name="1F1B", order="linear", made=lambda workers, count, _: published_orders.one_f_one_b(workers, count)),
+    *(Rival(name="interleaved 1F1B", order="interleaved", chunks=chunks, made=published_orders.interleaved_1f1b)
       for chunks in CHUNKS),
-    Pipeline(name="ZB-H1", order="linear",
-             made=lambda workers, count, _: published_orders.zero_bubble_h1(workers, count)),
-    Pipeline(name="ZB-V", order="v", chunks=2,
-             made=lambda workers, count, _: published_orders.zero_bubble_v(workers, count)),
-    Pipeline(name="DualPipe", order="bidirectional",
-             made=lambda workers, count, _: published_orders.dual_pipe(workers, count)),
+    Rival(name="ZB-H1", order="linear",
+          made=lambda workers, count, _: published_orders.zero_bubble_h1(workers, count)),
+    Rival(name="ZB-V", order="v", chunks=2,
+          made=lambda workers, count, _: published_orders.zero_bubble_v(workers, count)),
+    Rival(name="DualPipe", order="bidirectional",
+          made=lambda workers, count, _: published_orders.dual_pipe(workers, count)),
 )
-NAMES = tuple(dict.fromkeys(one.name for one in OTHERS))
+NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
 
 
-class Division(msgspec.Struct, frozen=True, kw_only=True):
+class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     """Pipeline with a division of the layers into stages."""
 
     arrangement: Arrangement
@@ -81,19 +81,19 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the fullest worker, in megabytes, weights included."""
 
 
-class Bench:
+class ModelBenchmark:
     """Comparison of all pipelines on one model."""
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
         self._sums = {key: [0.0] for key in KEYS}
         for key, sums in self._sums.items():
-            for value in model.by_layer(key):
+            for value in model.values_by_layer(key):
                 sums.append(sums[-1] + value)
         self.layers = len(model.kinds)
-        self._loads = StageLoads(MovableLayers(job_of(model, self.uniform(self.workers), self.microbatches, 1, None)))
-        interleaved = [self._measured(one, self.uniform(self.workers * one.chunks))
-                       for one in OTHERS if one.name == "interleaved 1F1B" and self.layers >= self.workers * one.chunks]
+        self._loads = StageLoads(MovableLayers(make_job(model, self.uniform(self.workers), self.microbatches, 1, None)))
+        interleaved = [self._simulate_division(one, self.uniform(self.workers * one.chunks))
+                       for one in RIVALS if one.name == "interleaved 1F1B" and self.layers >= self.workers * one.chunks]
         self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
 
     def uniform(self, stages: int) -> tuple[int, ...]:
@@ -106,51 +106,51 @@ class Bench:
         counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
         return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
 
-    def best(self, name: str, *, divided: bool) -> Division | None:
+    def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
         """Return the best division of a published pipeline that fits into memory, or None if none does.
 
         Only uniform divisions are tried unless `divided`.
         """
         candidates = []
-        for pipeline in OTHERS:
+        for pipeline in RIVALS:
             if pipeline.name == name and self.layers >= self.workers * pipeline.chunks:
-                uniform = self._measured(pipeline, self.uniform(self.workers * pipeline.chunks))
-                candidates += [uniform, *([self._searched(pipeline, uniform)] if divided else [])]
+                uniform = self._simulate_division(pipeline, self.uniform(self.workers * pipeline.chunks))
+                candidates += [uniform, *([self._search_divisions(pipeline, uniform)] if divided else [])]
         fitting = [pipeline for pipeline in candidates if pipeline and pipeline.held <= self.room * (1 + 1e-9)]
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
-    def _measured(self, one: Pipeline, counts: Sequence[int]) -> Division | None:
+    def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
         """Return a published pipeline with a division, or None if its order has a deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
-        edges = [0, *arrangement.ends]
+        edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains
         stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
                   for key, sums in self._sums.items()}
         weights = [0.0] * self.workers
-        columns = arrangement.columns(self.workers)
+        columns = arrangement.stage_columns(self.workers)
         columns = (*columns, *columns[::-1]) if directions > 1 else columns
         for stage, column in enumerate(columns):
             weights[column] += stages["weights"][stage]
-        simulated = published_orders.run(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
+        simulated = published_orders.simulate(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
             forward=stages["forward"], backward_input=stages["backward_input"],
             backward_weight=stages["backward_weight"], activation=stages["activation"],
             weight_stash=stages["weight_stash"], depth=len(counts)))
         if simulated is None:
             return None
-        return Division(arrangement=arrangement, seconds=simulated.end,
-                        held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
+        return DividedPipeline(arrangement=arrangement, seconds=simulated.end,
+                               held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
-    def _searched(self, one: Pipeline, uniform: Division | None) -> Division | None:
+    def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
         """Return the best of random divisions near the one whose busiest worker has the least work."""
         generator = random.Random(0)
 
-        def rank(division: Division | None) -> tuple[float, float]:
+        def rank(division: DividedPipeline | None) -> tuple[float, float]:
             """Return the rank of a division: those that fit into memory come first, then shorter ones."""
             return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
 
-        starts = [uniform, self._measured(one, self._loads.balanced(one.order, one.chunks).counts)]
+        starts = [uniform, self._simulate_division(one, self._loads.balance_layers(one.order, one.chunks).counts)]
         best = min(starts, key=rank)
-        for _ in range(DIVISIONS):
+        for _ in range(TRIED_DIVISIONS):
             if best is None:
                 return None
             counts = list(best.arrangement.counts)
@@ -159,46 +159,46 @@ class Bench:
                                          if stage != donor])
             counts[donor] -= 1
             counts[receiver] += 1
-            best = min(best, self._measured(one, counts), key=rank)
+            best = min(best, self._simulate_division(one, counts), key=rank)
         return best
 
-    def job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
+    def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
         """Return the job of an arrangement."""
-        text = job_of(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
-        return parse_job(MovableLayers(text).text(arrangement))
+        text = make_job(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
+        return parse_job(MovableLayers(text).arranged_job_text(arrangement))
 
-    def ours(self, optimizer: OptimizerMode) -> FoundPlacement:
+    def find_own_placement(self, optimizer: OptimizerMode) -> FoundPlacement:
         """Return the placement that `planner.placement` finds."""
-        text = job_of(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
-        return find_placement(text, _options(optimizer))
+        text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
+        return find_placement(text, _plan_options(optimizer))
 
-    def one_dead(self, arrangement: Arrangement) -> float | None:
+    def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
         """Return the share of the throughput that is lost at once when one worker of four pipelines dies.
 
         Each pipeline runs the order that Slipstream's planner finds. Returns None if there is no plan.
         """
-        job = self.job(arrangement, PIPELINES)
+        job = self.build_job(arrangement, PIPELINES)
         try:
-            unbroken, broken = (plan_only(_options("synchronous", greedy=True), job, dead).period
+            unbroken, broken = (plan_only(_plan_options("synchronous", greedy=True), job, dead).period
                                 for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
         except NoPlanError:
             return None
         return 1 - unbroken / broken
 
 
-def _options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
+def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
     options = PlanOptions(optimizer=optimizer, method="greedy" if greedy else "cp-sat", steps=0)
-    return options.within(PLAN_SECONDS * (QUICK_SHARE if greedy else 1.0))
+    return options.with_limit(PLAN_SECONDS * (QUICK_SHARE if greedy else 1.0))
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the comparison on one model."""
 
-    uniform: dict[str, Division | None]
+    uniform: dict[str, DividedPipeline | None]
     """Published pipelines with uniform stages, by name."""
-    divided: dict[str, Division | None]
+    divided: dict[str, DividedPipeline | None]
     """Published pipelines with their best division, by name."""
-    ours: Division
+    ours: DividedPipeline
     bound: float
     """Lower bound on the seconds of any placement."""
     staggered: float
@@ -216,23 +216,23 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return found.seconds
 
     @property
-    def best(self) -> Division:
+    def best_rival(self) -> DividedPipeline:
         """Shortest of the published pipelines with their best division."""
         return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
 
 
-def compared(model: MeasuredModel) -> Compared:
+def compare_model(model: MeasuredModel) -> ModelResult:
     """Compare all published pipelines and Slipstream's on one model."""
-    bench = Bench(model)
-    uniform, divided = ({name: bench.best(name, divided=how) for name in NAMES} for how in (False, True))
-    ours, staggered = bench.ours("synchronous"), bench.ours("staggered")
+    bench = ModelBenchmark(model)
+    uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
+    ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
     schedule = ours.plan.schedule
     best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
-    return Compared(
+    return ModelResult(
         uniform=uniform, divided=divided, staggered=staggered.plan.period,
-        ours=Division(arrangement=ours.arrangement, seconds=ours.plan.period, held=bench.room),
-        bound=schedule.seconds(schedule.lower_bound_ticks), dead=bench.one_dead(ours.arrangement),
-        dead_of_best=bench.one_dead(best.arrangement))
+        ours=DividedPipeline(arrangement=ours.arrangement, seconds=ours.plan.period, held=bench.room),
+        bound=schedule.seconds(schedule.lower_bound_ticks), dead=bench.share_lost_at_once(ours.arrangement),
+        dead_of_best=bench.share_lost_at_once(best.arrangement))
 
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
@@ -240,10 +240,10 @@ def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredMo
     """Compute the throughput of each published pipeline and of Slipstream's, for each of the models."""
     results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for one in pool.map(compared, models):
+        for one in pool.map(compare_model, models):
             results.append(one)
             progress(len(results), len(models))
-    over_others = [one.best.seconds / one.ours.seconds for one in results]
+    over_others = [one.best_rival.seconds / one.ours.seconds for one in results]
     lost, lost_of_best = ([share for one in results if (share := getattr(one, key)) is not None]
                           for key in ("dead", "dead_of_best"))
     findings = {
@@ -260,14 +260,14 @@ def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredMo
            if lost_of_best else {}),
         "the same, of all others by themselves: a replica": 1 / PIPELINES}
     for model, one in zip(models, results, strict=True):
-        findings |= _published(model, one)
+        findings |= _published_findings(model, one)
     return Figure(
         name=name, title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
         y_label="throughput, interleaved 1F1B with uniform stages = 1", x=tuple(model.name for model in models),
         series=(*(Series(name=of, values=tuple(None if (best := one.divided[of]) is None else one.base / best.seconds
                                                for one in results)) for of in NAMES),
                 Series(name="ours", values=tuple(one.base / one.ours.seconds for one in results))),
-        header=HEADER, rows=tuple(_row(model, one) for model, one in zip(models, results, strict=True)),
+        header=HEADER, rows=tuple(_table_row(model, one) for model, one in zip(models, results, strict=True)),
         findings=findings, assumptions=(
             "milliseconds from the first op of an iteration to its last",
             "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
@@ -290,15 +290,15 @@ HEADER = ("", "interleaved 1F1B", *(f"{name}, divided" for name in NAMES), "ours
           "one dead, placement of the best")
 
 
-def _row(model: MeasuredModel, one: Compared) -> tuple[str, ...]:
-    return (model.name, _milliseconds(one.uniform["interleaved 1F1B"]),
-            *(_milliseconds(one.divided[name]) for name in NAMES), _milliseconds(one.ours), f"{1000 * one.bound:.1f}",
-            one.ours.arrangement.words, f"{one.base / one.ours.seconds:.2f}",
-            f"{one.best.seconds / one.ours.seconds:.2f}", f"{1000 * one.staggered:.1f}", _percent(one.dead),
+def _table_row(model: MeasuredModel, one: ModelResult) -> tuple[str, ...]:
+    return (model.name, _format_ms(one.uniform["interleaved 1F1B"]),
+            *(_format_ms(one.divided[name]) for name in NAMES), _format_ms(one.ours), f"{1000 * one.bound:.1f}",
+            one.ours.arrangement.description, f"{one.base / one.ours.seconds:.2f}",
+            f"{one.best_rival.seconds / one.ours.seconds:.2f}", f"{1000 * one.staggered:.1f}", _percent(one.dead),
             _percent(one.dead_of_best))
 
 
-def _published(model: MeasuredModel, one: Compared) -> dict[str, float]:
+def _published_findings(model: MeasuredModel, one: ModelResult) -> dict[str, float]:
     """Return the published times of a model next to the computed ones. Empty if none are published."""
     plain = one.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
@@ -309,7 +309,7 @@ def _published(model: MeasuredModel, one: Compared) -> dict[str, float]:
             f"{model.name}: AdaPtis' own plan, published": 1000 * theirs}
 
 
-def _milliseconds(found: Division | None) -> str:
+def _format_ms(found: DividedPipeline | None) -> str:
     return "-" if found is None else f"{1000 * found.seconds:.1f}"
 
 

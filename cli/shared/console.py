@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions
 from rich.rule import Rule
 
 
-class _Words(Console):
+class _WrappingConsole(Console):
     """Console that wraps lines between words in a terminal.
 
     If a word, such as a long path, does not fit into one line, the terminal folds the line instead.
@@ -33,7 +33,7 @@ class _Words(Console):
         super().print(*objects, **how)
 
 
-class _StandardError(_Words):
+class _StderrConsole(_WrappingConsole):
     """Console for stderr that discards all output once nobody reads it, so that the work continues.
 
     This happens when the process that started a run has died.
@@ -47,24 +47,24 @@ class _StandardError(_Words):
         os.close(nowhere)
 
 
-class _StandardOutput(_Words):
+class _StdoutConsole(_WrappingConsole):
     """Console for stdout that neither folds lines nor truncates columns in a file or pipe, unless COLUMNS is set.
 
     `width` is still that of a usual terminal there, because pictures are drawn for it.
     """
 
     @property
-    def _folds(self) -> bool:
+    def _is_folded(self) -> bool:
         return self.is_terminal or "COLUMNS" in os.environ
 
     @property
     def options(self) -> ConsoleOptions:
         """Options of rendering, without a limit of width unless lines are folded."""
-        return super().options if self._folds else super().options.update(width=UNFOLDED_COLUMNS)
+        return super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
 
     def print(self, *objects: Any, **how: Any) -> None:
         """Print as `rich.console.Console.print` does, and crop only if lines are folded."""
-        super().print(*objects, **{"crop": self._folds, **how})
+        super().print(*objects, **{"crop": self._is_folded, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
         """Print a rule that is never wider than a usual terminal."""
@@ -73,17 +73,17 @@ class _StandardOutput(_Words):
 
 UNFOLDED_COLUMNS = 10_000
 """Width that stands for no limit, in characters."""
-out = _StandardOutput(markup=False, highlight=False)
-err = _StandardError(stderr=True, markup=False, highlight=False)
+out = _StdoutConsole(markup=False, highlight=False)
+err = _StderrConsole(stderr=True, markup=False, highlight=False)
 """Console for stderr. Like `out`, it does not interpret markup, because file names may contain brackets."""
 
 
-def out_of(width: int | None) -> Console:
+def console_of_width(width: int | None) -> Console:
     """Return `out`, or a console of the given width."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
-def screen(beside: Iterable[str]) -> int | None:
+def count_free_lines(beside: Iterable[str]) -> int | None:
     """Return the number of screen lines that these lines leave free, folded as they are printed.
 
     None means that stdout is no terminal.
@@ -99,18 +99,18 @@ def print_json(answer: Mapping[str, object]) -> None:
     sys.stdout.flush()  # before what stderr says next, where both go to one file
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return the text with control characters escaped, which file names and file contents may contain."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
-def complain(message: object) -> None:
+def print_error(message: object) -> None:
     """Print a line in red on stderr, after the program's name.
 
     The agent of torchrun repeats this line at the end of its output as the cause of the failure. It reads the line from
     the file that TORCHELASTIC_ERROR_FILE names (`torch.distributed.elastic.multiprocessing.errors`).
     """
-    line = printable(f"slipstream: {message}")
+    line = escape_controls(f"slipstream: {message}")
     err.print(line, style="red", soft_wrap=True)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -121,23 +121,23 @@ def complain(message: object) -> None:
 
 def refuse(message: object) -> NoReturn:
     """Report bad input with one line on stderr, and exit with status 2."""
-    complain(" ".join(str(message).split()))
+    print_error(" ".join(str(message).split()))
     raise typer.Exit(2)
 
 
-def answer_no(message: object) -> NoReturn:
+def exit_negative(message: object) -> NoReturn:
     """Report on stderr why the answer is no, and exit with status 1."""
-    complain(message)
+    print_error(message)
     raise typer.Exit(1)
 
 
-def near(word: str, words: Iterable[str]) -> str:
+def suggest(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the one of `words` closest to `word`, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(words), 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def completing(*words: str) -> Callable[[str], list[str]]:
+def complete_from(*words: str) -> Callable[[str], list[str]]:
     """Return a shell completion for an option that takes one of these words."""
     def offer(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]

@@ -6,7 +6,7 @@ from slipstream.planner.job.estimate import GPUS
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.device import choose_device, gpu_name
 
-_NAMES = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
+_NAME_PATTERNS = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
 """Patterns of the driver's names of GPUs. Other forms, such as H100 PCIe and NVL, have other peaks."""
 
 
@@ -18,9 +18,9 @@ def peak_flops(training: TrainingConfig) -> float | None:
     """
     if training.dtype != "bf16" or choose_device(training.device) == "cpu":
         return None
-    return peak_of(gpu_name())
+    return peak_of_gpu(gpu_name())
 
 
-def peak_of(device: str) -> float | None:
+def peak_of_gpu(device: str) -> float | None:
     """Return the peak of a GPU by its driver's name, in operations per second, or None if it is unknown."""
-    return next((GPUS[name].flops for name, pattern in _NAMES.items() if re.search(pattern, device)), None)
+    return next((GPUS[name].flops for name, pattern in _NAME_PATTERNS.items() if re.search(pattern, device)), None)

@@ -9,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.cli.shared.console import near, refuse
-from slipstream.planner.job.file import Job, JobError, read_job, require_known, workers_of_nodes
+from slipstream.cli.shared.console import refuse, suggest
+from slipstream.planner.job.file import Job, JobError, read_job, require_workers, workers_of_nodes
 from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import ENTRIES, INDEX, TableError, entry_file
 from slipstream.schedules.tables.table import Table, library, library_names
 
-FEW = 4
+MAX_OR_CHOICES = 4
 """Maximum number of choices that an error lists with `or` between them."""
 
 
@@ -34,7 +34,7 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
         named = parse_workers("--failed", workers or [])
-        require_known(named, job, "--failed")
+        require_workers(named, job, "--failed")
         return tuple(sorted({*named, *of_nodes}))
     except JobError as error:
         refuse(error)
@@ -43,16 +43,16 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
 def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:
     """Exit 2 if a value is not among the choices of its option."""
     if value is not None and value not in choices:
-        known = " or ".join(choices) if len(choices) <= FEW else f"one of {', '.join(choices)}"
-        refuse(f"{option} {value}: expected {known}{near(value, choices)}")
+        known = " or ".join(choices) if len(choices) <= MAX_OR_CHOICES else f"one of {', '.join(choices)}"
+        refuse(f"{option} {value}: expected {known}{suggest(value, choices)}")
 
 
-def table_or_refuse(folder: Path, option: str = "") -> Table:
+def load_table_or_refuse(folder: Path, option: str = "") -> Table:
     """Return the table in a folder, or the table of this name that comes with Slipstream."""
-    path = folder if is_there(folder) else library(str(folder))
+    path = folder if may_exist(folder) else library(str(folder))
     if path is None:
         known = library_names()
-        hint = near(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
+        hint = suggest(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
         refuse(f"{option}{folder}: no such folder or table{hint}")
     with suppress(OSError):  # opening it gives the reason
         if path.is_file():
@@ -68,7 +68,7 @@ def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job
     try:
         return read_job(path, settings or ())
     except JobError as error:
-        is_json = path.suffix == ".json" and is_there(path)
+        is_json = path.suffix == ".json" and may_exist(path)
         refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)
 
 
@@ -87,7 +87,7 @@ def read_schedule_or_refuse(path: Path) -> Schedule:
     try:
         return read(path)
     except ScheduleError as error:
-        refuse(as_refused(path, error))
+        refuse(refusal_text(path, error))
 
 
 class ScheduleInFile(NamedTuple):
@@ -97,7 +97,7 @@ class ScheduleInFile(NamedTuple):
     schedule: Schedule
 
 
-def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
+def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
     """Yield the schedule in a file, which may be an entry of a table, or all schedules of a table's folder.
 
     Raises ScheduleError and TableError with one-line messages.
@@ -113,25 +113,25 @@ def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
         table = Table.load(path)
         for row in table.rows():
             if row.sha256 is not None:
-                yield ScheduleInFile(path / entry_file(row.key), table.decoded(row.key))
+                yield ScheduleInFile(path / entry_file(row.key), table.unchecked_schedule(row.key))
     elif is_entry:
         table = Table.load(path.parent.parent)
         for row in table.rows():
             if row.sha256 is not None and Path(entry_file(row.key)).name == path.name:
-                yield ScheduleInFile(path, table.decoded(row.key))
+                yield ScheduleInFile(path, table.unchecked_schedule(row.key))
                 return
         raise TableError(f"{path}: is no entry that the table's {INDEX} names")
     else:
         yield ScheduleInFile(path, read(path))
 
 
-def as_refused(path: Path, error: ValueError) -> str:
+def refusal_text(path: Path, error: ValueError) -> str:
     """Return the message for a file that is no schedule, with a hint if it is a job file."""
-    is_job = path.suffix == ".toml" and is_there(path)
+    is_job = path.suffix == ".toml" and may_exist(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
 
-def is_there(path: Path) -> bool:
+def may_exist(path: Path) -> bool:
     """Return whether the path exists, and True if that cannot be found out, so that opening it gives the reason."""
     try:
         return path.exists()
@@ -158,7 +158,7 @@ def require_writable(path: Path | None) -> None:
         refuse(f"{path}: cannot be written: {error.strerror}")
 
 
-def encoded_or_refuse(schedule: Schedule) -> bytes:
+def encode_or_refuse(schedule: Schedule) -> bytes:
     """Return the bytes of a schedule's file. Exits 2 if the schedule is too large for one."""
     try:
         return encode(schedule)

@@ -3,22 +3,22 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slipstream.planner.budget import interruptible
+from slipstream.planner.budget import defer_interrupts
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Delay KeyboardInterrupt until imports are done: some modules swallow it, and are then half imported."""
-    with interruptible() as interrupted:
+    with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
-def checking_interrupts() -> Iterator[Callable[[], None]]:
+def watch_interrupts() -> Iterator[Callable[[], None]]:
     """Yield a function that raises KeyboardInterrupt after a Ctrl-C. A second Ctrl-C raises it at once."""
-    with interruptible() as interrupted:
+    with defer_interrupts() as interrupted:
         def check_interrupt() -> None:
             if interrupted.is_set():
                 raise KeyboardInterrupt

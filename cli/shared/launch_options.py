@@ -5,14 +5,14 @@ from msgspec.structs import replace
 
 from slipstream.cli.shared.console import refuse
 from slipstream.planner.job.file import Job
-from slipstream.runtime.failure_domains import find_domains, shares_of_nodes
-from slipstream.runtime.processes.launchers import Launched, launched, of_ranks
-from slipstream.runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
+from slipstream.runtime.failure_domains import divide_workers_by_node, find_domains
+from slipstream.runtime.processes.launch_environment import LaunchInfo, group_ranks, read_launch_info
+from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, SecretError, read_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.schedule import Schedule
 
 
-def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> Launched | None:
+def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> LaunchInfo | None:
     """Return the node of a run that this process is.
 
     Options take precedence over the environment. Returns None if `ranks` processes were started for each worker and
@@ -20,8 +20,8 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ran
     """
     if nodes is None and node is None and rendezvous is None:
         try:
-            here = launched()
-            return Launched() if here is None else of_ranks(here, ranks)
+            here = read_launch_info()
+            return LaunchInfo() if here is None else group_ranks(here, ranks)
         except ValueError as error:
             refuse(error)
     if node and nodes is None:
@@ -32,27 +32,27 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ran
     if rendezvous is None:
         if nodes > 1:
             refuse("--nodes needs --rendezvous HOST:PORT, an address of node 0 that the others can reach")
-        return Launched()
+        return LaunchInfo()
     try:
-        return Launched(node=node, nodes=nodes, master=Rendezvous.parse(rendezvous))
+        return LaunchInfo(node=node, nodes=nodes, master=Rendezvous.parse(rendezvous))
     except ValueError as error:
         refuse(f"--rendezvous: {error}")
 
 
-def with_machines(job: Job, first: Schedule, here: Launched) -> Job:
+def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
     """Return the job with the workers of each machine: of its [topology], or else of the nodes of this run."""
     if job.nodes or here.nodes == 1:
         return job
-    node_shares = shares_of_nodes([seat.worker for seat in first.seats], here.nodes, ())
+    node_shares = divide_workers_by_node([seat.worker for seat in first.seats], here.nodes, ())
     return replace(job, nodes=find_domains(first.grid, node_shares, here.local.processes, ()).domains)
 
 
-def given_secret_or_refuse(here: Launched) -> Secret | None:
+def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
     """Return the secret given by the environment. Exits 2 if it is missing and several nodes need one."""
     try:
-        secret = given_secret()
+        secret = read_secret()
     except SecretError as error:
         refuse(error)
     if secret is None and here.nodes > 1:
-        refuse(f"a run on {here.nodes} nodes needs a secret that all of them have: {HOW} on each")
+        refuse(f"a run on {here.nodes} nodes needs a secret that all of them have: {SECRET_REMEDY} on each")
     return secret

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.shared.console import completing
+from slipstream.cli.shared.console import complete_from
 
 PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""
@@ -25,11 +25,11 @@ FailedNode = Annotated[list[int] | None, typer.Option("--failed-node", rich_help
                                                         metavar="N", min=0, help=(
     "A node (machine) that is down, with all of its workers by [topology] of the job file, from 0; may be repeated."))]
 Backward = Annotated[str | None, typer.Option("--backward", rich_help_panel=PLANNED, metavar="split|fused",
-                                              autocompletion=completing("split", "fused"), help=(
+                                              autocompletion=complete_from("split", "fused"), help=(
     "split: gradients of the weights are computed by ops of their own, which fill bubbles; fused: together with the "
     "gradients of the input. Default: split; fused for 1f1b."))]
 Optimizer = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=PLANNED, metavar="staggered|synchronous",
-                                               autocompletion=completing("staggered", "synchronous"), help=(
+                                               autocompletion=complete_from("staggered", "synchronous"), help=(
     "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
     "Default: staggered; synchronous for 1f1b."))]
 ExecutorName = Annotated[str | None, typer.Option("--executor", rich_help_panel=SEARCH,
@@ -37,7 +37,7 @@ ExecutorName = Annotated[str | None, typer.Option("--executor", rich_help_panel=
     "Who plans in place of --jobs processes of this machine: those of MPI, where this command is started by "
     "`mpirun -n N python -m mpi4py.futures`, or the workers of a Dask cluster."))]
 MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, metavar="cp-sat|greedy|1f1b|recycle",
-                                         autocompletion=completing("cp-sat", "greedy", "1f1b", "recycle"), help=(
+                                         autocompletion=complete_from("cp-sat", "greedy", "1f1b", "recycle"), help=(
     "cp-sat: list schedules, annealing, and CP-SAT where that is small enough (the answer says what really ran); "
     "greedy: list schedules only; to compare with, 1f1b: "
     "the usual schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
@@ -56,7 +56,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", rich_help_panel=ANSWER, help
 Seed = Annotated[int, typer.Option("--seed", rich_help_panel=SEARCH, metavar="N", min=0, max=2**31 - 1, help=(
     "Seed of every random choice."))]
 Placement = Annotated[str, typer.Option("--placement", rich_help_panel=PLANNED, metavar="given|any",
-                                        autocompletion=completing(*PLACEMENTS), help=(
+                                        autocompletion=complete_from(*PLACEMENTS), help=(
     "any: also find the virtual stages, the layers of each and the worker that holds it, in place of [placement] of "
     "the job file."))]
 ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNED, metavar="SHARE", min=1e-6, max=0.5,

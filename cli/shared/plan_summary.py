@@ -10,23 +10,23 @@ from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
-from slipstream.schedules.layers import joined_ranges, short
+from slipstream.schedules.layers import compact_layers_text, merge_ranges
 
-NARROW = 0.01
+NARROW_RANGE = 0.01
 """Largest range of throughput, as a share, that needs no explanation."""
-BUSY = 0.97
+BUSY_SHARE = 0.97
 """Share of the period from which on a worker counts as fully busy."""
-CLOSE = 0.01
+CLOSE_GAP = 0.01
 """Gap to the bound above which the plan itself may be the limit."""
-NAMED = 3
+MAX_NAMED = 3
 """Maximum number of workers that a line names."""
-WORTH = 1.0005
+MIN_GAIN = 1.0005
 """Smallest gain in throughput, as a factor, that is worth mentioning."""
-FEW_BYTES = 1e6
+LEAST_BYTES = 1e6
 """Lower limit of the bytes of layers. A smaller number shows that the job's memory is not in bytes."""
 
 
-def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
+def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return three lines to act on: the period, the throughput it keeps, and what limits it and would help.
 
     `options` are those of the command line that say what may move.
@@ -34,12 +34,12 @@ def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) ->
     schedule = made.schedule
     proof = "proven optimal" if schedule.status == "optimal" else \
         f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
-    return [f"period {duration(made.period)}, {proof} {schedule.scope.words}",
-            _kept(made) if schedule.failed else f"workers are busy {1 - bubble_share(schedule):.1%} of the time",
-            "; ".join([f"limited by {_limit(made, others)}", *_best(made, others, options)])]
+    return [f"period {duration(made.period)}, {proof} {schedule.scope.description}",
+            _kept_share(made) if schedule.failed else f"workers are busy {1 - bubble_share(schedule):.1%} of the time",
+            "; ".join([f"limited by {_describe_limit(made, others)}", *_recommend(made, others, options)])]
 
 
-def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
+def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
     """Return lines on how the plan was found, what it re-routes and moves, and what the alternatives are."""
     schedule = made.schedule
     bound = "" if schedule.status == "optimal" else \
@@ -49,11 +49,11 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     if made.evidence:
         lines.append(made.evidence)
     if schedule.failed:
-        lines.append(f"{', '.join(map(str, schedule.failed))} down: {_runs(schedule.rerouted)} re-routed to peers")
-        lines += _uncertain(made)
+        lines.append(f"{', '.join(map(str, schedule.failed))} down: {_runs_text(schedule.rerouted)} re-routed to peers")
+        lines += _uncertainty_lines(made)
     if schedule.shed:
-        lines.append(f"{_runs(schedule.shed)} shed to workers with time to spare, though their own is alive")
-    return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
+        lines.append(f"{_runs_text(schedule.shed)} shed to workers with time to spare, though their own is alive")
+    return [*lines, *role_change_lines(schedule), *_move_lines(made, moved), *_alternative_lines(made, others)]
 
 
 def tally_lines(made: Plan) -> list[str]:
@@ -64,7 +64,7 @@ def tally_lines(made: Plan) -> list[str]:
         f"  {tried:>13,} {made.tally.helped[what]:>9,}  {what}" for what, tried in made.tally.tried.items() if tried)]
 
 
-def _runs(count: int) -> str:
+def _runs_text(count: int) -> str:
     return f"{count} micro-batch run{'' if count == 1 else 's'}"
 
 
@@ -81,9 +81,10 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
-    lines = [f"placement: {found.arrangement.words}, the best of {found.looked_at} placements and divisions; the job "
+    lines = [f"placement: {found.arrangement.description}, the best of {found.looked_at} placements and divisions; the "
+             f"job "
              f"file's own {own}",
-             *(f"  {key} = {value!r}".replace("'", '"') for key, value in found.arrangement.table.items())]
+             *(f"  {key} = {value!r}".replace("'", '"') for key, value in found.arrangement.placement_table.items())]
     if found.with_failures:
         periods = ", ".join(f"{count} down {duration(period)}" for count, period in enumerate(found.with_failures, 1))
         lines.append(f"with roles vacant: {periods}; {duration(found.mean_period)} is the period of the mean "
@@ -97,7 +98,7 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
         return []
     if not again.stages:
         return ["no activations are computed again: memory suffices"]
-    which = short(joined_ranges((stage, stage + 1) for stage in again.stages))
+    which = compact_layers_text(merge_ranges((stage, stage + 1) for stage in again.stages))
     who = f"stage {which} computes its" if len(again.stages) == 1 else f"stages {which} compute their"
     without = "without, no schedule fits into memory" if again.without is None else \
         f"without, {duration(again.without)}"
@@ -105,57 +106,57 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
             f"{without}"]
 
 
-def _kept(made: Plan) -> str:
+def _kept_share(made: Plan) -> str:
     """Return the throughput as a share of fault-free, and the share of workers that are live."""
     schedule = made.schedule
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
     if made.fault_free is None:
         return f"{share}; throughput against fault-free is not known: there was no time to plan that"
-    best, least = _range(made.fault_free, made.period)
-    if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.close:
+    best, least = _throughput_range(made.fault_free, made.period)
+    if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.is_close:
         return f"throughput {best:.1%} of fault-free (layers in place: {duration(made.fault_free.period)}), {share}"
     return f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
 
 
-def _range(whole: FaultFree, period: float) -> tuple[float, float]:
+def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
     """Return the throughput relative to fault-free: by the best known fault-free plan, and by its bound."""
     return whole.period / period, whole.bound / period
 
 
-def _uncertain(made: Plan) -> list[str]:
+def _uncertainty_lines(made: Plan) -> list[str]:
     """Return a line that explains why the throughput is a range, if that range is wide."""
-    if made.fault_free is None or made.fault_free.close:
+    if made.fault_free is None or made.fault_free.is_close:
         return []
-    best, least = _range(made.fault_free, made.period)
-    if best - least < NARROW:
+    best, least = _throughput_range(made.fault_free, made.period)
+    if best - least < NARROW_RANGE:
         return []
     return [f"the shortest fault-free period is between {duration(made.fault_free.bound)} and "
             f"{duration(made.fault_free.period)}; with more time, or a plan without --failed first, it is known better"]
 
 
-def _limit(made: Plan, others: Sequence[Alternative]) -> str:
+def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
     """Return what limits the period, as a noun phrase."""
     schedule = made.schedule
-    busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY]
+    busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
-        more = f" and {len(busy) - NAMED} more" if len(busy) > NAMED else ""
-        return f"the work of {', '.join(map(str, busy[:NAMED]))}{more}: busy {BUSY:.0%} of the time and more"
+        more = f" and {len(busy) - MAX_NAMED} more" if len(busy) > MAX_NAMED else ""
+        return f"the work of {', '.join(map(str, busy[:MAX_NAMED]))}{more}: busy {BUSY_SHARE:.0%} of the time and more"
     roomier = next((other.period for other in others if other.what == MORE_MEMORY), made.period)
-    if made.period / roomier > WORTH:
+    if made.period / roomier > MIN_GAIN:
         return "memory"
-    if schedule.status != "optimal" and schedule.gap > CLOSE:
+    if schedule.status != "optimal" and schedule.gap > CLOSE_GAP:
         return "what was found in the time, or the pipelines' filling and draining"
     return "the pipelines' filling and draining: more micro-batches in an iteration make it matter less"
 
 
-def _moved(made: Plan, moved: Transition) -> list[str]:
+def _move_lines(made: Plan, moved: Transition) -> list[str]:
     """Return a line on what the plan moves. Empty if every worker keeps its layers."""
     if not moved.layers:
         return []
     line = f"layers to move: {moved.layers}"
     if moved.bytes is not None and moved.seconds is not None:
-        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}" if moved.bytes >= FEW_BYTES else \
+        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}" if moved.bytes >= LEAST_BYTES else \
             f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
@@ -164,7 +165,7 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
     return [line]
 
 
-def _instead(made: Plan, others: Sequence[Alternative]) -> list[str]:
+def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
     """Return a line on the alternatives."""
     if not others or made.fault_free is None:
         return []
@@ -176,7 +177,7 @@ def _instead(made: Plan, others: Sequence[Alternative]) -> list[str]:
     return [f"instead, by quick plans: {'; '.join(texts)}"]
 
 
-def _best(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
+def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return clauses on the best option, for the whole batch and for a smaller one, and on the effect of memory."""
     if not others or made.fault_free is None:
         return []
@@ -186,14 +187,14 @@ def _best(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> 
     dropped = [other for other in others if other.batch < 1]
     best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # the last of equal ones
     smaller_batch = max(dropped, key=lambda other: other.throughput, default=None)
-    if best and best.throughput > present * WORTH and f"{best.throughput:.1%}" != f"{present:.1%}":
+    if best and best.throughput > present * MIN_GAIN and f"{best.throughput:.1%}" != f"{present:.1%}":
         lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {present:.1%}")
     elif made.schedule.failed:
         lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {present:.1%}")
-    if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * WORTH:
+    if smaller_batch and smaller_batch.throughput > max(present, best.throughput if best else 0.0) * MIN_GAIN:
         lines.append(f"where a smaller batch will do: {smaller_batch.what}, {smaller_batch.throughput:.1%}")
     for other in others:
-        if other.what == MORE_MEMORY and other.throughput > present * WORTH:
+        if other.what == MORE_MEMORY and other.throughput > present * MIN_GAIN:
             lines.append(f"{MORE_MEMORY} would give {other.throughput:.1%}" if made.schedule.failed else
                          f"{MORE_MEMORY} would make it {other.throughput / present - 1:.1%} faster")
     return lines

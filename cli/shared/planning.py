@@ -11,30 +11,30 @@ from typing import cast
 import msgspec
 import typer
 
-from slipstream.cli.shared.console import answer_no, err, refuse
+from slipstream.cli.shared.console import err, exit_negative, refuse
 from slipstream.cli.shared.inputs import require_choice
 from slipstream.planner.budget import Clock, ProgressCallback
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
-from slipstream.planner.placement import DOWN, FoundPlacement, find_placement
+from slipstream.planner.placement import MEAN_DOWN_SHARE, FoundPlacement, find_placement
 from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
-from slipstream.planner.tables.executors import ExecutorError, executor_of
+from slipstream.planner.tables.executors import ExecutorError, open_executor
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
-_MOST_BYTES = 4096
-_REFERENCE = msgspec.json.Decoder(FaultFree)
+_MAX_BYTES = 4096
+_REFERENCE_DECODER = msgspec.json.Decoder(FaultFree)
 
 
-def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
-                 steps: int | None = None, layers: str = "fixed", slices: bool = True,
-                 from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
+def build_plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
+                       steps: int | None = None, layers: str = "fixed", slices: bool = True,
+                       from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
     """Return the planner's options from those of the command line. Exits 2 if a value is unknown."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
@@ -42,10 +42,10 @@ def plan_options(*, backward: str | None, optimizer: str | None, method: str, ti
     return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
                        method=cast(Method, method), time_limit=time_limit, steps=steps, seed=seed,
                        layers=cast(Layers, layers), slices=slices, from_checkpoint=from_checkpoint,
-                       params=search_params(params))
+                       params=read_search_params(params))
 
 
-def search_params(path: Path | None) -> SearchParams:
+def read_search_params(path: Path | None) -> SearchParams:
     """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot be read."""
     try:
         return DEFAULTS if path is None else read_params(path)
@@ -60,39 +60,39 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
     try:
-        reference = _known_reference(options, job)
-        with planning(ctrl_c) as progress:
+        reference = _read_reference(options, job)
+        with show_planning(ctrl_c) as progress:
             plan = normalised(job, failed, options, known=reference, progress=progress, clock=clock) \
                 if normalise or options.layers == "move" else \
                 plan_with(options, job, failed, known=reference, progress=progress, clock=clock)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
-        answer_no(error)
+        exit_negative(error)
     if plan.fault_free is not None:
-        _keep_reference(options, job, plan.fault_free)
+        _store_reference(options, job, plan.fault_free)
     return plan
 
 
 @contextmanager
-def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
+def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
     """Yield the executor that plans instead of local processes, or None for none. Exits 2 if it is unavailable."""
     with ExitStack() as stack:
         try:
-            executor = stack.enter_context(executor_of(name))
+            executor = stack.enter_context(open_executor(name))
         except ExecutorError as error:
             refuse(f"--executor: {error}")
         yield executor
 
 
-def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = DOWN,
+def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                   clock: Clock | None = None) -> FoundPlacement:
     """Return the best pipeline for the job in a text, with progress on stderr. Messages name the job by `path`.
 
     Exits 2 if a stage has no layer, and 1 if nothing fits.
     """
     try:
-        with planning("ends it, and nothing is written") as progress:
+        with show_planning("ends it, and nothing is written") as progress:
             return find_placement(text, options, failures=failures, down=down, progress=progress, clock=clock)
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")
@@ -100,15 +100,15 @@ def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0
     except JobError as error:
         refuse(f"{path}: {error}")
     except NoPlanError as error:
-        answer_no(error)
+        exit_negative(error)
 
 
 def compile_planner() -> None:
     """Compile the planner's inner loops, with a line on stderr, unless that was done before."""
-    ready(lambda line: err.print(line, style="dim"))
+    ensure_compiled(lambda line: err.print(line, style="dim"))
 
 
-def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
+def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
     """Return the stages that recompute their activations, or None unless the job leaves that choice to the planner.
 
     Exits 2 if the job does not say enough for it, and 1 if no plan can exist.
@@ -121,11 +121,11 @@ def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomput
     except JobError as error:
         refuse(f"{path}: {error}")
     except NoPlanError as error:
-        answer_no(error)
+        exit_negative(error)
 
 
 @contextmanager
-def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
+def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
     """Show on stderr what the planner reports, with the time since the start, and what Ctrl-C does."""
     start_time = time.monotonic()
     with err.status("planning") as status:
@@ -136,20 +136,20 @@ def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
         yield report
 
 
-def _known_reference(options: PlanOptions, job: Job) -> FaultFree | None:
+def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
     """Return the fault-free period that earlier commands found, from a file for each job in the user's cache folder.
 
     Only comparisons depend on it: if the folder cannot be read or written, it is planned again.
     """
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
-        return _REFERENCE.decode(read_at_most(_reference_file(options, job), _MOST_BYTES, ValueError))
+        return _REFERENCE_DECODER.decode(read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError))
     return None
 
 
-def _keep_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
+def _store_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
     """Store a fault-free period if it is better than the known one."""
     with suppress(NoPlanError, OSError):
-        better = found.better(_known_reference(options, job))
+        better = found.merged_with(_read_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))
 
 

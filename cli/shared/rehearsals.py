@@ -15,7 +15,7 @@ from slipstream.schedules.schedule import Worker
 
 KILL_BEFORE_OP = 2
 """Index of the op of a worker's program before which --kill kills it, in the middle of the iteration."""
-MOST_SLOW = 1000
+MAX_SLOW_FACTOR = 1000
 """Maximum factor of a worker that is slow on purpose."""
 _FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
 _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
@@ -34,7 +34,7 @@ class _Rehearsal(NamedTuple):
         return f"{self.option} {self.name}@{self.iteration}"
 
     @property
-    def of_node(self) -> bool:
+    def is_node(self) -> bool:
         """True if the event concerns all workers of a node."""
         return _NODE.fullmatch(self.name) is not None
 
@@ -55,19 +55,19 @@ class Rehearsals:
     @property
     def injections(self) -> tuple[Injection, ...]:
         """Workers that kill themselves."""
-        return tuple(Injection(one.workers[0], one.iteration, KILL_BEFORE_OP) for one in self.kills if not one.of_node)
+        return tuple(Injection(one.workers[0], one.iteration, KILL_BEFORE_OP) for one in self.kills if not one.is_node)
 
     @property
     def node_failures(self) -> tuple[NodeFailure, ...]:
         """Nodes whose workers are all killed at once."""
-        return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.of_node)
+        return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.is_node)
 
     @property
     def returns(self) -> tuple[Return, ...]:
         """Workers that are started again."""
         return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
-    def impossible(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
+    def find_conflicts(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
         """Yield lines on rehearsals that cannot happen or contradict each other.
 
         Iterations count from 0, and `absent` workers are down from the start.
@@ -76,7 +76,7 @@ class Rehearsals:
             if event.iteration >= iterations:
                 yield f"{event} cannot happen: the last iteration is {iterations - 1}"
         for worker in sorted({worker for event in chain(self.kills, self.returned) for worker in event.workers}):
-            yield from self._out_of_turn(worker, is_down=worker in absent)
+            yield from self._find_order_conflicts(worker, is_down=worker in absent)
         factors: dict[tuple[Worker, int], float] = {}
         for slow in self.slowdowns:
             earlier = factors.setdefault((slow.worker, slow.iteration), slow.factor)
@@ -84,7 +84,7 @@ class Rehearsals:
                 yield (f"--slow {slow.worker}={slow.factor:g}@{slow.iteration} contradicts "
                        f"--slow {slow.worker}={earlier:g}@{slow.iteration}")
 
-    def _out_of_turn(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
+    def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
         """Yield lines on rehearsals of a worker that is dead when it is to be killed, or alive when it is to return.
 
         Both may happen in one iteration.
@@ -102,21 +102,21 @@ class Rehearsals:
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
                     slow: list[str] | None) -> Rehearsals:
     """Return the rehearsals that the options ask for. Exits 2 if one is malformed."""
-    return Rehearsals(tuple(_read("--kill", kill or (), job)), tuple(_read("--return", bring_back or (), job)),
-                      tuple(chain(*(_slowdowns(text, job) for text in slow or ()))))
+    return Rehearsals(tuple(_read_all("--kill", kill or (), job)), tuple(_read_all("--return", bring_back or (), job)),
+                      tuple(chain(*(_parse_slowdowns(text, job) for text in slow or ()))))
 
 
-def _slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
+def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
     """Yield rehearsals given as D.S=FACTOR@ITERATION, with their factors."""
     name, _, factor = text.partition("@")[0].partition("=")
-    if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MOST_SLOW:
-        refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MOST_SLOW}, for "
+    if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MAX_SLOW_FACTOR:
+        refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MAX_SLOW_FACTOR}, for "
                "example 1.2=2@10")
-    for event in _read("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
+    for event in _read_all("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
         yield event, float(factor)
 
 
-def _read(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
+def _read_all(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
     """Yield rehearsals given as D.S@ITERATION or nodeN@ITERATION.
 
     `said` is the text that the user wrote, if it differs from the one given here.

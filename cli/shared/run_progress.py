@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from slipstream.cli.shared.console import err
-from slipstream.cli.shared.run_summary import clock
+from slipstream.cli.shared.run_summary import run_time
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.events import (
     Event,
@@ -24,7 +24,7 @@ from slipstream.runtime.events import (
     Started,
 )
 
-RECENT = 10
+RECENT_ITERATIONS = 10
 """Number of iterations over which the throughput is averaged."""
 
 
@@ -46,7 +46,7 @@ class RunProgress:
         self._fetched: float | None = None
         """Share of the layers that a settling fetch has copied, or None if none is in progress."""
         self._fetch = 0
-        self._committed: deque[float] = deque(maxlen=RECENT + 1)
+        self._committed: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
         """Times at which the last iterations of this generation were committed."""
 
     def observe(self, event: Event) -> None:
@@ -66,7 +66,7 @@ class RunProgress:
             case FetchAbandoned() | HandedOver() if event.fetch == self._fetch:
                 self._fetched = None
 
-    def committed(self, iteration: int) -> None:
+    def record_commit(self, iteration: int) -> None:
         """Record that an iteration was committed."""
         self._done = iteration + 1
         self._committed.append(time.monotonic())
@@ -99,20 +99,20 @@ class RunProgress:
             return ""
         parts = [self.phase, f"{self._live} of {self._workers} workers"]
         rate, seconds_left = self.tokens_per_second, self.seconds_left
-        parts += [] if rate is None else [f"{_count(rate)} tokens/s"]
-        parts += [] if not seconds_left else [f"{clock(seconds_left)} left"]
+        parts += [] if rate is None else [f"{_format_count(rate)} tokens/s"]
+        parts += [] if not seconds_left else [f"{run_time(seconds_left)} left"]
         if self._fault_free and self._planned:
             parts.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
         return ", ".join(parts)
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     """Format a number with at least three digits, and with commas between thousands."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ProgressDisplay:
     """Progress bar on stderr, with a line above it for each iteration and for each change of workers.
 
     A thread prints everything, so that callers do not wait for the terminal.
@@ -123,31 +123,31 @@ class Shown:
     progress: RunProgress
     write: WriterThread
 
-    def committed(self, iteration: int, loss: float) -> None:
+    def show_commit(self, iteration: int, loss: float) -> None:
         """Show an iteration. Without a progress bar, its line also has what the bar would show."""
-        self.write(partial(self._committed, iteration, loss))
+        self.write(partial(self._print_commit, iteration, loss))
 
-    def observe(self, event: Event) -> None:
+    def show_event(self, event: Event) -> None:
         """Update the progress bar by an event."""
-        self.write(partial(self._observe, event))
+        self.write(partial(self._update_bar, event))
 
-    def say(self, news: object) -> None:
+    def show_message(self, news: object) -> None:
         """Print a line about a change or a problem."""
         self.write(lambda: self.bar.console.print(str(news), style="yellow", soft_wrap=True))
 
-    def _committed(self, iteration: int, loss: float) -> None:
-        self.progress.committed(iteration)
+    def _print_commit(self, iteration: int, loss: float) -> None:
+        self.progress.record_commit(iteration)
         self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
         state = f"  {self.progress}" if self.bar.disable else ""
         self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", soft_wrap=True)
 
-    def _observe(self, event: Event) -> None:
+    def _update_bar(self, event: Event) -> None:
         self.progress.observe(event)
         self.bar.update(self.task, description=str(self.progress) or None)
 
 
 @contextmanager
-def shown(iterations: int, tokens: int) -> Iterator[Shown]:
+def show_progress(iterations: int, tokens: int) -> Iterator[ProgressDisplay]:
     """Show a progress bar while a run lasts.
 
     `iterations` is the number of iterations of the run, and `tokens` the number of tokens in a sample.
@@ -155,12 +155,12 @@ def shown(iterations: int, tokens: int) -> Iterator[Shown]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
             WriterThread() as write:
-        yield Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
+        yield ProgressDisplay(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
 
 
 @contextmanager
-def in_thread(tell: Callable[..., object],
-              complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
+def call_in_thread(tell: Callable[..., object],
+                   complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
     """Yield a function that calls `tell` in a thread, so that its callers do not wait for the terminal.
 
     At the end, `complain` receives the errors of the thread.

@@ -3,13 +3,13 @@
 from slipstream.cli.shared.console import duration
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from slipstream.schedules.memory import memory_peaks
-from slipstream.schedules.schedule import Schedule, Worker, period_ticks
+from slipstream.schedules.schedule import Schedule, Worker, compute_period_ticks
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
     """Return the share of the period in which each live worker runs ops, without ops that overlap with others."""
-    return schedule.of_each(lambda worker: sum(
-        op.end_ticks - op.start_ticks for op in schedule.occupying(worker)) / (schedule.period_ticks or 1))
+    return schedule.compute_for_each(lambda worker: sum(
+        op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker)) / (schedule.period_ticks or 1))
 
 
 def bubble_share(schedule: Schedule) -> float:
@@ -20,10 +20,10 @@ def bubble_share(schedule: Schedule) -> float:
 
 def measured_period(iteration: MeasuredIteration) -> float:
     """Return the longest busy window of a worker in a measured iteration, in seconds."""
-    return period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
+    return compute_period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
 
 
-def summary(schedule: Schedule) -> dict[str, object]:
+def summarize_schedule(schedule: Schedule) -> dict[str, object]:
     """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
     peaks = memory_peaks(schedule).values()
     return {
@@ -51,7 +51,7 @@ def summary_line(schedule: Schedule) -> str:
     """Return the summary as one line."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
-        parts.append(f"proven optimal {schedule.scope.words}")
+        parts.append(f"proven optimal {schedule.scope.description}")
     else:
         parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {schedule.gap:.2%}")
     parts.append(f"bubbles {bubble_share(schedule):.1%}")
@@ -61,11 +61,11 @@ def summary_line(schedule: Schedule) -> str:
         parts.append(f"{schedule.shed} shed")
     if schedule.moves:
         parts.append(f"{len(schedule.moves)} moved")
-    parts.append(_memory(schedule))
+    parts.append(_describe_memory(schedule))
     return f"{schedule.job}: " + " · ".join(part for part in parts if part)
 
 
-def _memory(schedule: Schedule) -> str:
+def _describe_memory(schedule: Schedule) -> str:
     peaks = memory_peaks(schedule).values()
     if schedule.memory is None or not peaks:
         return ""

@@ -5,29 +5,29 @@ from pathlib import Path
 import torch
 
 from slipstream.cli.shared.console import refuse
-from slipstream.cli.shared.inputs import is_there, table_or_refuse
+from slipstream.cli.shared.inputs import load_table_or_refuse, may_exist
 from slipstream.planner.job.file import Job
-from slipstream.planner.model.from_job import grid_of
+from slipstream.planner.model.from_job import build_grid
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.model.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     CheckpointError,
-    latest,
     open_checkpoint,
+    open_latest,
 )
-from slipstream.runtime.model.data.data import load_corpus, load_validation
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
-from slipstream.runtime.model.layers.worker_group import standing_in
-from slipstream.runtime.replay.placement import place
-from slipstream.runtime.run_fit import samples_read
+from slipstream.runtime.model.data.data import load_data, load_validation_data
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.layers.worker_group import simulating_rank
+from slipstream.runtime.replay.placement import place_layers
+from slipstream.runtime.run_fit import count_samples_read
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table
 
 
-def require_fit(path: Path, grid: Grid, job: Job) -> None:
+def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
     """Exit 2 unless the grid of a schedule has the shape of this job."""
     for property_name, of_schedule, of_job in (
             ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
@@ -44,21 +44,21 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
     Returns a line if the number of layers in the job differs from the model's. Raises ConfigError and PlacementError.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
-    with standing_in(training.tensor_parallel):
-        model = model_for(config.model, training.seed, parameter_dtype(training), device)
-    place(grid_of(job), model.layers)
-    load_corpus(config, job.microbatches, samples_read(resume, config, job.microbatches))
-    load_validation(config, job.microbatches)
+    with simulating_rank(training.tensor_parallel):
+        model = build_model(config.model, training.seed, parameter_dtype(training), device)
+    place_layers(build_grid(job), model.layers)
+    load_data(config, job.microbatches, count_samples_read(resume, config, job.microbatches))
+    load_validation_data(config, job.microbatches)
     counted = sum(job.layers or ()) // job.chains
     return None if counted in (0, model.layers) else (
         f"the job counts {counted} decoder layers, the model {model.layers}: its first one, the embedding, is with the "
         "first of them, and its last one, the head, with the last")
 
 
-def read_table(path: Path, job: Job) -> Table:
+def read_fitting_table(path: Path, job: Job) -> Table:
     """Return a table that fits the job. Exits 2 if it does not."""
-    table = table_or_refuse(path)
-    require_fit(path, table.basis.grid, job)
+    table = load_table_or_refuse(path)
+    require_same_shape(path, table.basis.grid, job)
     return table
 
 
@@ -80,12 +80,12 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the checkpoint in a folder, or the newest of several, or None if there is none. Raises CheckpointError."""
-    if is_there(folder / MANIFEST):
+    if may_exist(folder / MANIFEST):
         return open_checkpoint(folder)
-    return latest(folder / "checkpoints") or latest(folder)
+    return open_latest(folder / "checkpoints") or open_latest(folder)
 
 
-def checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
+def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
     """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read."""
     try:
         checkpoint = find_checkpoint(folder)

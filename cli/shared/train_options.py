@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.shared.console import completing
+from slipstream.cli.shared.console import complete_from
 from slipstream.cli.shared.options import PLANNED
 from slipstream.planner.options import LAYERS
 
@@ -84,7 +84,7 @@ Grace = Annotated[float, typer.Option("--grace", rich_help_panel=WAITING, metava
     "After SIGTERM or Ctrl-C, end at the next iteration with a checkpoint, within so many seconds; a second signal "
     "ends at once."))]
 LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=FAILURES,
-                                         metavar="fixed|move", autocompletion=completing(*LAYERS), help=(
+                                         metavar="fixed|move", autocompletion=complete_from(*LAYERS), help=(
     "fixed: after a failure, layers stay with the workers that hold them, unless a table's answer with roles moved "
     "soon makes up for its pause; move: while training goes on, they move "
     "to where they make the work of those that live even, when that is expected to pay."))]

@@ -7,7 +7,7 @@ from pathlib import Path
 DISTRIBUTION = "slipstream-train"
 
 
-def version() -> str:
+def installed_version() -> str:
     """Return the installed version, or that of the source tree if Slipstream is used without being installed."""
     try:
         return distribution(DISTRIBUTION).version

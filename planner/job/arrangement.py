@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.job.file import Job, JobError, parse_job, placement_columns
-from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, layer_counts
+from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, layer_counts
 from slipstream.planner.job.toml import job_text, table_comments
 
 _TIMES = ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")
 _SIZES = ("activation", "weight_stash", "weights", "recomputed")
-FOUND = "Placement found by `--placement any`:"
+FOUND_REMARK = "Placement found by `--placement any`:"
 DIGITS = 12
 """Digits of written values: as many as are exact, so that no arrangement gains by rounding."""
 
@@ -32,13 +32,13 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """Number of layers of each virtual stage of a chain."""
 
     @property
-    def table(self) -> dict[str, Any]:
+    def placement_table(self) -> dict[str, Any]:
         """Contents of the `[placement]` table."""
         order = list(self.order) if isinstance(self.order, tuple) else self.order
         return {**({"chunks": self.chunks} if self.chunks > 1 else {}),
                 **({"order": order} if order != "linear" else {}), "layers": list(self.counts)}
 
-    def columns(self, stages: int) -> tuple[int, ...]:
+    def stage_columns(self, stages: int) -> tuple[int, ...]:
         """Return the worker column of each virtual stage of a chain. A second chain has them in reverse order."""
         return self.order if isinstance(self.order, tuple) else placement_columns(self.order, stages, self.chunks)
 
@@ -48,12 +48,12 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.order == "bidirectional" else 1
 
     @property
-    def ends(self) -> list[int]:
+    def layer_ends(self) -> list[int]:
         """Layer after the last one of each virtual stage."""
         return list(accumulate(self.counts))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Description for readers."""
         order = "columns as listed" if isinstance(self.order, tuple) else {"v": "V", "linear": "one stage after another"
                                                                            }.get(self.order, self.order)
@@ -87,50 +87,51 @@ class MovableLayers:
         self.job = job = parse_job(text)
         self.costs = layer_costs(job)
         self.layers = len(self.costs.forward)
-        self.input_free = first_without_input(self.costs, layer_counts(job)[0])
-        self._inputs = _inputs(self.costs, layer_counts(job)[0]) if self.input_free else self.costs.backward_input
-        self._state = self._divided(job.memory.state if job.memory else (), self.costs.weights)
-        self._gradients = self._divided(job.network.gradients, self.costs.all_reduce)
+        self.input_free = is_first_stage_input_free(self.costs, layer_counts(job)[0])
+        self._inputs = _input_gradient_costs(self.costs, layer_counts(job)[0]) if self.input_free \
+            else self.costs.backward_input
+        self._state = self._divide_over_layers(job.memory.state if job.memory else (), self.costs.weights)
+        self._gradients = self._divide_over_layers(job.network.gradients, self.costs.all_reduce)
         memory = job.memory
-        self._room = [] if memory is None else [exact(value) for value in memory.capacity]
+        self._room = [] if memory is None else [exact_decimal(value) for value in memory.capacity]
         if memory is not None and memory.weights:
             for stage, column in enumerate(job.columns):
-                self._room[column] += exact(memory.weights[stage])
+                self._room[column] += exact_decimal(memory.weights[stage])
 
     @property
-    def given(self) -> Arrangement:
+    def own_arrangement(self) -> Arrangement:
         """Arrangement of the job itself."""
         return arrangement_of(self.job)
 
-    def work(self, layer: int) -> Fraction:
+    def layer_work(self, layer: int) -> Fraction:
         """Return the seconds of F, I and W of a layer for one micro-batch, which do not depend on its stage."""
         costs = self.costs
         return costs.forward[layer] + costs.backward_input[layer] + costs.backward_weight[layer]
 
-    def least_in_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def backward_floor_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return I and W of each layer outside the first stage, in whole ticks, rounded down."""
         both = map(sum, zip(self.costs.backward_input, self.costs.backward_weight, strict=True))
         weights = (backward - input_time for backward, input_time in zip(both, self._inputs, strict=True))
         return tuple(floor(value / tick) for value in self._inputs), tuple(floor(value / tick) for value in weights)
 
-    def is_arranged(self, job: Job) -> bool:
+    def is_rearrangement(self, job: Job) -> bool:
         """Return whether a job is this one, perhaps with another arrangement."""
         with suppress(JobError):
             other = arrangement_of(job)
             return job.stages == self.job.stages and sum(other.counts) == self.layers and \
-                job == parse_job(self.text(other))
+                job == parse_job(self.arranged_job_text(other))
         return False
 
-    def text(self, arrangement: Arrangement, remark: str = "") -> str:
+    def arranged_job_text(self, arrangement: Arrangement, remark: str = "") -> str:
         """Return the job file with another arrangement, and with a remark at its top.
 
         Raises JobError if a worker has no room for its layers.
         """
-        edges = [0, *arrangement.ends]
-        assert edges[-1] == self.layers and len(arrangement.columns(self.job.stages)) == len(arrangement.counts)
-        by_layer = self._by_layer(edges[1])
+        edges = [0, *arrangement.layer_ends]
+        assert edges[-1] == self.layers and len(arrangement.stage_columns(self.job.stages)) == len(arrangement.counts)
+        by_layer = self._costs_by_layer(edges[1])
         tables = dict(self._tables)
-        time, by_stage = dict(tables["time"]), _summed(edges)
+        time, by_stage = dict(tables["time"]), _stage_sum_function(edges)
         time |= {key: by_stage(by_layer[key]) for key in _TIMES if key in time or key != "all_reduce"}
         tables["time"] = time
         if self.job.memory is not None:
@@ -138,19 +139,20 @@ class MovableLayers:
             memory |= {key: by_stage(by_layer[key]) for key in _SIZES if key in memory or key in _SIZES[:2]}
             if self._state:
                 memory["state"] = by_stage(self._state)
-            memory["capacity"] = self._capacity(arrangement, edges)
+            memory["capacity"] = self._capacity_by_column(arrangement, edges)
             tables["memory"] = memory
         if self._gradients:
             tables["network"] = {**tables["network"], "gradients": by_stage(self._gradients)}
-        tables["placement"] = arrangement.table
-        table = {key: [_written(value) for value in values] for key, values in by_layer.items() if len(set(values)) > 1}
+        tables["placement"] = arrangement.placement_table
+        table = {key: [_rounded_float(value) for value in values] for key, values in by_layer.items()
+                 if len(set(values)) > 1}
         tables.pop("layers", None)
         if table:
             tables["layers"] = table
-        top_lines = [line for line in self._comments[""] if not line.startswith(FOUND)]
-        return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND} {remark}"] if remark else [])]})
+        top_lines = [line for line in self._comments[""] if not line.startswith(FOUND_REMARK)]
+        return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND_REMARK} {remark}"] if remark else [])]})
 
-    def _by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
+    def _costs_by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
         """Return the values of each layer if the first stage has `first` layers."""
         costs = self.costs
         costs_by_key: dict[str, Sequence[Fraction]] = {key: getattr(costs, key) for key in (*_TIMES, *_SIZES)}
@@ -161,11 +163,11 @@ class MovableLayers:
                              "backward_weight": [whole - part for whole, part in zip(both, inputs, strict=True)]}
         return costs_by_key
 
-    def _capacity(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
+    def _capacity_by_column(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
         """Return the room on a worker of each column that the weights of its layers leave."""
         rooms = list(self._room)
         if self.job.memory is not None and self.job.memory.weights:
-            columns = arrangement.columns(self.job.stages)
+            columns = arrangement.stage_columns(self.job.stages)
             for (begin, end), column in zip(pairwise(edges), columns, strict=True):
                 weights = sum(self.costs.weights[begin:end], start=Fraction(0))
                 rooms[column] -= weights
@@ -174,25 +176,25 @@ class MovableLayers:
         if min(rooms) < 0:
             column = rooms.index(min(rooms))
             raise JobError(f"workers of column {column} have no room for the weights of their layers")
-        return [_written(room) for room in rooms]
+        return [_rounded_float(room) for room in rooms]
 
-    def _divided(self, stages: Sequence[float], shares: Sequence[Fraction]) -> tuple[Fraction, ...]:
+    def _divide_over_layers(self, stages: Sequence[float], shares: Sequence[Fraction]) -> tuple[Fraction, ...]:
         """Divide values of stages over their layers, in proportion to these shares, or evenly if these are 0."""
         values: list[Fraction] = []
         for value, count in zip(stages, layer_counts(self.job) if stages else (), strict=False):
             part = shares[len(values):len(values) + count]
             weights = part if any(part) else [Fraction(1)] * count
-            values += [exact(value) * weight / sum(weights) for weight in weights]
+            values += [exact_decimal(value) * weight / sum(weights) for weight in weights]
         return tuple(values)
 
 
-def first_without_input(costs: LayerSeconds, first: int) -> bool:
+def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
     """Return whether the layers of the first stage leave all of their backward to W, while other layers do not."""
     return not any(costs.backward_input[:first]) and any(costs.backward_weight[:first]) and \
         any(costs.backward_input[first:])
 
 
-def _inputs(costs: LayerSeconds, first: int) -> tuple[Fraction, ...]:
+def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction, ...]:
     """Return I of each layer in a later stage. Layers 0 to `first` - 1 are known in the first stage only."""
     known = {(forward, one + other): one for forward, one, other in list(zip(
         costs.forward, costs.backward_input, costs.backward_weight, strict=True))[first:]}
@@ -203,13 +205,13 @@ def _inputs(costs: LayerSeconds, first: int) -> tuple[Fraction, ...]:
     return (*kept, *costs.backward_input[first:])
 
 
-def _summed(edges: Sequence[int]) -> Callable[[Sequence[Fraction]], list[float]]:
+def _stage_sum_function(edges: Sequence[int]) -> Callable[[Sequence[Fraction]], list[float]]:
     """Return a function that sums values of layers over virtual stages."""
     def placed(values: Sequence[Fraction]) -> list[float]:
-        return [_written(sum(values[begin:end], start=Fraction(0))) for begin, end in pairwise(edges)]
+        return [_rounded_float(sum(values[begin:end], start=Fraction(0))) for begin, end in pairwise(edges)]
 
     return placed
 
 
-def _written(value: Fraction) -> float:
+def _rounded_float(value: Fraction) -> float:
     return float(f"{float(value):.{DIGITS}g}")

@@ -11,14 +11,14 @@ import msgspec
 
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
 
-MOST_CHUNKS = 6
+MAX_CHUNKS = 6
 """Most virtual stages of a worker."""
 
 
-def placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
+def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
     """Iterate over the placements of the literature, as (order, virtual stages per worker)."""
     yield "linear", 1
-    for chunks in range(2, min(MOST_CHUNKS, layers // stages) + 1):
+    for chunks in range(2, min(MAX_CHUNKS, layers // stages) + 1):
         yield "interleaved", chunks
         if stages > 1:
             yield "v", chunks
@@ -33,13 +33,13 @@ class StageLoads:
         self._stages = layers.job.stages
         self.before = [0.0]
         for layer in range(layers.layers):
-            self.before.append(self.before[-1] + float(layers.work(layer)))
+            self.before.append(self.before[-1] + float(layers.layer_work(layer)))
         self.count = layers.layers
 
-    def columns(self, arrangement: Arrangement) -> list[float]:
+    def column_loads(self, arrangement: Arrangement) -> list[float]:
         """Return the mean work of each column's worker per micro-batch."""
         loads = [0.0] * self._stages
-        for (first, end), column in zip(pairwise([0, *arrangement.ends]), arrangement.columns(self._stages),
+        for (first, end), column in zip(pairwise([0, *arrangement.layer_ends]), arrangement.stage_columns(self._stages),
                                         strict=True):
             work = self.before[end] - self.before[first]
             loads[column] += work / arrangement.chains
@@ -47,14 +47,14 @@ class StageLoads:
                 loads[self._stages - 1 - column] += work / 2
         return loads
 
-    def rank(self, arrangement: Arrangement) -> tuple[float, float]:
+    def ranking_key(self, arrangement: Arrangement) -> tuple[float, float]:
         """Return a sort key, best first: the work of the busiest worker, then how uneven the virtual stages are."""
-        edges = [0, *arrangement.ends]
-        columns = self.columns(arrangement)
+        edges = [0, *arrangement.layer_ends]
+        columns = self.column_loads(arrangement)
         return max(columns), sum(load * load for load in columns) + sum(
             (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
 
-    def balanced(self, order: str, chunks: int) -> Arrangement:
+    def balance_layers(self, order: str, chunks: int) -> Arrangement:
         """Return a division of a placement with little work for the busiest worker, improved by moves of one layer."""
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
@@ -64,14 +64,15 @@ class StageLoads:
         edges = [*ends, self.count]
         best = Arrangement(order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges)))
         for _ in range(8 * virtual):
-            better = min((self.rank(near), near.counts, near) for near in [best, *neighbours(best)])
-            if better[2] is best or better[0] >= self.rank(best):
+            better = min((self.ranking_key(near), near.counts, near)
+                         for near in [best, *neighbouring_arrangements(best)])
+            if better[2] is best or better[0] >= self.ranking_key(best):
                 break
             best = better[2]
         return best
 
 
-def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
+def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]:
     """Iterate over arrangements with one layer moved from a virtual stage to another one at most four stages away."""
     counts = arrangement.counts
     for stage, count in enumerate(counts):
@@ -82,14 +83,15 @@ def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
                 yield msgspec.structs.replace(arrangement, counts=tuple(changed))
 
 
-def changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: random.Random) -> Arrangement | None:
+def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
+                     chance: random.Random) -> Arrangement | None:
     """Change an arrangement at random, in one or two steps; None if no layer can be moved.
 
     A step moves a layer to another virtual stage, or swaps the workers of two virtual stages.
     """
     for _ in range(chance.choice((1, 1, 2))):
         if arrangement.chunks > 1 and chance.random() < 0.15:
-            columns = list(arrangement.columns(stages))
+            columns = list(arrangement.stage_columns(stages))
             one, other = chance.sample(range(len(columns)), 2)
             columns[one], columns[other] = columns[other], columns[one]
             arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
@@ -98,8 +100,8 @@ def changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: ra
         donors = [stage for stage, count in enumerate(counts) if count > 1]
         if not donors or len(counts) < 2:
             return None
-        column_loads = loads.columns(arrangement)
-        columns = list(arrangement.columns(stages))
+        column_loads = loads.column_loads(arrangement)
+        columns = list(arrangement.stage_columns(stages))
         stage = max(chance.sample(donors, min(2, len(donors))), key=lambda place: column_loads[columns[place]]) \
             if chance.random() < 0.5 else chance.choice(donors)
         other = chance.choice([place for place in range(max(0, stage - 2), min(len(counts), stage + 3))

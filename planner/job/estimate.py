@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from slipstream.planner.job.layers import share
+from slipstream.planner.job.layers import held_state_share
 from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLayers
-from slipstream.planner.job.toml import rounded
+from slipstream.planner.job.toml import round_times
 
 BYTES_HELD = 18
 """Bytes per parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
@@ -79,14 +79,14 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """True if Muon steps the matrices of layers, and AdamW steps embedding and head. Muon needs whole matrices."""
 
     @property
-    def stepped(self) -> float:
+    def stepped_share(self) -> float:
         """Share of a stage's parameters that each of its workers steps."""
-        return float(share(self.pipelines)) if self.shard_optimizer else 1.0
+        return float(held_state_share(self.pipelines)) if self.shard_optimizer else 1.0
 
     @property
-    def held_bytes(self) -> float:
+    def held_bytes_per_parameter(self) -> float:
         """Bytes held permanently per parameter; with sharded state, while all workers of the stage are alive."""
-        return BYTES_WHOLE + BYTES_STATE * self.stepped
+        return BYTES_WHOLE + BYTES_STATE * self.stepped_share
 
 
 class _Cost(NamedTuple):
@@ -110,7 +110,7 @@ class _Cost(NamedTuple):
     """Seconds of Muon's matrix products."""
 
 
-def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return the tables of a job file, and the comments that say how they were made.
 
     Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
@@ -123,9 +123,9 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     work = [sum(op_seconds(layer, layout, tokens)) for layer in model.layers]
     counts = divide_layers(work, layout.stages)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
-    layers = [_cost(layer, layout, tokens, whole=index < counts[0]) for index, layer in enumerate(model.layers)]
+    layers = [_layer_cost(layer, layout, tokens, whole=index < counts[0]) for index, layer in enumerate(model.layers)]
     stages = [_Cost(*map(sum, zip(*layers[begin:end], strict=True))) for begin, end in pairwise(ends)]
-    by_layer: dict[str, Sequence[float]] = {**_times(layers, layout), **_sizes(layers)}
+    by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Return exact sums over the layers of each stage, so that plans that cut stages need no finer ticks."""
@@ -136,8 +136,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
     tables: dict[str, Any] = {
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
-        "time": {**sum_by_stage(_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
-        "memory": {"capacity": _capacity(stages, layout.gpu), **sum_by_stage(_sizes(layers)),
+        "time": {**sum_by_stage(_op_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
+        "memory": {"capacity": _capacity_by_stage(stages, layout.gpu), **sum_by_stage(_memory_sizes(layers)),
                    **({"state": [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]}
                       if layout.shard_optimizer else {}), "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
@@ -151,7 +151,7 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
         training |= {"optimizer": "muon", "dtype": "bf16", "master_weights": True}
     if training:
         tables["training"] = training
-    return tables, _comments(model, layout)
+    return tables, _table_comments(model, layout)
 
 
 def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
@@ -164,40 +164,40 @@ def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[flo
             max(products / rate, BYTES_ADDED * layer.matrices / bandwidth))
 
 
-def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
+def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
     """Return the cost of a layer.
 
     If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the whole backward to W.
     """
     forward, backward_input, backward_weight = op_seconds(layer, layout, tokens)
     activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
-                                     for amount in (*layer.crowded(layout.tensor_parallel), layer.recomputed))
+                                     for amount in (*layer.worst_case_bytes(layout.tensor_parallel), layer.recomputed))
     parameters, by_muon = layer.parameters / layout.tensor_parallel, float(layer.by_muon * layout.muon)
     return _Cost(forward=forward, backward_input=0 if whole else backward_input,
                  backward_weight=backward_weight + backward_input if whole else backward_weight,
                  activation=activation, stash=stash, recomputed=recomputed, parameters=parameters,
-                 held_bytes=layout.held_bytes * parameters - 2 * BYTES_MOMENT * by_muon, by_muon=by_muon,
+                 held_bytes=layout.held_bytes_per_parameter * parameters - 2 * BYTES_MOMENT * by_muon, by_muon=by_muon,
                  orthogonal=layer.orthogonal * layout.muon / (layout.gpu.flops * layout.efficiency))
 
 
-def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
+def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
     """Return the seconds of each op, by stage or by layer."""
     gpu = layout.gpu
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
-    step, gather = layout.stepped * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
+    step, gather = layout.stepped_share * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
     if layout.shard_optimizer:  # reduce to the owner of each part, copy to its buddy, gather bf16 weights
         ring, gather = 4 / gpu.network, 2 * (layout.pipelines - 1) / layout.pipelines / gpu.network
     return {
-        "forward": rounded([cost.forward for cost in costs]),
-        "backward_input": rounded([cost.backward_input for cost in costs]),
-        "backward_weight": rounded([cost.backward_weight for cost in costs]),
-        "optimizer": rounded([cost.parameters * (step + gather) + cost.orthogonal
-                              - 2 * BYTES_MOMENT * cost.by_muon / gpu.memory_bandwidth for cost in costs]),
-        "all_reduce": rounded([cost.parameters * ring for cost in costs]),
+        "forward": round_times([cost.forward for cost in costs]),
+        "backward_input": round_times([cost.backward_input for cost in costs]),
+        "backward_weight": round_times([cost.backward_weight for cost in costs]),
+        "optimizer": round_times([cost.parameters * (step + gather) + cost.orthogonal
+                                  - 2 * BYTES_MOMENT * cost.by_muon / gpu.memory_bandwidth for cost in costs]),
+        "all_reduce": round_times([cost.parameters * ring for cost in costs]),
     }
 
 
-def _capacity(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
+def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
     """Return the memory that a stage leaves on each GPU. Raises ValueError if a stage does not fit."""
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
@@ -206,7 +206,7 @@ def _capacity(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
     return [math.floor((gpu.memory_bytes - cost.held_bytes) / UNIT_BYTES) for cost in costs]
 
 
-def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
+def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
     """Return the memory held on each GPU, by stage or by layer."""
     return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
             "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
@@ -214,18 +214,19 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
             "recomputed": [math.ceil(cost.recomputed / UNIT_BYTES) for cost in costs]}
 
 
-def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
+def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
     """Return the comments of a job file, by table."""
     gpu = layout.gpu
     held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]
     if layout.shard_optimizer:
-        held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
+        held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes_per_parameter:.3g} bytes per "
+                f"parameter: optimizer",
                 f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
                 "which each has more when some are down."]
     if layout.muon:
         held[0] += f" Of what Muon steps, {2 * BYTES_MOMENT} less."
-    size = f"{model.parameters / 1e9:.3g} billion parameters"
+    size = f"{model.parameter_count / 1e9:.3g} billion parameters"
     if model.ends_merged:
         what = [f"Estimated, not measured: {size} ({len(model.layers)} layers of "
                 f"width {model.hidden}), sequences of {model.sequence},"]
@@ -235,8 +236,9 @@ def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
         placement = "Decoder layers of each stage; the embedding is with the first of them, the head with the last."
         by_layer = "How a stage divides over its layers; the embedding is with the first, the head with the last."
     else:
-        what = [f"Estimated, not measured: {size}, {model.used / 1e9:.3g} billion in products for a token. Layers:",
-                *textwrap.wrap(f"{model.describe()},", 118),
+        what = [f"Estimated, not measured: {size}, {model.used_parameters / 1e9:.3g} billion in products for a token. "
+                f"Layers:",
+                *textwrap.wrap(f"{model.describe_kinds()},", 118),
                 f"of width {model.hidden}, sequences of {model.sequence},"]
         times = ["Seconds. Matrix products, attention, scans and the loss; optimizer: AdamW, bound by memory "
                  "bandwidth;"]
@@ -252,7 +254,7 @@ def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
         "time": [*times,
                  f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
         "memory": [*held,
-                   f"weights: those {layout.held_bytes:.3g} bytes; unit_bytes: of a worker, which is "
+                   f"weights: those {layout.held_bytes_per_parameter:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
         "placement": [placement], "layers": [by_layer]}
     if layout.muon:
@@ -273,7 +275,7 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
     """
     inner = work[1:-1]
     if inner and max(inner) <= min(inner) == work[0]:
-        return _layers_by_stage(len(work), stages, work[0], work[-1] - work[0])
+        return _divide_equal_layers(len(work), stages, work[0], work[-1] - work[0])
     ends = np.concatenate([[0.0], np.cumsum(work)])
     load = np.tril(ends[:, None] - ends[None, :]).astype(float)  # [row, column]: work of layers column to row - 1
     load[np.triu_indices(len(ends))] = np.inf
@@ -292,7 +294,7 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
     return [end - begin for begin, end in pairwise(reversed([*begins, 0]))]
 
 
-def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:
+def _divide_equal_layers(layers: int, stages: int, layer: float, head: float) -> list[int]:
     """Divide equal layers over stages for the least work of the busiest one. The last stage also has the head."""
     last = max(1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer)))
     if stages == 1:

@@ -14,7 +14,7 @@ import msgspec
 from slipstream.planner.job.megatron import layout_counts
 from slipstream.planner.job.network import Network, read_network
 from slipstream.planner.job.toml import JobError as JobError
-from slipstream.planner.job.toml import TomlTable, count, job_text, number, shortened
+from slipstream.planner.job.toml import TomlTable, checked_count, checked_number, job_text, shorten_repr
 from slipstream.schedules.files import read_at_most
 from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
@@ -28,23 +28,24 @@ _FORM = 'a list of nodes, each a list of its workers, such as [["0.0", "0.1"], [
 
 def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
     """Read the nodes from a `[topology]` table, given as `workers_per_node` or as `node`. Raises JobError."""
-    size, listed = table.take("workers_per_node"), table.take("node")
-    table.finish()
+    size, listed = table.take_value("workers_per_node"), table.take_value("node")
+    table.refuse_unknown_keys()
     if (size is None) == (listed is None):
         raise JobError(f"topology has {'neither' if size is None else 'both'} of the keys 'workers_per_node' and "
                        "'node'; expected one of them")
     if size is not None:
-        return _by_size(count("topology.workers_per_node", size, 1, pipelines * stages), pipelines, stages)
+        return _nodes_of_size(checked_count("topology.workers_per_node", size, 1, pipelines * stages), pipelines,
+                              stages)
     if not isinstance(listed, list):
-        raise JobError(f"topology.node is {shortened(listed)}; expected {_FORM}")
-    return _listed(listed, pipelines, stages)
+        raise JobError(f"topology.node is {shorten_repr(listed)}; expected {_FORM}")
+    return _read_node_list(listed, pipelines, stages)
 
 
 def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
     """Return the `[topology]` table of a job. Empty if the job does not say which workers share a node."""
     if not nodes:
         return {}
-    if nodes == _by_size(len(nodes[0]), pipelines, stages):
+    if nodes == _nodes_of_size(len(nodes[0]), pipelines, stages):
         return {"workers_per_node": len(nodes[0])}
     return {"node": [[str(worker) for worker in node] for node in nodes]}
 
@@ -68,44 +69,44 @@ def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> N
                        f"{stages - 1}")
 
 
-def _by_size(size: int, pipelines: int, stages: int) -> Nodes:
+def _nodes_of_size(size: int, pipelines: int, stages: int) -> Nodes:
     """Return nodes of `size` workers each, in the order of the grid. The last node may have fewer."""
-    workers = _grid(pipelines, stages)
+    workers = _all_workers(pipelines, stages)
     return tuple(tuple(workers[first:first + size]) for first in range(0, len(workers), size))
 
 
-def _listed(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
+def _read_node_list(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
     """Read the nodes that `topology.node` lists. Raises JobError unless they have each worker once."""
     node_of: dict[Worker, int] = {}
     for node, names in enumerate(listed):
         path = f"topology.node[{node}]"
         if not isinstance(names, list) or not names:
-            raise JobError(f"{path} is {shortened(names)}; expected {_FORM}")
+            raise JobError(f"{path} is {shorten_repr(names)}; expected {_FORM}")
         for name in names:
-            worker = _worker(path, name)
+            worker = _parse_worker(path, name)
             require_in_grid(path, worker, pipelines, stages)
             if worker in node_of:
                 raise JobError(f"{path}: worker {worker} is in node {node_of[worker]} already; expected each worker "
                                "once")
             node_of[worker] = node
-    for worker in _grid(pipelines, stages):
+    for worker in _all_workers(pipelines, stages):
         if worker not in node_of:
             raise JobError(f"topology.node: worker {worker} is in no node; expected each worker once")
     return tuple(tuple(sorted(worker for worker, own_node in node_of.items() if own_node == node))
                  for node in range(len(listed)))
 
 
-def _worker(path: str, name: object) -> Worker:
+def _parse_worker(path: str, name: object) -> Worker:
     """Parse the name of a worker. Raises JobError, which names the key."""
     if not isinstance(name, str):
-        raise JobError(f"{path} has {shortened(name)}; expected a worker as a text, PIPELINE.STAGE")
+        raise JobError(f"{path} has {shorten_repr(name)}; expected a worker as a text, PIPELINE.STAGE")
     try:
         return Worker.parse(name)
     except ValueError as error:
         raise JobError(f"{path}: {error}") from None
 
 
-def _grid(pipelines: int, stages: int) -> list[Worker]:
+def _all_workers(pipelines: int, stages: int) -> list[Worker]:
     """Return all workers of the job, ascending."""
     return [Worker(pipeline, column) for pipeline in range(pipelines) for column in range(stages)]
 
@@ -233,16 +234,16 @@ def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
 
     If it extends another file, or keys are overridden, the text is rewritten as one file that needs no other.
     """
-    text = _file_text(path)
+    text = _read_text(path)
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError):  # `parse_job` raises the error
         return text
     if EXTENDS not in table and not settings:
         return text
-    tables = _with_bases(path, table, (path,))
+    tables = _merge_bases(path, table, (path,))
     for setting in settings:
-        tables = _merged(tables, _setting(setting))
+        tables = _merge_tables(tables, _parse_setting(setting))
     return job_text(tables, {})
 
 
@@ -250,43 +251,43 @@ def extended_files(path: Path) -> tuple[Path, ...]:
     """Return the files that a job file extends, nearest first, as far as they can be read."""
     found: list[Path] = []
     with suppress(JobError, ValueError, RecursionError):
-        while isinstance(name := tomllib.loads(_file_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:
+        while isinstance(name := tomllib.loads(_read_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:
             path = path.parent / name
             found.append(path)
     return tuple(found)
 
 
-def _with_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
+def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the tables of a file merged over those of the file that it extends."""
     own = {key: value for key, value in table.items() if key != EXTENDS}
     if EXTENDS not in table:
         return own
     name = table[EXTENDS]
     if not isinstance(name, str) or not name:
-        raise JobError(f"{path}: {EXTENDS} is {shortened(name)}; expected the path of a job file, from "
+        raise JobError(f"{path}: {EXTENDS} is {shorten_repr(name)}; expected the path of a job file, from "
                        "this one's folder")
     base = path.parent / name
     if len(seen) > MAX_BASES or any(base.resolve() == file.resolve() for file in seen):
-        raise JobError(f"{path}: {EXTENDS} is {shortened(name)}, which goes round or too far; expected a file that "
+        raise JobError(f"{path}: {EXTENDS} is {shorten_repr(name)}, which goes round or too far; expected a file that "
                        f"does not extend this one, over {MAX_BASES} files at most")
     try:
-        base_table = tomllib.loads(_file_text(base))
+        base_table = tomllib.loads(_read_text(base))
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, JobError) else f"{base}: not readable as TOML: {error}"
         raise JobError(f"{path}: {EXTENDS}: {reason}") from None
-    return _merged(_with_bases(base, base_table, (*seen, base)), own)
+    return _merge_tables(_merge_bases(base, base_table, (*seen, base)), own)
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the tables `above` into `below`, key by key. A value from `above` replaces the one from `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = _merge_tables(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
-def _setting(text: str) -> dict[str, Any]:
+def _parse_setting(text: str) -> dict[str, Any]:
     """Parse KEY=VALUE into tables. The key is dotted as in TOML; the value is TOML, or text if it is not valid TOML."""
     key, equals, value = text.partition("=")
     for written in (value, msgspec.json.encode(value).decode()):
@@ -298,7 +299,7 @@ def _setting(text: str) -> dict[str, Any]:
     raise JobError(f"--set {text}: expected KEY=VALUE, for example training.learning_rate=1e-4")
 
 
-def _file_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file. Raises JobError if it cannot be read, is too large, or is not UTF-8."""
     try:
         return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode("utf-8-sig")
@@ -313,65 +314,67 @@ def parse_job(text: str, source: str = "job") -> Job:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or an integer of more than 4,300 digits
         raise JobError(f"{source}: not readable as TOML: {error}") from None
     try:
-        return _job(TomlTable("", table))
+        return _read_job_table(TomlTable("", table))
     except JobError as error:
         raise JobError(f"{source}: {error}") from None
 
 
-def _job(table: TomlTable) -> Job:
+def _read_job_table(table: TomlTable) -> Job:
     """Read a job from the table of a whole file. Raises JobError."""
-    name = table.take("name", "job")
+    name = table.take_value("name", "job")
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
-        raise JobError(f"name is {shortened(name)}; expected a text of 1 to 200 printable characters")
-    pipelines = table.count("pipelines", high=MAX_WORKERS)
-    stages = table.count("stages", high=MAX_WORKERS // pipelines)
-    microbatches = table.counts("microbatches", pipelines, "pipeline", low=1, high=MAX_MICROBATCHES)
-    columns, chains, layers = _placement(table.table("placement"), stages)
+        raise JobError(f"name is {shorten_repr(name)}; expected a text of 1 to 200 printable characters")
+    pipelines = table.take_count("pipelines", high=MAX_WORKERS)
+    stages = table.take_count("stages", high=MAX_WORKERS // pipelines)
+    microbatches = table.take_counts("microbatches", pipelines, "pipeline", low=1, high=MAX_MICROBATCHES)
+    columns, chains, layers = _read_placement(table.take_table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
-    times = table.table("time", required=True)
-    measured = [key for key in ("all_reduce", "transfer") if times.has(key)]
-    time = _times(times, virtual, chains, pipelines, stages)
-    memory = _memory(table.table("memory"), virtual, chains, (pipelines, stages)) if table.has("memory") else None
+    times = table.take_table("time", required=True)
+    measured = [key for key in ("all_reduce", "transfer") if times.has_key(key)]
+    time = _read_times(times, virtual, chains, pipelines, stages)
+    memory = _read_memory(table.take_table("memory"), virtual, chains, (pipelines, stages)) \
+        if table.has_key("memory") else None
     layer_values = None
-    if table.has("layers"):
-        layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
-    nodes = read_nodes(table.table("topology"), pipelines, stages) if table.known("topology") else ()
+    if table.has_key("layers"):
+        layer_values = _read_layer_values(table.take_table("layers"), virtual if layers is None
+                                          else sum(layers[:virtual]))
+    nodes = read_nodes(table.take_table("topology"), pipelines, stages) if table.has_optional("topology") else ()
     per = "virtual stage" if virtual != stages else "stage"
-    network = read_network(table.table("network"), virtual, chains, per, measured) \
-        if table.known("network") else Network()
+    network = read_network(table.take_table("network"), virtual, chains, per, measured) \
+        if table.has_optional("network") else Network()
     if network.gradients:
         time = msgspec.structs.replace(time, all_reduce=tuple(
-            number("what a reduction takes by network.gradients and network.bandwidth",
-                   network.all_reduce(size, pipelines * chains)) for size in network.gradients))
+            checked_number("what a reduction takes by network.gradients and network.bandwidth",
+                           network.reduction_seconds(size, pipelines * chains)) for size in network.gradients))
     if network.activation is not None:
-        time = msgspec.structs.replace(time, transfer=number(
-            "what a transfer takes by network.activation and network.bandwidth", network.transfer()))
-    model, training = table.take("model", {}), table.take("training", {})
+        time = msgspec.structs.replace(time, transfer=checked_number(
+            "what a transfer takes by network.activation and network.bandwidth", network.transfer_seconds()))
+    model, training = table.take_value("model", {}), table.take_value("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
-            raise JobError(f"{key} is {shortened(value)}; expected a table")
-    count("training.tensor_parallel", training.get("tensor_parallel", 1), 1, MAX_RANKS)
-    table.finish()
+            raise JobError(f"{key} is {shorten_repr(value)}; expected a table")
+    checked_count("training.tensor_parallel", training.get("tensor_parallel", 1), 1, MAX_RANKS)
+    table.refuse_unknown_keys()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
                columns=columns, chains=chains, layers=layers, layer_values=layer_values, network=network, nodes=nodes,
                model=model, training=training)
 
 
 
-_ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
+_COLUMNS_BY_ORDER: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "linear": lambda stages, chunks: tuple(index // chunks for index in range(chunks * stages)),
     "interleaved": lambda stages, chunks: tuple(index % stages for index in range(chunks * stages)),
     "v": lambda stages, chunks: tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
                                       for index in range(chunks * stages)),
 }
 """Functions from stages and chunks to the column of each virtual stage, by name of the order."""
-ORDERS = (*_ORDERED, "bidirectional")
+ORDERS = (*_COLUMNS_BY_ORDER, "bidirectional")
 
 
 def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
     """Return the column of each virtual stage of a chain. For a bidirectional placement, it is the first chain."""
-    return _ORDERED["linear" if order == "bidirectional" else order](stages, chunks)
+    return _COLUMNS_BY_ORDER["linear" if order == "bidirectional" else order](stages, chunks)
 
 
 def placement_table(job: Job) -> dict[str, Any]:
@@ -382,51 +385,52 @@ def placement_table(job: Job) -> dict[str, Any]:
         table["chunks"] = chunks
     if job.chains > 1:
         table["order"] = "bidirectional"
-    elif job.columns != _ORDERED["linear"](job.stages, chunks):
-        names = (name for name, order in _ORDERED.items() if order(job.stages, chunks) == job.columns)
+    elif job.columns != _COLUMNS_BY_ORDER["linear"](job.stages, chunks):
+        names = (name for name, order in _COLUMNS_BY_ORDER.items() if order(job.stages, chunks) == job.columns)
         table["order"] = next(names, list(job.columns))
     if job.layers is not None:
         table["layers"] = list(job.layers[:job.depth])
     return table
 
 
-def _placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
+def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
     """Read the column of each virtual stage, the number of chains, and the layers of each virtual stage if given."""
     layers = None
-    if isinstance(layout := table.value("layers"), str):
-        columns, layers = _megatron_layout(table, layout, stages)
+    if isinstance(layout := table.peek_value("layers"), str):
+        columns, layers = _read_megatron_layout(table, layout, stages)
         chains = 1
     else:
-        columns, chains = _columns(table, stages)
-        if table.has("layers"):
-            layers = table.counts("layers", len(columns) // chains, "virtual stage", low=0, high=MAX_WORKERS) * chains
-    table.finish()
+        columns, chains = _read_columns(table, stages)
+        if table.has_key("layers"):
+            layers = table.take_counts("layers", len(columns) // chains, "virtual stage", low=0,
+                                       high=MAX_WORKERS) * chains
+    table.refuse_unknown_keys()
     return columns, chains, layers
 
 
-def _megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read the column and layers of each stage from a layout, which Megatron-LM assigns to columns round-robin."""
     layers = layout_counts("placement.layers", layout)
     for key in ("chunks", "order"):
-        if table.has(key):
+        if table.has_key(key):
             raise JobError(f"placement.{key} is given beside a layout in placement.layers, which says it; leave it out")
-    table.take("layers")
+    table.take_value("layers")
     chunks, remainder = divmod(len(layers), stages)
     if remainder:
         raise JobError(f"placement.layers has {len(layers)} stages for {stages} workers; expected the same number of "
                        "stages for each")
-    return _ORDERED["interleaved"](stages, chunks), layers
+    return _COLUMNS_BY_ORDER["interleaved"](stages, chunks), layers
 
 
-def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
+def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
     """Read the column of each virtual stage, and the number of chains."""
-    given = table.has("chunks")
-    chunks = table.count("chunks", 1, high=64)
-    order = table.take("order", "linear")
+    given = table.has_key("chunks")
+    chunks = table.take_count("chunks", 1, high=64)
+    order = table.take_value("order", "linear")
     if isinstance(order, list):
-        columns = tuple(count("placement.order", column, 0, stages - 1) for column in order)
+        columns = tuple(checked_count("placement.order", column, 0, stages - 1) for column in order)
         if sorted(columns) != sorted(list(range(stages)) * chunks):
-            raise JobError(f"placement.order is {shortened(order)}; expected each of the {stages} columns "
+            raise JobError(f"placement.order is {shorten_repr(order)}; expected each of the {stages} columns "
                            f"{'once' if chunks == 1 else f'{chunks} times'} (chunks = {chunks})")
         return columns, 1
     if order == "bidirectional":
@@ -435,28 +439,29 @@ def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
             raise JobError(f"placement.order is 'bidirectional' with {clash}; expected an even number of stages, and "
                            "no chunks: a worker holds one stage of each direction")
         return (*range(stages), *reversed(range(stages))), 2
-    if isinstance(order, str) and order in _ORDERED:
-        return _ORDERED[order](stages, chunks), 1
-    raise JobError(f"placement.order is {shortened(order)}; expected one of {', '.join(ORDERS)}, or a list of columns")
+    if isinstance(order, str) and order in _COLUMNS_BY_ORDER:
+        return _COLUMNS_BY_ORDER[order](stages, chunks), 1
+    raise JobError(f"placement.order is {shorten_repr(order)}; expected one of {', '.join(ORDERS)}, or a list of "
+                   f"columns")
 
 
-def _times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
+def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
     """Read the `[time]` table. Raises JobError."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
-        **{key: table.numbers(key, virtual, per) * chains for key in ops},
-        **{key: table.numbers(key, virtual, per, 0.0) * chains for key in closing},
-        transfer=table.number("transfer", 0.0), slow=_slow(table, pipelines, stages))
-    table.finish()
+        **{key: table.take_numbers(key, virtual, per) * chains for key in ops},
+        **{key: table.take_numbers(key, virtual, per, 0.0) * chains for key in closing},
+        transfer=table.take_number("transfer", 0.0), slow=_read_slow_workers(table, pipelines, stages))
+    table.refuse_unknown_keys()
     if not any(times.forward + times.backward_input + times.backward_weight):
         raise JobError("time: every op takes 0 seconds; expected some stage whose forward or backward takes longer")
     return times
 
 
-def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
+def _read_slow_workers(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
     """Read the factors of slow workers. Raises JobError unless they are whole thousandths up to 1000."""
-    slow = _by_worker(table, "slow", pipelines, stages, 0.001)
+    slow = _read_numbers_by_worker(table, "slow", pipelines, stages, 0.001)
     for worker, factor in slow:
         if factor > 1000:
             raise JobError(f"time.slow.{worker} is {factor:g}; expected a factor of at most 1000")
@@ -466,12 +471,12 @@ def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, 
     return slow
 
 
-def _by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
-               ) -> tuple[tuple[Worker, float], ...]:
+def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
+                            ) -> tuple[tuple[Worker, float], ...]:
     """Read numbers by worker, sorted by worker. Empty if the key is missing."""
-    path, values = table.path(key), table.take(key, {})
+    path, values = table.key_path(key), table.take_value(key, {})
     if not isinstance(values, dict):
-        raise JobError(f"{path} is {shortened(values)}; expected a table of workers and numbers, such as "
+        raise JobError(f"{path} is {shorten_repr(values)}; expected a table of workers and numbers, such as "
                        '{"1.2" = 1.5}')
     numbers = []
     for name, value in values.items():
@@ -480,33 +485,35 @@ def _by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: flo
         except ValueError as error:
             raise JobError(f"{path}: {error}") from None
         require_in_grid(path, worker, pipelines, stages)
-        numbers.append((worker, number(f"{path}.{name}", value, low)))
+        numbers.append((worker, checked_number(f"{path}.{name}", value, low)))
     return tuple(sorted(numbers))
 
 
-def _memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
+def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
     """Read the `[memory]` table. Raises JobError."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
-    memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
-                         activation=table.numbers("activation", virtual, per, 1.0) * chains,
-                         weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains,
-                         unit_bytes=table.number("unit_bytes", 1.0),
-                         **{key: table.numbers(key, virtual, per) * chains for key in ("weights", "recomputed", "state")
-                            if table.known(key)},
-                         capacity_of=_by_worker(table, "capacity_of", pipelines, stages))
-    table.finish()
+    memory = StageMemory(capacity=table.take_numbers("capacity", stages, "stage"),
+                         activation=table.take_numbers("activation", virtual, per, 1.0) * chains,
+                         weight_stash=table.take_numbers("weight_stash", virtual, per, 0.0) * chains,
+                         unit_bytes=table.take_number("unit_bytes", 1.0),
+                         **{key: table.take_numbers(key, virtual, per) * chains
+                            for key in ("weights", "recomputed", "state")
+                            if table.has_optional(key)},
+                         capacity_of=_read_numbers_by_worker(table, "capacity_of", pipelines, stages))
+    table.refuse_unknown_keys()
     return memory
 
 
-def _layer_values(table: TomlTable, layers: int) -> LayerValues:
+def _read_layer_values(table: TomlTable, layers: int) -> LayerValues:
     """Read the `[layers]` table. Raises JobError."""
-    values = {key: table.numbers(key, layers, "layer") for key in LayerValues.__struct_fields__ if table.known(key)}
-    table.finish()
+    values = {key: table.take_numbers(key, layers, "layer") for key in LayerValues.__struct_fields__
+              if table.has_optional(key)}
+    table.refuse_unknown_keys()
     return LayerValues(**values)
 
 
-def require_known(failed: Sequence[Worker], job: Job, name: str = "failed") -> None:
+def require_workers(failed: Sequence[Worker], job: Job, name: str = "failed") -> None:
     """Raise JobError unless the job has each of these workers. `name` is the argument or option that names them."""
     for worker in failed:
         require_in_grid(name, worker, job.pipelines, job.stages)

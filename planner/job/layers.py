@@ -16,7 +16,7 @@ from slipstream.planner.job.file import Job, JobError
 from slipstream.schedules.schedule import Worker
 
 
-class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
+class ExactLayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Costs with one value per layer of the model: times in seconds, memory in the job's unit."""
 
     forward: tuple[Fraction, ...]
@@ -32,11 +32,11 @@ class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: tuple[Fraction, ...]
 
 
-def layer_costs(job: Job) -> LayerSeconds:
+def layer_costs(job: Job) -> ExactLayerCosts:
     """Return the exact cost of each layer, 0..L-1, so that the layers of a stage add up to the stage.
 
-    Without `placement.layers`, every stage of a chain is one layer. Raises JobError if a stage has no layer, because
-    its costs then belong to none.
+    Without `placement.layers`, every stage of a chain is one layer. Raises JobError if a stage has no layer,
+    because its costs then belong to none.
     """
     counts = layer_counts(job)
     if not all(counts):
@@ -46,9 +46,10 @@ def layer_costs(job: Job) -> LayerSeconds:
     time, memory = job.time, job.memory
 
     def divided(key: str, stages: tuple[float, ...]) -> tuple[Fraction, ...]:
-        return _divided(stages[:job.depth], counts, getattr(job.layer_values, key) if job.layer_values else None)
+        return _divide_over_layers(stages[:job.depth], counts, getattr(job.layer_values, key) if job.layer_values
+                                   else None)
 
-    return LayerSeconds(
+    return ExactLayerCosts(
         **{key: divided(key, getattr(time, key))
            for key in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         **{key: divided(key, (getattr(memory, key) if memory else ()) or nothing)
@@ -61,49 +62,50 @@ def layer_counts(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def exact(value: float) -> Fraction:
+def exact_decimal(value: float) -> Fraction:
     """Return the decimal number that the user wrote, not the binary number that approximates it."""
     return Fraction(repr(value))
 
 
-def ratio(one: float, other: float) -> Fraction:
+def limited_ratio(one: float, other: float) -> Fraction:
     """Return the ratio of two ticks or units that were rounded to floats, as a fraction that a file can hold."""
     if one < other:
-        return 1 / ratio(other, one)
+        return 1 / limited_ratio(other, one)
     return Fraction(one / other).limit_denominator(10**6)
 
 
-def added(one: float, other: float) -> float:
+def add_exactly(one: float, other: float) -> float:
     """Return the sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
-    return float(exact(one) + exact(other))
+    return float(exact_decimal(one) + exact_decimal(other))
 
 
 @lru_cache(maxsize=256)
-def _divided(stages: tuple[float, ...], counts: tuple[int, ...],
-             values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
+def _divide_over_layers(stages: tuple[float, ...], counts: tuple[int, ...],
+                        values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
     """Divide each stage's value over its layers, in proportion to `values` of the layers, or evenly if these are 0."""
     divided: list[Fraction] = []
     for stage, count in zip(stages, counts, strict=True):
         first = len(divided)
-        shares = [Fraction(1)] * count if values is None else [exact(value) for value in values[first:first + count]]
+        shares = [Fraction(1)] * count if values is None \
+            else [exact_decimal(value) for value in values[first:first + count]]
         if not any(shares):
             shares = [Fraction(1)] * count
-        divided += [exact(stage) * share / sum(shares) for share in shares]
+        divided += [exact_decimal(stage) * share / sum(shares) for share in shares]
     return tuple(divided)
 
 
 # --- Optimizer state that holders share, while some are down ----------------------------------------------------------
 
 
-COPIES = 2
+STATE_COPIES = 2
 """Copies of each part of sharded state: the owner's and its buddy's."""
-FINE = 1000
+ROUNDING_PARTS = 1000
 """Fractions of the job's unit to which added memory is rounded up: thirds of a byte would need a very fine unit."""
 
 
-def share(holders: int) -> Fraction:
+def held_state_share(holders: int) -> Fraction:
     """Return the share of the whole state that each of `holders` holders keeps."""
-    return min(Fraction(1), Fraction(COPIES, holders))
+    return min(Fraction(1), Fraction(STATE_COPIES, holders))
 
 
 def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
@@ -119,11 +121,12 @@ def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
         columns = [column for other, column in enumerate(job.columns) if other % job.depth == stage % job.depth]
         holders = job.pipelines * len(columns)
         live = max(1, holders - sum(columns.count(worker.column) for worker in failed))
-        extra = math.ceil(FINE * exact(state) * (share(live) - share(holders))) / FINE
+        extra = math.ceil(ROUNDING_PARTS * exact_decimal(state)
+                          * (held_state_share(live) - held_state_share(holders))) / ROUNDING_PARTS
         taken[job.columns[stage]] += extra
         if weights:
-            weights[stage] = added(weights[stage], extra)
+            weights[stage] = add_exactly(weights[stage], extra)
     return replace(job, memory=replace(
         memory, weights=tuple(weights),
-        capacity=tuple(added(room, -extra) for room, extra in zip(memory.capacity, taken, strict=True)),
-        capacity_of=tuple((worker, added(room, -taken[worker.column])) for worker, room in memory.capacity_of)))
+        capacity=tuple(add_exactly(room, -extra) for room, extra in zip(memory.capacity, taken, strict=True)),
+        capacity_of=tuple((worker, add_exactly(room, -taken[worker.column])) for worker, room in memory.capacity_of)))

@@ -8,7 +8,7 @@ docs.nvidia.com/megatron-core) and `megatron/core/transformer/pipeline_parallel_
 
 import re
 
-from slipstream.planner.job.toml import JobError, shortened
+from slipstream.planner.job.toml import JobError, shorten_repr
 from slipstream.schedules.schedule import MAX_WORKERS
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")
@@ -24,10 +24,11 @@ def layout_counts(key: str, layout: str) -> tuple[int, ...]:
     text = layout.replace(",", "")
     for repeated in (_REPEATED_GROUP, _REPEATED_LETTER):
         if len(text) + sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > 2 * MAX_WORKERS:
-            raise JobError(f"{key} is {shortened(layout)}; expected at most {MAX_WORKERS} layers")
+            raise JobError(f"{key} is {shorten_repr(layout)}; expected at most {MAX_WORKERS} layers")
         text = repeated.sub(lambda match: match[1] * int(match[2]), text)
     if "m" in text:
-        raise JobError(f"{key} is {shortened(layout)}; layers for multi-token prediction (m) are not known here")
+        raise JobError(f"{key} is {shorten_repr(layout)}; layers for multi-token prediction (m) are not known here")
     if not re.fullmatch(r"E[t|]*L", text):
-        raise JobError(f"{key} is {shortened(layout)}; expected a layout of Megatron-LM, such as 'Et*3|(t*4|)*2,t*3|L'")
+        raise JobError(f"{key} is {shorten_repr(layout)}; expected a layout of Megatron-LM, such as "
+                       f"'Et*3|(t*4|)*2,t*3|L'")
     return tuple(map(len, text.split("|")))

@@ -14,24 +14,24 @@ from typing import Any
 from slipstream.planner.job.model_shape import (
     LayerShape,
     ModelLayers,
-    attention,
-    embedding,
-    experts,
-    feed_forward,
-    head_and_loss,
-    latent_attention,
-    mamba_2,
-    mixed_tokens,
-    named,
-    norm,
-    products,
+    attended_tokens,
+    attention_shape,
+    combine_named,
+    embedding_shape,
+    experts_shape,
+    feed_forward_shape,
+    head_and_loss_shape,
+    latent_attention_shape,
+    mamba_2_shape,
+    norm_shape,
+    products_shape,
 )
-from slipstream.planner.job.toml import JobError, shortened
+from slipstream.planner.job.toml import JobError, shorten_repr
 from slipstream.schedules.files import read_at_most
 
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS = 1000
-MOST = 2**24
+MAX_VALUE = 2**24
 """Largest number that a key may have."""
 
 
@@ -42,51 +42,51 @@ class ModelKeys:
         self._values = values
         self._source = source
 
-    def known(self, key: str) -> bool:
+    def has_value(self, key: str) -> bool:
         """Return whether the key has a value."""
         return self._values.get(key) is not None
 
-    def count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+    def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """Return an integer of at least `low`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MOST:
-            raise self.wrong(key, f"a whole number, {low} to {MOST}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_VALUE:
+            raise self.make_error(key, f"a whole number, {low} to {MAX_VALUE}")
         return value
 
-    def flag(self, key: str, *, default: bool) -> bool:
+    def read_flag(self, key: str, *, default: bool) -> bool:
         """Return true or false."""
         value = self._values.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
+            raise self.make_error(key, "true or false")
         return value
 
-    def list_of(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
+    def read_list(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
         """Return a list whose items are of type `item`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, list) or not all(isinstance(element, item) for element in value):
-            raise self.wrong(key, f"a list of {'texts' if item is str else 'whole numbers'}")
+            raise self.make_error(key, f"a list of {'texts' if item is str else 'whole numbers'}")
         return value
 
-    def text(self, key: str) -> str:
+    def read_text(self, key: str) -> str:
         """Return a string."""
         value = self._values.get(key)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text")
+            raise self.make_error(key, "a text")
         return value
 
     def is_automatic(self, key: str) -> bool:
         """Return whether the key is missing or "auto", so that its value follows from other keys."""
         return self._values.get(key) in (None, "auto")
 
-    def wrong(self, key: str, expected: str) -> JobError:
+    def make_error(self, key: str, expected: str) -> JobError:
         """Build an error that names the key and what was expected."""
-        return JobError(f"{self._source}: {key} is {shortened(self._values.get(key))}; expected {expected}")
+        return JobError(f"{self._source}: {key} is {shorten_repr(self._values.get(key))}; expected {expected}")
 
 
 def read_model(path: Path, sequence: int) -> ModelLayers:
@@ -109,206 +109,222 @@ def model_layers(document: object, sequence: int, source: str = "config.json") -
         document = {"tie_word_embeddings": document.get("tie_word_embeddings"), **document["text_config"]}
     family, keys = document.get("model_type"), ModelKeys(document, source)
     if not isinstance(family, str) or family not in FAMILIES:
-        raise keys.wrong("model_type", f"one of {', '.join(FAMILIES)}")
-    hidden, vocabulary = keys.count("hidden_size"), keys.count("vocab_size")
+        raise keys.make_error("model_type", f"one of {', '.join(FAMILIES)}")
+    hidden, vocabulary = keys.read_count("hidden_size"), keys.read_count("vocab_size")
     decoder = FAMILIES[family](keys, hidden, sequence)
     if len(decoder) > MAX_LAYERS:
         raise JobError(f"{source}: {len(decoder)} layers; expected at most {MAX_LAYERS}")
-    tied = keys.flag("tie_word_embeddings", default=family in TIED)
-    more = keys.count("num_nextn_predict_layers", 0, low=0) if family in PREDICTING else 0
+    tied = keys.read_flag("tie_word_embeddings", default=family in TIED)
+    more = keys.read_count("num_nextn_predict_layers", 0, low=0) if family in PREDICTING else 0
     if more > MAX_LAYERS:
-        raise keys.wrong("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
-    lookup = embedding(hidden, vocabulary)
-    predicting = [named("multi-token prediction", lookup, norm(hidden), norm(hidden), norm(hidden),
-                        products(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * more
-    layers = (lookup, *decoder, *predicting, head_and_loss(hidden, vocabulary, predicted=1 + more))
+        raise keys.make_error("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
+    lookup = embedding_shape(hidden, vocabulary)
+    predicting = [combine_named("multi-token prediction", lookup, norm_shape(hidden), norm_shape(hidden),
+                                norm_shape(hidden),
+                                products_shape(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * more
+    layers = (lookup, *decoder, *predicting, head_and_loss_shape(hidden, vocabulary, predicted=1 + more))
     return ModelLayers(layers=layers, hidden=hidden, sequence=sequence,
                        copies=(tied + more) * lookup.parameters)
 
 
-def _layer_count(keys: ModelKeys) -> int:
+def _read_layer_count(keys: ModelKeys) -> int:
     """Read the number of decoder layers."""
-    count = keys.count("num_hidden_layers")
+    count = keys.read_count("num_hidden_layers")
     if count > MAX_LAYERS:
-        raise keys.wrong("num_hidden_layers", f"a whole number, 1 to {MAX_LAYERS}")
+        raise keys.make_error("num_hidden_layers", f"a whole number, 1 to {MAX_LAYERS}")
     return count
 
 
-def _listed_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
+def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
     """Read the kind of each layer, from a list with one item per layer."""
-    kinds: list[str] = keys.list_of(key, str, default)
-    if len(kinds) != _layer_count(keys):
-        raise keys.wrong(key, f"{_layer_count(keys)} kinds of layers, as num_hidden_layers says")
+    kinds: list[str] = keys.read_list(key, str, default)
+    if len(kinds) != _read_layer_count(keys):
+        raise keys.make_error(key, f"{_read_layer_count(keys)} kinds of layers, as num_hidden_layers says")
     return kinds
 
 
-def _attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
-               output_bias: bool | None = None) -> LayerShape:
+def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
+                    output_bias: bool | None = None) -> LayerShape:
     """Read attention, as most models name its keys. If `bias` is None, the file decides whether there are biases."""
-    heads = keys.count("num_attention_heads")
-    kv_heads, width = keys.count("num_key_value_heads", heads), keys.count("head_dim", max(1, hidden // heads))
-    if heads % kv_heads or (hidden % heads and not keys.known("head_dim")):
-        raise keys.wrong("num_attention_heads", "a number that num_key_value_heads divides, and that divides "
-                         "hidden_size where there is no head_dim")
+    heads = keys.read_count("num_attention_heads")
+    kv_heads, width = keys.read_count("num_key_value_heads", heads), keys.read_count("head_dim",
+                                                                                     max(1, hidden // heads))
+    if heads % kv_heads or (hidden % heads and not keys.has_value("head_dim")):
+        raise keys.make_error("num_attention_heads", "a number that num_key_value_heads divides, and that divides "
+                              "hidden_size where there is no head_dim")
     if bias is None:
-        bias = keys.flag("attention_bias", default=False)
-    return attention(hidden, heads, kv_heads, width, tokens, bias=bias, head_norms=width if head_norms else 0,
-                     output_bias=bias if output_bias is None else output_bias)
+        bias = keys.read_flag("attention_bias", default=False)
+    return attention_shape(hidden, heads, kv_heads, width, tokens, bias=bias, head_norms=width if head_norms else 0,
+                           output_bias=bias if output_bias is None else output_bias)
 
 
-def _window(keys: ModelKeys, kind: str, sequence: int) -> float:
+def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
     """Return the average number of tokens that a token attends to in a layer of this kind."""
-    window = keys.count("sliding_window") if kind == "sliding_attention" else None
-    return mixed_tokens(sequence, window)
+    window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
+    return attended_tokens(sequence, window)
 
 
-def _transformer(bias: bool | None = None, *, head_norms: bool = False
-                 ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
+                        ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
     """Return a reader for Llama and similar models. `bias`, if given, is that of queries, keys and values only."""
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        window = keys.count("sliding_window") if keys.known("sliding_window") \
-            and keys.flag("use_sliding_window", default=bias is None and not head_norms) else None
-        mixer = _attention(keys, hidden, mixed_tokens(sequence, window), bias=bias, head_norms=head_norms,
-                           output_bias=None if bias is None else False)
-        dense = feed_forward(hidden, keys.count("intermediate_size"), gated=True,
-                             bias=keys.flag("mlp_bias", default=False))
-        return [named("attention + MLP", norm(hidden), mixer, norm(hidden), dense,
-                      recomputed=2 * hidden)] * _layer_count(keys)
+        window = keys.read_count("sliding_window") if keys.has_value("sliding_window") \
+            and keys.read_flag("use_sliding_window", default=bias is None and not head_norms) else None
+        mixer = _read_attention(keys, hidden, attended_tokens(sequence, window), bias=bias, head_norms=head_norms,
+                                output_bias=None if bias is None else False)
+        dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
+                                   bias=keys.read_flag("mlp_bias", default=False))
+        return [combine_named("attention + MLP", norm_shape(hidden), mixer, norm_shape(hidden), dense,
+                              recomputed=2 * hidden)] * _read_layer_count(keys)
     return read_layers
 
 
-def _gemma(norms: int, *, head_norms: bool = False, pattern: int = 1
-           ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
+                  ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
     """Return a reader for Gemma: all layers except every `pattern`-th attend to a window only."""
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        every = keys.count("sliding_window_pattern", pattern)
+        every = keys.read_count("sliding_window_pattern", pattern)
         default = ["sliding_attention" if (layer + 1) % every else "full_attention"
-                   for layer in range(_layer_count(keys))]
-        kinds = _listed_kinds(keys, "layer_types", default)
-        dense = feed_forward(hidden, keys.count("intermediate_size"), gated=True)
-        return [named(f"{kind.replace('_', ' ')} + MLP", *[norm(hidden)] * norms,
-                      _attention(keys, hidden, _window(keys, kind, sequence), head_norms=head_norms), dense,
-                      recomputed=2 * hidden) for kind in kinds]
+                   for layer in range(_read_layer_count(keys))]
+        kinds = _read_layer_kinds(keys, "layer_types", default)
+        dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
+        return [combine_named(f"{kind.replace('_', ' ')} + MLP", *[norm_shape(hidden)] * norms,
+                              _read_attention(keys, hidden, _read_attended_tokens(keys, kind, sequence),
+                                              head_norms=head_norms), dense,
+                              recomputed=2 * hidden) for kind in kinds]
     return read_layers
 
 
-def _mixture(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
-             ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
+                    ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
     """Return a reader for Mixtral and Qwen's mixtures, whose layers mostly have experts.
 
     The arguments `number` and `width` are the keys for the number of experts and their width.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        mixer = _attention(keys, hidden, mixed_tokens(sequence, None), bias=bias, head_norms=head_norms,
-                           output_bias=None if bias is None else False)
-        sparse_part = experts(hidden, keys.count(width), number=keys.count(number), gated=True,
-                              chosen=keys.count("num_experts_per_tok"))
+        mixer = _read_attention(keys, hidden, attended_tokens(sequence, None), bias=bias, head_norms=head_norms,
+                                output_bias=None if bias is None else False)
+        sparse_part = experts_shape(hidden, keys.read_count(width), number=keys.read_count(number), gated=True,
+                                    chosen=keys.read_count("num_experts_per_tok"))
         if shared:
-            width_of_shared = keys.count("shared_expert_intermediate_size")
-            sparse_part += feed_forward(hidden, width_of_shared, gated=True) + products(hidden, 1)
-        dense, step = set(keys.list_of("mlp_only_layers", int, [])), keys.count("decoder_sparse_step", 1)
+            width_of_shared = keys.read_count("shared_expert_intermediate_size")
+            sparse_part += feed_forward_shape(hidden, width_of_shared, gated=True) + products_shape(hidden, 1)
+        dense, step = set(keys.read_list("mlp_only_layers", int, [])), keys.read_count("decoder_sparse_step", 1)
         found = []
-        for layer in range(_layer_count(keys)):
+        for layer in range(_read_layer_count(keys)):
             sparse = layer not in dense and (layer + 1) % step == 0
-            part = sparse_part if sparse else feed_forward(hidden, keys.count("intermediate_size"), gated=True)
-            found.append(named(f"attention + {'experts' if sparse else 'MLP'}", norm(hidden), mixer, norm(hidden), part,
-                               recomputed=2 * hidden))
+            part = sparse_part if sparse \
+                else feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
+            found.append(combine_named(f"attention + {'experts' if sparse else 'MLP'}", norm_shape(hidden), mixer,
+                                       norm_shape(hidden), part,
+                                       recomputed=2 * hidden))
         return found
     return read_layers
 
 
-def _deepseek(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
     """Return a reader for DeepSeek-V2 and V3: latent attention; dense layers first, then experts with shared ones."""
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-        mixer = latent_attention(
-            hidden, keys.count("num_attention_heads"), mixed_tokens(sequence, None), kv_rank=keys.count("kv_lora_rank"),
-            query_rank=keys.count("q_lora_rank") if keys.known("q_lora_rank") else None,
-            rotary=keys.count("qk_rope_head_dim"), plain=keys.count("qk_nope_head_dim"), value=keys.count("v_head_dim"))
-        width = keys.count("moe_intermediate_size")
-        sparse = experts(hidden, width, number=keys.count("n_routed_experts"), gated=True, router_bias=router_bias,
-                         chosen=keys.count("num_experts_per_tok")) \
-            + feed_forward(hidden, width * keys.count("n_shared_experts", 1), gated=True)
-        dense, first = feed_forward(hidden, keys.count("intermediate_size"), gated=True), \
-            keys.count("first_k_dense_replace", 0, low=0)
-        return [named(f"latent attention + {'MLP' if layer < first else 'experts'}", norm(hidden), mixer, norm(hidden),
-                      dense if layer < first else sparse, recomputed=2 * hidden) for layer in range(_layer_count(keys))]
+        mixer = latent_attention_shape(
+            hidden, keys.read_count("num_attention_heads"), attended_tokens(sequence, None),
+            kv_rank=keys.read_count("kv_lora_rank"),
+            query_rank=keys.read_count("q_lora_rank") if keys.has_value("q_lora_rank") else None,
+            rotary=keys.read_count("qk_rope_head_dim"), plain=keys.read_count("qk_nope_head_dim"),
+            value=keys.read_count("v_head_dim"))
+        width = keys.read_count("moe_intermediate_size")
+        sparse = experts_shape(hidden, width, number=keys.read_count("n_routed_experts"), gated=True,
+                               router_bias=router_bias,
+                               chosen=keys.read_count("num_experts_per_tok")) \
+            + feed_forward_shape(hidden, width * keys.read_count("n_shared_experts", 1), gated=True)
+        dense, first = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True), \
+            keys.read_count("first_k_dense_replace", 0, low=0)
+        return [combine_named(f"latent attention + {'MLP' if layer < first else 'experts'}", norm_shape(hidden), mixer,
+                              norm_shape(hidden),
+                              dense if layer < first else sparse, recomputed=2 * hidden)
+                for layer in range(_read_layer_count(keys))]
     return read_layers
 
 
-def _nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
     """Read the layers of Nemotron-H (arXiv 2504.03624): each is one of Mamba-2, attention, MLP and experts."""
     names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
              "linear_attention": "mamba", "full_attention": "attention"}
-    key = "hybrid_override_pattern" if keys.known("hybrid_override_pattern") else "layers_block_type"
-    pattern = list(keys.text(key)) if key == "hybrid_override_pattern" else keys.list_of(key, str)
+    key = "hybrid_override_pattern" if keys.has_value("hybrid_override_pattern") else "layers_block_type"
+    pattern = list(keys.read_text(key)) if key == "hybrid_override_pattern" else keys.read_list(key, str)
     makers: Mapping[str, Callable[[], LayerShape]] = {
-        "mamba": lambda: _mamba(keys, hidden, heads="mamba_num_heads", width="mamba_head_dim", groups="n_groups",
-                                state="ssm_state_size", kernel="conv_kernel", chunk="chunk_size",
-                                convolution_bias="use_conv_bias"),
-        "attention": lambda: _attention(keys, hidden, mixed_tokens(sequence, None)),
-        "mlp": lambda: feed_forward(hidden, keys.count("intermediate_size"), gated=False,
-                                    bias=keys.flag("mlp_bias", default=False)),
-        "moe": lambda: experts(hidden, keys.count("moe_intermediate_size"), number=keys.count("n_routed_experts"),
-                               chosen=keys.count("num_experts_per_tok"), gated=False, router_bias=True)
-        + feed_forward(hidden, keys.count("moe_shared_expert_intermediate_size"), gated=False)}
+        "mamba": lambda: _read_mamba(keys, hidden, heads="mamba_num_heads", width="mamba_head_dim", groups="n_groups",
+                                     state="ssm_state_size", kernel="conv_kernel", chunk="chunk_size",
+                                     convolution_bias="use_conv_bias"),
+        "attention": lambda: _read_attention(keys, hidden, attended_tokens(sequence, None)),
+        "mlp": lambda: feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=False,
+                                          bias=keys.read_flag("mlp_bias", default=False)),
+        "moe": lambda: experts_shape(hidden, keys.read_count("moe_intermediate_size"),
+                                     number=keys.read_count("n_routed_experts"),
+                                     chosen=keys.read_count("num_experts_per_tok"), gated=False, router_bias=True)
+        + feed_forward_shape(hidden, keys.read_count("moe_shared_expert_intermediate_size"), gated=False)}
     kinds = [names.get(name, name) for name in pattern]
     if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
-        raise keys.wrong(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
-    if keys.known("moe_latent_size"):
-        raise keys.wrong("moe_latent_size", "none: experts of a latent width are not known")
+        raise keys.make_error(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
+    if keys.has_value("moe_latent_size"):
+        raise keys.make_error("moe_latent_size", "none: experts of a latent width are not known")
     shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
-    shapes = {kind: named(shown[kind], norm(hidden), makers[kind](), recomputed=2 * hidden) for kind in set(kinds)}
+    shapes = {kind: combine_named(shown[kind], norm_shape(hidden), makers[kind](), recomputed=2 * hidden)
+              for kind in set(kinds)}
     return [shapes[kind] for kind in kinds]
 
 
-def _mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str, chunk: str,
-           convolution_bias: str) -> LayerShape:
+def _read_mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str,
+                chunk: str,
+                convolution_bias: str) -> LayerShape:
     """Read a Mamba-2 mixer. The arguments are the keys of its sizes."""
-    number = keys.count(heads)
-    each = hidden * keys.count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.count(width)
-    return mamba_2(hidden, heads=number, head_width=each, groups=keys.count(groups, 1),
-                   state=keys.count(state), kernel=keys.count(kernel, 4), chunk=keys.count(chunk, 256),
-                   convolution_bias=keys.flag(convolution_bias, default=True),
-                   bias=keys.flag("mamba_proj_bias", default=False))
+    number = keys.read_count(heads)
+    each = hidden * keys.read_count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.read_count(width)
+    return mamba_2_shape(hidden, heads=number, head_width=each, groups=keys.read_count(groups, 1),
+                         state=keys.read_count(state), kernel=keys.read_count(kernel, 4),
+                         chunk=keys.read_count(chunk, 256),
+                         convolution_bias=keys.read_flag(convolution_bias, default=True),
+                         bias=keys.read_flag("mamba_proj_bias", default=False))
 
 
-def _granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+def _read_granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
     """Read the layers of Granite 4 and Bamba: Mamba-2 or attention, then an MLP or experts with a shared one."""
-    count = _layer_count(keys)
-    if keys.known("layer_types"):
-        kinds = _listed_kinds(keys, "layer_types")
+    count = _read_layer_count(keys)
+    if keys.has_value("layer_types"):
+        kinds = _read_layer_kinds(keys, "layer_types")
     else:
-        attending = set(keys.list_of("attn_layer_indices", int, []))
+        attending = set(keys.read_list("attn_layer_indices", int, []))
         kinds = ["attention" if layer in attending else "mamba" for layer in range(count)]
     names = {"attention": "attention", "full_attention": "attention", "mamba": "Mamba-2", "linear_attention": "Mamba-2"}
     if not set(kinds) <= names.keys():
-        raise keys.wrong("layer_types", f"each one of {', '.join(names)}")
-    if keys.known("shared_intermediate_size"):
-        dense = feed_forward(hidden, keys.count("shared_intermediate_size"), gated=True)
-        number = keys.count("num_local_experts", 0, low=0)
-        part = dense + experts(hidden, keys.count("intermediate_size"), number=number, gated=True,
-                               chosen=keys.count("num_experts_per_tok")) if number else dense
+        raise keys.make_error("layer_types", f"each one of {', '.join(names)}")
+    if keys.has_value("shared_intermediate_size"):
+        dense = feed_forward_shape(hidden, keys.read_count("shared_intermediate_size"), gated=True)
+        number = keys.read_count("num_local_experts", 0, low=0)
+        part = dense + experts_shape(hidden, keys.read_count("intermediate_size"), number=number, gated=True,
+                                     chosen=keys.read_count("num_experts_per_tok")) if number else dense
     else:
         number = 0
-        part = feed_forward(hidden, keys.count("intermediate_size"), gated=True,
-                            bias=keys.flag("mlp_bias", default=False))
-    mixers = {"attention": _attention(keys, hidden, mixed_tokens(sequence, None)),
-              "Mamba-2": _mamba(keys, hidden, heads="mamba_n_heads", width="mamba_d_head", groups="mamba_n_groups",
-                                state="mamba_d_state", kernel="mamba_d_conv", chunk="mamba_chunk_size",
-                                convolution_bias="mamba_conv_bias")}
-    return [named(f"{names[kind]} + {'experts' if number else 'MLP'}", norm(hidden), mixers[names[kind]], norm(hidden),
-                  part, recomputed=2 * hidden) for kind in kinds]
+        part = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
+                                  bias=keys.read_flag("mlp_bias", default=False))
+    mixers = {"attention": _read_attention(keys, hidden, attended_tokens(sequence, None)),
+              "Mamba-2": _read_mamba(keys, hidden, heads="mamba_n_heads", width="mamba_d_head", groups="mamba_n_groups",
+                                     state="mamba_d_state", kernel="mamba_d_conv", chunk="mamba_chunk_size",
+                                     convolution_bias="mamba_conv_bias")}
+    return [combine_named(f"{names[kind]} + {'experts' if number else 'MLP'}", norm_shape(hidden), mixers[names[kind]],
+                          norm_shape(hidden),
+                          part, recomputed=2 * hidden) for kind in kinds]
 
 
 FAMILIES: Mapping[str, Callable[[ModelKeys, int, int], list[LayerShape]]] = {
-    "llama": _transformer(), "mistral": _transformer(), "qwen2": _transformer(bias=True),
-    "qwen3": _transformer(head_norms=True),
-    "gemma": _gemma(2), "gemma2": _gemma(4, pattern=2), "gemma3_text": _gemma(4, head_norms=True, pattern=6),
-    "mixtral": _mixture("num_local_experts", "intermediate_size"),
-    "qwen2_moe": _mixture("num_experts", "moe_intermediate_size", bias=True, shared=True),
-    "qwen3_moe": _mixture("num_experts", "moe_intermediate_size", head_norms=True),
-    "deepseek_v2": _deepseek(router_bias=False), "deepseek_v3": _deepseek(router_bias=True),
-    "nemotron_h": _nemotron_h, "granitemoehybrid": _granite_hybrid, "bamba": _granite_hybrid,
+    "llama": _transformer_reader(), "mistral": _transformer_reader(), "qwen2": _transformer_reader(bias=True),
+    "qwen3": _transformer_reader(head_norms=True),
+    "gemma": _gemma_reader(2), "gemma2": _gemma_reader(4, pattern=2),
+    "gemma3_text": _gemma_reader(4, head_norms=True, pattern=6),
+    "mixtral": _mixture_reader("num_local_experts", "intermediate_size"),
+    "qwen2_moe": _mixture_reader("num_experts", "moe_intermediate_size", bias=True, shared=True),
+    "qwen3_moe": _mixture_reader("num_experts", "moe_intermediate_size", head_norms=True),
+    "deepseek_v2": _deepseek_reader(router_bias=False), "deepseek_v3": _deepseek_reader(router_bias=True),
+    "nemotron_h": _read_nemotron_h, "granitemoehybrid": _read_granite_hybrid, "bamba": _read_granite_hybrid,
 }
 """Functions that read a model's decoder layers from its config.json, by `model_type`."""
 TIED = frozenset({"gemma", "gemma2", "gemma3_text"})

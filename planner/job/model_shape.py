@@ -60,7 +60,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     orthogonal: float = 0.0
     """Floating-point operations of a Muon step."""
 
-    def crowded(self, gpus: int) -> tuple[int, int]:
+    def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
         """Return the bytes of activation and stash per token on all GPUs of a worker, in the worst case of routing.
 
         Each GPU has equally many of the experts, and needs room for all choices that can fall on these: on one GPU as
@@ -89,16 +89,16 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
     """True if embedding and head are part of the first and the last layer, instead of layers of their own."""
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """Number of parameters of the whole model, each counted once."""
         return sum(layer.parameters for layer in self.layers) - self.copies
 
     @property
-    def used(self) -> int:
+    def used_parameters(self) -> int:
         """Number of parameters by which a token is multiplied in products, counted once per use."""
         return sum(layer.used for layer in self.layers)
 
-    def describe(self) -> str:
+    def describe_kinds(self) -> str:
         """Describe how many layers there are of each kind, in the order of first appearance."""
         kinds = Counter(layer.kind for layer in self.layers)
         return ", ".join(kind if number == 1 else f"{number} x {kind}" for kind, number in kinds.items())
@@ -126,7 +126,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
 
     @property
-    def _sides(self) -> list[int]:
+    def _matrix_sides(self) -> list[int]:
         """Size of the dimension of each matrix of a layer that is not `hidden`."""
         keys, wide = self.hidden // self.heads * (self.kv_heads or self.heads), self.ffn or 4 * self.hidden
         return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
@@ -144,7 +144,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             kind="decoder layer", parameters=self.layer_parameters, matrices=self.layer_parameters,
             used=self.layer_parameters, mixing=4 * self.sequence * self.hidden, activation=34 * self.hidden,
             stash=32 * self.hidden, recomputed=2 * self.hidden, by_muon=self.layer_parameters,
-            orthogonal=sum(muon_operations(self.hidden, side) for side in self._sides))
+            orthogonal=sum(muon_operations(self.hidden, side) for side in self._matrix_sides))
         logits = LOGIT_BYTES * self.vocabulary
         head = LayerShape(kind="head", parameters=ends, matrices=ends, used=ends, activation=logits, recomputed=logits)
         layers = [decoder] * self.layers
@@ -162,7 +162,7 @@ def muon_operations(one: int, other: int) -> float:
     return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
 
 
-def products(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
+def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
     """Return the shape of matrices that multiply one input. Input and outputs' gradients are held from I to W."""
     weights = inputs * sum(outputs)
     return LayerShape(kind="product", parameters=weights + bias * sum(outputs), matrices=weights, used=weights,
@@ -170,62 +170,67 @@ def products(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
                       orthogonal=sum(muon_operations(inputs, output) for output in outputs))
 
 
-def norm(width: int) -> LayerShape:
+def norm_shape(width: int) -> LayerShape:
     """Return the shape of a norm with scales, whose input the backward reads."""
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
-def held_values(number: int) -> LayerShape:
+def held_values_shape(number: int) -> LayerShape:
     """Return the shape of values that the backward reads besides the inputs of products and norms."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
-def mixed_tokens(sequence: int, window: int | None) -> float:
+def attended_tokens(sequence: int, window: int | None) -> float:
     """Return twice the mean number of tokens attended to with a causal mask: s, or 2 w - w^2 / s in a window."""
     width = min(window or sequence, sequence)
     return 2 * width - width**2 / sequence
 
 
-def attention(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: float, *, bias: bool = False,
-              output_bias: bool = False, head_norms: int = 0) -> LayerShape:
+def attention_shape(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: float, *, bias: bool = False,
+                    output_bias: bool = False, head_norms: int = 0) -> LayerShape:
     """Return the shape of attention with grouped heads. Queries and keys have a norm of width `head_norms` if not 0."""
     queries, keys = heads * head_width, kv_heads * head_width
-    together = products(hidden, queries, keys, keys, bias=bias) + products(queries, hidden, bias=output_bias) \
-        + held_values(queries + 2 * keys) + LayerShape(kind="scores", mixing=4 * tokens * queries)
+    together = products_shape(hidden, queries, keys, keys, bias=bias) + products_shape(queries, hidden,
+                                                                                       bias=output_bias) \
+        + held_values_shape(queries + 2 * keys) + LayerShape(kind="scores", mixing=4 * tokens * queries)
     if head_norms:
         together += LayerShape(kind="norms", parameters=2 * head_norms, activation=VALUE_BYTES * (queries + keys))
     return together
 
 
-def latent_attention(hidden: int, heads: int, tokens: float, *, query_rank: int | None, kv_rank: int, rotary: int,
-                     plain: int, value: int) -> LayerShape:
+def latent_attention_shape(hidden: int, heads: int, tokens: float, *, query_rank: int | None, kv_rank: int, rotary: int,
+                           plain: int, value: int) -> LayerShape:
     """Return the shape of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values expanded."""
     query = heads * (plain + rotary)
     if query_rank is None:
-        part = products(hidden, query, kv_rank + rotary)
+        part = products_shape(hidden, query, kv_rank + rotary)
     else:
-        part = products(hidden, query_rank, kv_rank + rotary) + norm(query_rank) + products(query_rank, query)
-    return part + norm(kv_rank) + products(kv_rank, heads * (plain + value)) + products(heads * value, hidden) \
-        + held_values(2 * query + heads * value) \
+        part = products_shape(hidden, query_rank,
+                              kv_rank + rotary) + norm_shape(query_rank) + products_shape(query_rank, query)
+    return part + norm_shape(kv_rank) + products_shape(kv_rank, heads * (plain + value)) + products_shape(heads * value,
+                                                                                                          hidden) \
+        + held_values_shape(2 * query + heads * value) \
         + LayerShape(kind="scores", mixing=2 * tokens * (query + heads * value))
 
 
-def feed_forward(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
+def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
     """Return the shape of a feed-forward part.
 
     It has two matrices with a function between them or, if gated, three, of which the outputs of two are multiplied.
     """
     widths = [width] * (2 if gated else 1)
-    return products(hidden, *widths, bias=bias) + products(width, hidden, bias=bias) + held_values(sum(widths))
+    return products_shape(hidden, *widths, bias=bias) + products_shape(width, hidden,
+                                                                       bias=bias) + held_values_shape(sum(widths))
 
 
-def experts(hidden: int, width: int, *, number: int, chosen: int, gated: bool, router_bias: bool = False) -> LayerShape:
+def experts_shape(hidden: int, width: int, *, number: int, chosen: int, gated: bool,
+                  router_bias: bool = False) -> LayerShape:
     """Return the shape of experts, of which each token uses some.
 
     The experts' outputs are held, because the backward of their weights in the sum reads them.
     """
-    expert = feed_forward(hidden, width, gated=gated)
-    router, activation = products(hidden, number), expert.activation + VALUE_BYTES * hidden
+    expert = feed_forward_shape(hidden, width, gated=gated)
+    router, activation = products_shape(hidden, number), expert.activation + VALUE_BYTES * hidden
     return LayerShape(
         kind="experts", parameters=router.parameters + router_bias * number + number * expert.parameters,
         matrices=router.matrices + number * expert.matrices, used=router.used + chosen * expert.used,
@@ -234,8 +239,8 @@ def experts(hidden: int, width: int, *, number: int, chosen: int, gated: bool, r
         by_muon=router.by_muon + number * expert.by_muon, orthogonal=router.orthogonal + number * expert.orthogonal)
 
 
-def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,
-            convolution_bias: bool = True, bias: bool = False) -> LayerShape:
+def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,
+                  convolution_bias: bool = True, bias: bool = False) -> LayerShape:
     """Return the shape of a Mamba-2 mixer: products as in attention in chunks of q tokens, states between chunks.
 
     Operations per token: 2 q g n for the scores, 2 q p for their values, 4 p n into states and out, with g groups and
@@ -245,37 +250,37 @@ def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int
     convolved = inner + 2 * groups * state
     projected = inner + convolved + heads
     small = convolved * (kernel + convolution_bias) + 3 * heads
-    return products(hidden, projected, bias=bias) + products(inner, hidden, bias=bias) + norm(inner) \
-        + held_values(projected) \
+    return products_shape(hidden, projected, bias=bias) + products_shape(inner, hidden, bias=bias) + norm_shape(inner) \
+        + held_values_shape(projected) \
         + LayerShape(kind="scan", parameters=small, used=convolved * kernel,
                      mixing=2 * chunk * (groups * state + inner) + 4 * inner * state)
 
 
-def embedding(hidden: int, vocabulary: int) -> LayerShape:
+def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
     """Return the shape of a lookup: it has no product, and a gradient for only a few of its rows."""
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 
 
-def head_and_loss(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
+def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
     """Return the shape of the last norm, the logits of `predicted` tokens per position, and their loss.
 
     The loss reads bf16 logits and keeps float32.
     """
-    product = products(hidden, vocabulary)
+    product = products_shape(hidden, vocabulary)
     loss = (VALUE_BYTES + LOGIT_BYTES) * vocabulary
     each = LayerShape(kind="head", used=product.used, stash=product.stash, loss_bytes=loss,
                       activation=product.activation + LOGIT_BYTES * vocabulary)
-    layer = LayerShape(kind="weights", parameters=product.parameters, matrices=product.matrices) + norm(hidden)
+    layer = LayerShape(kind="weights", parameters=product.parameters, matrices=product.matrices) + norm_shape(hidden)
     for _ in range(predicted):
         layer += each
-    return named("head", layer, recomputed=layer.activation)
+    return combine_named("head", layer, recomputed=layer.activation)
 
 
-def named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
+def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
     """Combine parts into a layer with a name. `recomputed` is what it holds if its activations are recomputed."""
-    return msgspec.structs.replace(total(parts), kind=kind, recomputed=recomputed)
+    return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 
-def total(parts: Sequence[LayerShape]) -> LayerShape:
+def combine_parts(parts: Sequence[LayerShape]) -> LayerShape:
     """Combine parts into one layer."""
     return sum(parts[1:], start=parts[0])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.planner.job.toml import JobError, TomlTable, shortened
+from slipstream.planner.job.toml import JobError, TomlTable, shorten_repr
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,35 +23,37 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     activation: float | None = None
     """Bytes of an activation. With a bandwidth, the time of transfers follows from it."""
 
-    def least(self, holders: int) -> float:
+    def reduction_latency(self, holders: int) -> float:
         """Return the latency of a reduction in seconds: messages pass around a ring of holders twice (Patarasuk and
         Yuan, J. Parallel Distrib. Comput. 69, 2009)."""
         return 2 * (holders - 1) * self.latency
 
-    def all_reduce(self, size: float, holders: int) -> float:
+    def reduction_seconds(self, size: float, holders: int) -> float:
         """Return the seconds of a reduction of `size` bytes, of which each worker of a ring sends 2 (n - 1) / n."""
         assert self.bandwidth is not None
-        return rounded(self.least(holders) + 2 * (holders - 1) / holders * size / self.bandwidth)
+        return round_to_four_digits(self.reduction_latency(holders) + 2 * (holders - 1) / holders * size
+                                    / self.bandwidth)
 
-    def transfer(self) -> float:
+    def transfer_seconds(self) -> float:
         """Return the seconds that an activation takes."""
         assert self.bandwidth is not None and self.activation is not None
-        return rounded(self.latency + self.activation / self.bandwidth)
+        return round_to_four_digits(self.latency + self.activation / self.bandwidth)
 
 
 def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured: Sequence[str]) -> Network:
     """Read a `[network]` table. `measured` are the keys of `[time]` that are given. Raises JobError."""
-    overlap = table.take("overlap", False)
+    overlap = table.take_value("overlap", False)
     if not isinstance(overlap, bool):
-        raise JobError(f"network.overlap is {shortened(overlap)}; expected true or false")
-    bandwidth = table.number("bandwidth") if table.known("bandwidth") else None
+        raise JobError(f"network.overlap is {shorten_repr(overlap)}; expected true or false")
+    bandwidth = table.take_number("bandwidth") if table.has_optional("bandwidth") else None
     if bandwidth == 0:
         raise JobError("network.bandwidth is 0; expected bytes a second, more than 0")
-    network = Network(overlap=overlap, bandwidth=bandwidth, latency=table.number("latency", 0.0),
-                      gradients=table.numbers("gradients", virtual, per) * chains if table.known("gradients") else (),
-                      slowdown=table.number("slowdown", 0.0),
-                      activation=table.number("activation") if table.known("activation") else None)
-    table.finish()
+    network = Network(overlap=overlap, bandwidth=bandwidth, latency=table.take_number("latency", 0.0),
+                      gradients=table.take_numbers("gradients", virtual, per) * chains
+                      if table.has_optional("gradients") else (),
+                      slowdown=table.take_number("slowdown", 0.0),
+                      activation=table.take_number("activation") if table.has_optional("activation") else None)
+    table.refuse_unknown_keys()
     if network.slowdown >= 1:
         raise JobError(f"network.slowdown is {network.slowdown:g}; expected a share, less than 1")
     for key, given, time in (("gradients", network.gradients, "all_reduce"),
@@ -72,9 +74,10 @@ def network_table(network: Network, latency: float, bandwidth: float, slowdown: 
     table: dict[str, bool | float] = {"overlap": True} if network.overlap else {}
     if not bandwidth:
         return {**table, **({"latency": network.latency} if network.latency else {})}
-    return {**table, "latency": rounded(latency), "bandwidth": rounded(bandwidth), "slowdown": rounded(slowdown)}
+    return {**table, "latency": round_to_four_digits(latency), "bandwidth": round_to_four_digits(bandwidth),
+            "slowdown": round_to_four_digits(slowdown)}
 
 
-def rounded(seconds: float) -> float:
+def round_to_four_digits(seconds: float) -> float:
     """Round to four digits, so that ticks stay coarse."""
     return float(f"{seconds:.4g}")

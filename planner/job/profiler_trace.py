@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slipstream.planner.job.toml import rounded
+from slipstream.planner.job.toml import round_times
 from slipstream.schedules.schedule import OpKind
 
 MAX_BYTES = 2**30
@@ -61,10 +61,10 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
     `stage` and optionally `microbatch`. If the trace has ranges with their times on the GPU, only these are read.
     Raises ProfilerTraceError.
     """
-    name_pattern = _compiled(pattern or PYTORCH)
-    events = _events(path)
-    on_gpu = any(event.cat == GPU and _range(event, name_pattern) for event in events)
-    candidates = [_range(event, name_pattern) for event in events
+    name_pattern = _compile_pattern(pattern or PYTORCH)
+    events = _read_events(path)
+    on_gpu = any(event.cat == GPU and _op_range(event, name_pattern) for event in events)
+    candidates = [_op_range(event, name_pattern) for event in events
                   if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
     ranges = [candidate for candidate in candidates if candidate is not None]
     if not ranges:
@@ -102,7 +102,7 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
         backward_input = [median.get((OpKind.I, stage), 0.0) for stage in range(stages)]
         backward_weight = [median[OpKind.W, stage] for stage in range(stages)]
     counts = {len(names) for names in microbatches.values()}
-    values = rounded([*forward, *backward_input, *backward_weight])
+    values = round_times([*forward, *backward_input, *backward_weight])
     times = {"forward": values[:stages], "backward_input": values[stages:2 * stages],
              "backward_weight": values[2 * stages:]}
     return times, max(counts) if counts else None, whole
@@ -115,7 +115,7 @@ def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: in
             "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
 
 
-def _events(path: Path) -> list[_Event]:
+def _read_events(path: Path) -> list[_Event]:
     """Read the events of a trace file. Raises ProfilerTraceError."""
     try:
         with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
@@ -132,7 +132,7 @@ def _events(path: Path) -> list[_Event]:
         raise ProfilerTraceError(f"{path}: no Chrome trace: {error}") from None
 
 
-def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
+def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
     """Return the run of an op that an event records; None if the event is not an op of a micro-batch."""
     if not isinstance(event.name, str):
         return None
@@ -148,7 +148,7 @@ def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
     return None
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a pattern. Raises ProfilerTraceError if it is invalid or lacks a group."""
     try:
         compiled = re.compile(pattern)

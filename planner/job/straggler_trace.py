@@ -19,7 +19,7 @@ COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id"
 KINDS = ("forward-compute", "backward-compute")
 HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
 """Kinds of both ends of a transfer, and the direction in which it goes: the offset of the receiving stage."""
-MOST_SLOW = 1.15
+SLOW_FACTOR = 1.15
 """Factor above which a worker is slow: its time relative to the median of its stage."""
 
 
@@ -43,35 +43,35 @@ class StragglerTrace(NamedTuple):
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
         """Return mean seconds over iterations, micro-batches and the workers that are not slow, [stages, 2]."""
-        usual = self._factors() == 1
+        usual = self._worker_factors() == 1
         totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
         means: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
             self.seconds.shape[0] * self.seconds.shape[3])
         return means
 
-    def slow(self) -> dict[str, float]:
+    def slow_factors(self) -> dict[str, float]:
         """Return the slow workers, each with its time relative to the median of its stage."""
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
         return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
-                for pipeline, stage in np.argwhere(factors > MOST_SLOW).tolist()}
+                for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()}
 
-    def costs(self) -> npt.NDArray[np.float64]:
+    def sample_costs(self) -> npt.NDArray[np.float64]:
         """Return F, I and W of samples as multiples of the usual time of their stage, [iterations, samples, stages, 3].
 
         The factor of a slow worker applies to all of its samples, so it is not part of their costs. A replay of the job
         with these costs reproduces the traced times.
         """
         iterations, pipelines, stages, microbatches, _ = self.seconds.shape
-        usual = self.stage_seconds() * self._factors()[:, :, None]
+        usual = self.stage_seconds() * self._worker_factors()[:, :, None]
         relative = self.seconds / usual[None, :, :, None]
         by_sample = relative.transpose(0, 1, 3, 2, 4).reshape(iterations, pipelines * microbatches, stages, 2)
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
 
-    def _factors(self) -> npt.NDArray[np.float64]:
-        """Return the factor of each worker as in `slow`, or 1, [pipelines, stages]."""
+    def _worker_factors(self) -> npt.NDArray[np.float64]:
+        """Return the factor of each worker as in `slow_factors`, or 1, [pipelines, stages]."""
         factors = np.ones(self.seconds.shape[1:3])
-        for worker, factor in self.slow().items():
+        for worker, factor in self.slow_factors().items():
             pipeline, stage = map(int, worker.split("."))
             factors[pipeline, stage] = factor
         return factors
@@ -100,9 +100,9 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     begin, end = column["start_ts"].astype(np.float64), column["start_ts"].astype(np.float64) + column["duration"]
     number_of = np.searchsorted(steps, column["step"])
     known = (number_of < len(steps)) & (steps[np.minimum(number_of, len(steps) - 1)] == column["step"])
-    measured = spans(number_of, begin, end, known, len(steps))
-    computed = spans(number_of, begin, end, computing, len(steps))
-    return StragglerTrace(seconds, float((measured - computed).mean()), _transfer(kinds, column), measured)
+    measured = iteration_spans(number_of, begin, end, known, len(steps))
+    computed = iteration_spans(number_of, begin, end, computing, len(steps))
+    return StragglerTrace(seconds, float((measured - computed).mean()), _median_transfer(kinds, column), measured)
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
@@ -124,8 +124,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
     return columns
 
 
-def spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
-          some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
+def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
+                    some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
     """Return the seconds from the first start to the last end of the ops that `some` selects, [steps]."""
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])
@@ -134,7 +134,7 @@ def spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.
     return lengths
 
 
-def _transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
+def _median_transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
     """Return the median seconds of a transfer. The n-th send between two workers is matched with the n-th receive."""
     seconds = []
     for send, receive, towards in HOPS:

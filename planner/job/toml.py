@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 
 MAX_NUMBER = 1e18
-ALIKE = 0.8
+MIN_SIMILARITY = 0.8
 """Similarity above which an unknown key is taken for a misspelt one. No two keys of a job are that similar."""
 _T = TypeVar("_T")
 
@@ -20,7 +20,7 @@ class JobError(ValueError):
 
 
 class TomlTable:
-    """Table of a job file. Each key is taken once; `finish` refuses keys that were never requested.
+    """Table of a job file. Each key is taken once; `refuse_unknown_keys` refuses keys that were never requested.
 
     All methods that read a value raise JobError if it is missing or not as expected.
     """
@@ -28,99 +28,100 @@ class TomlTable:
     def __init__(self, name: str, values: object) -> None:
         """Wrap a table. `name` is its path in the file, "" for the whole file."""
         if not isinstance(values, dict):
-            raise JobError(f"{name} is {shortened(values)}; expected a table")
+            raise JobError(f"{name} is {shorten_repr(values)}; expected a table")
         self._name = name
         self._left = dict(values)
         self._known: list[str] = []
 
-    def path(self, key: str) -> str:
+    def key_path(self, key: str) -> str:
         """Return the path of a key in the file, for messages."""
         return f"{self._name}.{key}" if self._name else key
 
-    def has(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Return whether the key is given and not yet taken."""
         return key in self._left
 
-    def known(self, key: str) -> bool:
+    def has_optional(self, key: str) -> bool:
         """Return whether an optional key is given. Messages about unknown keys name it in both cases."""
         self._known.append(key)
         return key in self._left
 
-    def value(self, key: str) -> Any:
+    def peek_value(self, key: str) -> Any:
         """Return a value unchecked without taking it; None if it is missing."""
         return self._left.get(key)
 
-    def take(self, key: str, default: Any = None) -> Any:
+    def take_value(self, key: str, default: Any = None) -> Any:
         """Take a value unchecked."""
         self._known.append(key)
         return self._left.pop(key, default)
 
-    def table(self, key: str, *, required: bool = False) -> "TomlTable":
+    def take_table(self, key: str, *, required: bool = False) -> "TomlTable":
         """Take a nested table. If it is missing and not required, an empty table is returned."""
-        given = self._required(key, None if required else {})
+        given = self._take_required(key, None if required else {})
         if given is None:
-            raise JobError(f"key {self.path(key)!r} is missing; expected a table")
-        return TomlTable(self.path(key), given)
+            raise JobError(f"key {self.key_path(key)!r} is missing; expected a table")
+        return TomlTable(self.key_path(key), given)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def take_number(self, key: str, default: float | None = None) -> float:
         """Take a number of at least 0."""
-        return number(self.path(key), self._required(key, default))
+        return checked_number(self.key_path(key), self._take_required(key, default))
 
-    def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+    def take_count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         """Take an integer from `low` to `high`."""
-        return count(self.path(key), self._required(key, default), low, high)
+        return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
-    def counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
+    def take_counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
         """Take integers: a list of `length` values, one per `per`, or a single value for all."""
-        return _repeated(self.path(key), self._required(key, None), length, per,
-                         lambda name, value: count(name, value, low, high))
+        return _read_list(self.key_path(key), self._take_required(key, None), length, per,
+                          lambda name, value: checked_count(name, value, low, high))
 
-    def numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
+    def take_numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
         """Take numbers of at least 0: a list of `length` values, one per `per`, or a single value for all."""
-        return _repeated(self.path(key), self._required(key, default), length, per, number)
+        return _read_list(self.key_path(key), self._take_required(key, default), length, per, checked_number)
 
-    def _required(self, key: str, default: object) -> object:
+    def _take_required(self, key: str, default: object) -> object:
         """Take a value. Raises JobError if it is missing and a similar key, probably a misspelling, is given."""
-        value = self.take(key, default)
-        if value is None and (near := difflib.get_close_matches(key, self._left, 1, ALIKE)):
-            raise JobError(f"key {self.path(key)!r} is missing; is {near[0]!r} meant for it?")
+        value = self.take_value(key, default)
+        if value is None and (near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)):
+            raise JobError(f"key {self.key_path(key)!r} is missing; is {near[0]!r} meant for it?")
         return value
 
-    def finish(self) -> None:
+    def refuse_unknown_keys(self) -> None:
         """Refuse keys that were not taken. Raises JobError, which names the most similar known key."""
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
-            hint = f"did you mean {self.path(near[0])!r}?" if near else f"known: {', '.join(sorted(set(self._known)))}"
-            raise JobError(f"unknown key {self.path(key)!r}; {hint}")
+            hint = f"did you mean {self.key_path(near[0])!r}?" if near \
+                else f"known: {', '.join(sorted(set(self._known)))}"
+            raise JobError(f"unknown key {self.key_path(key)!r}; {hint}")
 
 
-def number(path: str, value: object, low: float = 0.0) -> float:
+def checked_number(path: str, value: object, low: float = 0.0) -> float:
     """Return a value as a float. Raises JobError, which names `path`, unless it is finite and at least `low`."""
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
-        raise JobError(f"{path} is {shortened(value)}; expected a finite number of at least {low:g}")
+        raise JobError(f"{path} is {shorten_repr(value)}; expected a finite number of at least {low:g}")
     if value > MAX_NUMBER:
-        raise JobError(f"{path} is {shortened(value)}; expected a number of at most {MAX_NUMBER:g}")
+        raise JobError(f"{path} is {shorten_repr(value)}; expected a number of at most {MAX_NUMBER:g}")
     return float(value)
 
 
-def count(path: str, value: object, low: int, high: int) -> int:
+def checked_count(path: str, value: object, low: int, high: int) -> int:
     """Return an integer. Raises JobError, which names `path`, unless it is from `low` to `high`."""
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise JobError(f"{path} is {shortened(value)}; expected a whole number, {low} to {high}")
+        raise JobError(f"{path} is {shorten_repr(value)}; expected a whole number, {low} to {high}")
     return value
 
 
-def shortened(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """Return a value as shown in a message, 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _repeated(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
+def _read_list(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
     """Read a list of `length` values, or a single value for all."""
     if not isinstance(value, list):
         return (read(path, value),) * length
@@ -140,11 +141,11 @@ DIGITS = 4
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
     """Return the text of a job file. `comments` are the lines above each table by its name; "" is the top."""
     lines = [f"# {line}" for line in comments.get("", ())]
-    lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    lines += [f"{key} = {_value_text(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
         if isinstance(table, dict) and table:
             lines += ["", *(f"# {line}" for line in comments.get(name, ())), f"[{name}]"]
-            lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
+            lines += [f"{_key_text(key)} = {_value_text(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -164,7 +165,7 @@ def table_comments(text: str) -> dict[str, list[str]]:
     return comments
 
 
-def rounded(seconds: Sequence[float], longest: float | None = None) -> list[float]:
+def round_times(seconds: Sequence[float], longest: float | None = None) -> list[float]:
     """Round times to a common step, so that ticks stay coarse: `DIGITS` digits of `longest` (default: of these)."""
     longest = max(seconds) if longest is None else longest
     if not longest:
@@ -173,12 +174,12 @@ def rounded(seconds: Sequence[float], longest: float | None = None) -> list[floa
     return [float(f"{round(value / step) * step:.12g}") for value in seconds]
 
 
-def _key(key: str) -> str:
+def _key_text(key: str) -> str:
     """Format a key in TOML, quoted if necessary."""
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _value_text(key)
 
 
-def _toml(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Format a value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -186,7 +187,7 @@ def _toml(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in escaped) + '"'
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(_value_text(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key_text(key)} = {_value_text(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.layout.division import Divider, Replica, cut, layout_of
+from slipstream.planner.layout.division import Divider, Replica, build_layout, pack_workloads
 from slipstream.planner.layout.fixed import fixed_layout
-from slipstream.planner.model.decompose import part_of
+from slipstream.planner.model.decompose import extract_pipelines
 from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, layers_in
@@ -28,7 +28,7 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 # --- Which live workers form replicas, and the layouts of published systems -------------------------------------------
 
 
-def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
+def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
     """Return the replicas of the live workers: a pipeline's own if they can hold all layers, else those of several
     pipelines.
 
@@ -37,42 +37,42 @@ def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
-    for workers in sorted(filter(None, problem.live_of), key=len):
-        if not anew and _keeps(problem, workers):
-            replicas.append(Replica(tuple(_along(workers)), cut=False))
-        elif _holds_all(problem, workers):
-            replicas.append(Replica(tuple(_along(workers)), cut=True))
+    for workers in sorted(filter(None, problem.live_by_pipeline), key=len):
+        if not anew and _is_whole_pipeline(problem, workers):
+            replicas.append(Replica(tuple(_sorted_by_layers(workers)), is_recut=False))
+        elif _can_hold_all(problem, workers):
+            replicas.append(Replica(tuple(_sorted_by_layers(workers)), is_recut=True))
         else:
             pool += workers
-            if _holds_all(problem, pool):
-                replicas.append(Replica(tuple(_along(pool)), cut=True))
+            if _can_hold_all(problem, pool):
+                replicas.append(Replica(tuple(_sorted_by_layers(pool)), is_recut=True))
                 pool = []
     if pool:
         if not replicas:
             raise LookupError("the live workers have no room for all layers")
-        weakest = min(replicas, key=lambda replica: (not replica.cut, len(replica.workers), replica.workers))
+        weakest = min(replicas, key=lambda replica: (not replica.is_recut, len(replica.workers), replica.workers))
         replicas.remove(weakest)
-        replicas.append(Replica(tuple(_along([*weakest.workers, *pool])), cut=True))
-    return sorted(replicas, key=lambda replica: (not replica.cut, replica.workers[0].pipeline))
+        replicas.append(Replica(tuple(_sorted_by_layers([*weakest.workers, *pool])), is_recut=True))
+    return sorted(replicas, key=lambda replica: (not replica.is_recut, replica.workers[0].pipeline))
 
 
-def one_cut(problem: Problem) -> Layout | None:
+def cut_all_pipelines(problem: Problem) -> Layout | None:
     """Return a layout with one cut for all pipelines, by the live workers left in each column; None if no such cut
     fits.
 
     This follows ElasWave (arXiv 2510.00606), which re-balances layers between stages equally for all replicas. A worker
     stays in its column, and the workers of a column share all micro-batches.
     """
-    columns = sorted({column for path in problem.paths for _, column in path})
-    rates = [sum(1000 / problem.slowness(worker) for worker in problem.live if worker.column == column)
+    columns = sorted({column for path in problem.path_by_chain for _, column in path})
+    rates = [sum(1000 / problem.slowness(worker) for worker in problem.live_workers if worker.column == column)
              for column in columns]
-    if len(problem.paths) > 1 or len(problem.paths[0]) != len(columns):
+    if len(problem.path_by_chain) > 1 or len(problem.path_by_chain[0]) != len(columns):
         return None
     low, high = 0.0, float(problem.ample_ticks)
     fitting: list[LayerRange] | None = None
     for _ in range(60):
         middle = (low + high) / 2
-        ranges = _ranges(problem, columns, rates, middle)
+        ranges = _ranges_within(problem, columns, rates, middle)
         low, high = (middle, high) if ranges is None else (low, middle)
         fitting = ranges or fitting
     if fitting is None:
@@ -87,18 +87,19 @@ def one_cut(problem: Problem) -> Layout | None:
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 
 
-def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
-            limit: float) -> list[LayerRange] | None:
+def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[float],
+                   limit: float) -> list[LayerRange] | None:
     """Assign layers to columns, from the first column on, so that each column's live workers do the work within the
     limit. Return the range of layers of each column; None if some layers are left."""
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
-        room = min((problem.workers[worker].room for worker in problem.live if worker.column == column), default=0)
+        room = min((problem.workers[worker].room for worker in problem.live_workers if worker.column == column),
+                   default=0)
         while layer < problem.grid.layer_count:
             work += problem.costs.work[layer] * problem.grid.total_microbatches
             closing += problem.costs.closing[layer]
-            room -= problem.costs.weights[layer] + problem.costs.most[layer]
+            room -= problem.costs.weights[layer] + problem.costs.peak_memory[layer]
             if not rate or work / rate + closing > limit or room < 0:
                 break
             layer += 1
@@ -106,31 +107,32 @@ def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
     return ranges if layer == problem.grid.layer_count else None
 
 
-def _along(workers: Sequence[Worker]) -> list[Worker]:
+def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
     """Sort workers by the layers that they hold at first, so that few layers move."""
     return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
 
 
-def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
+def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
     """Return whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
     stages: dict[int, list[LayerRange]] = {}
-    for layers, column in problem.paths[0]:
+    for layers, column in problem.path_by_chain[0]:
         stages.setdefault(column, []).append(layers)
     return {worker.column for worker in workers} == set(stages) and all(
         problem.slowness(worker) == 1000 and tuple(problem.workers[worker].holds) == tuple(stages[worker.column])
         for worker in workers)
 
 
-def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
+def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
     """Return whether a replica of these workers has room for all layers."""
-    return cut(problem, _along(workers), [1] * problem.grid.layer_count, problem.ample_ticks * 4) is not None
+    return pack_workloads(problem, _sorted_by_layers(workers), [1] * problem.grid.layer_count,
+                          problem.ample_ticks * 4) is not None
 
 
 # --- Large clusters: those that share work, like ones alike -----------------------------------------------------------
 
 
-def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
-              make: Callable[[Problem], Layout | None]) -> Layout | None:
+def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
+                   make: Callable[[Problem], Layout | None]) -> Layout | None:
     """Make a layout group by group, each kind of group once; return None if some group has no layout.
 
     Raises LookupError if the live workers cannot hold all layers.
@@ -140,7 +142,7 @@ def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
     known: dict[tuple[object, ...], Layout | None] = {}
     holds, routes, kind = {}, {}, ""
     for pipelines in groups:
-        part = part_of(problem, pipelines)
+        part = extract_pipelines(problem, pipelines)
         key = tuple(part.workers.items()), part.grid.microbatches
         if key not in known:
             known[key] = make(part)
@@ -148,56 +150,58 @@ def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
         if layout is None:
             return None
         kind = kind or layout.kind
-        holds.update({_named(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
+        holds.update({_whole_worker(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
         for batch, route in layout.routes.items():
             routes[MicroBatch(pipelines[batch.pipeline], batch.microbatch)] = tuple(
-                RouteSlice(slice_.layers, _named(slice_.worker, pipelines)) for slice_ in route)
+                RouteSlice(slice_.layers, _whole_worker(slice_.worker, pipelines)) for slice_ in route)
     return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
 
 
-def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
+def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
     """Iterate over the groups of pipelines: those that lost workers or speed with their helpers; each other one by
     itself.
 
     A group that lost more may have more helpers. All pipelines are in one group if they are few. Raises LookupError if
     the live workers cannot hold all layers.
     """
-    replicas = replicas_of(problem)
+    replicas = form_replicas(problem)
     if len(problem.grid.microbatches) <= params.undivided:
         yield tuple(range(len(problem.grid.microbatches)))
         return
-    kept = [replica.workers[0].pipeline for replica in replicas if not replica.cut]
-    weak = [tuple(sorted({worker.pipeline for worker in replica.workers})) for replica in replicas if replica.cut]
-    weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches)) if not problem.live_of[pipeline]]
+    kept = [replica.workers[0].pipeline for replica in replicas if not replica.is_recut]
+    weak = [tuple(sorted({worker.pipeline for worker in replica.workers})) for replica in replicas if replica.is_recut]
+    weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches))
+             if not problem.live_by_pipeline[pipeline]]
     merged = {pipeline for group in weak for pipeline in group}
     kept = [pipeline for pipeline in kept if pipeline not in merged]
-    losses = [_lost(problem, group) for group in weak]
+    losses = [_lost_workers(problem, group) for group in weak]
     available, helpers = len(kept), dict[tuple[object, ...], int]()
     for group, lost in zip(weak, losses, strict=True):
-        live = [worker for pipeline in group for worker in problem.live_of[pipeline]]
+        live = [worker for pipeline in group for worker in problem.live_by_pipeline[pipeline]]
         key = len(group), tuple(sorted(map(problem.slowness, live)))  # the stages of these workers matter little
         if key not in helpers:
             share = min(int(available * lost / sum(losses)), params.most_helpers)
-            helpers[key] = _helpers(problem, group, kept[:share], params.fewer_helpers)
+            helpers[key] = _min_helpers(problem, group, kept[:share], params.fewer_helpers)
         yield (*group, *kept[:helpers[key]])
         kept = kept[helpers[key]:]
     for pipeline in kept:
         yield (pipeline,)
 
 
-def _lost(problem: Problem, group: Sequence[int]) -> Fraction:
+def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
     """Return how many workers' work these pipelines cannot do; at least a little, so that the value is positive."""
-    workers = len(group) * len(problem.paths[0])
-    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
+    workers = len(group) * len(problem.path_by_chain[0])
+    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group
+              for worker in problem.live_by_pipeline[pipeline])
     return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
-def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
+def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
     """Return the fewest helpers with which the longest load is about as short as with all of `most`."""
     def longest_load(count: int) -> float:
-        part = part_of(problem, (*group, *most[:count]))
+        part = extract_pipelines(problem, (*group, *most[:count]))
         try:
-            division = Divider(part, replicas_of(part)).least(within=tolerance / 5)
+            division = Divider(part, form_replicas(part)).find_division(within=tolerance / 5)
         except LookupError:
             return math.inf
         return math.inf if division is None else division[0]
@@ -208,7 +212,7 @@ def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tole
     return min(count, len(most))
 
 
-def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
+def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
     """Return the worker of the whole problem that a worker of a group represents."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
@@ -216,8 +220,8 @@ def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 
-def candidates(problem: Problem, *, largest_fine: float = math.inf,
-               params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
+def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
+                     params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Iterate over different layouts, the most promising first; each is made when it is requested.
 
     There are short slices up to `largest_fine` micro-batches times parts of stages, but at most up to that of `params`.
@@ -228,7 +232,7 @@ def candidates(problem: Problem, *, largest_fine: float = math.inf,
     fine = min(largest_fine, params.largest_fine)
     seen = set()
     failure: LookupError | None = None
-    for make in _moved(problem, fine, params) if problem.question.layers == "move" else _fixed(problem):
+    for make in _moving_makers(problem, fine, params) if problem.question.layers == "move" else _fixed_makers(problem):
         try:
             layout = make()
         except LookupError as error:
@@ -242,22 +246,23 @@ def candidates(problem: Problem, *, largest_fine: float = math.inf,
         raise failure
 
 
-def _fixed(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
+def _fixed_makers(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
     if problem.question.sliced:
         yield partial(fixed_layout, problem)
         yield partial(fixed_layout, problem, within=0.01)
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
-    if len(problem.paths) > 1:
-        yield from _fixed(problem)
+def _moving_makers(problem: Problem, largest_fine: float,
+                   params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
+    if len(problem.path_by_chain) > 1:
+        yield from _fixed_makers(problem)
         return
-    size = problem.grid.total_microbatches * len(problem.paths[0])
-    groups = cache(lambda: tuple(groups_of(problem, params)))
+    size = problem.grid.total_microbatches * len(problem.path_by_chain[0])
+    groups = cache(lambda: tuple(form_groups(problem, params)))
 
     def make_recut(**how: Any) -> Callable[[], Layout | None]:
-        return lambda: by_groups(problem, groups(), partial(_recut, params=params, **how))
+        return lambda: make_by_groups(problem, groups(), partial(_make_recut, params=params, **how))
 
     def is_small_enough(parts: int, most: float = math.inf) -> bool:
         return problem.question.sliced and size * parts <= min(largest_fine, most)
@@ -277,7 +282,7 @@ def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Itera
         yield make_recut(separate=True, parts=params.finest_parts)
     yield make_recut(spread=False, floating=False)
     if size <= params.largest_shared:
-        yield partial(one_cut, problem)
+        yield partial(cut_all_pipelines, problem)
         yield partial(fixed_layout, problem, sliced=problem.question.sliced)
     if is_small_enough(params.parts):  # they take longest to list, so others come first
         yield make_recut(anywhere=True, parts=params.parts)
@@ -292,24 +297,24 @@ def _require_layers(problem: Problem) -> None:
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
-           separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
-           params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """Return the layout of these replicas with the shortest longest load; for `parts`, see `finer_slices`."""
-    replicas = replicas_of(problem, anew=anew)
+def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
+                separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
+                params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
+    """Return the layout of these replicas with the shortest longest load; for `parts`, see `with_finer_slices`."""
+    replicas = form_replicas(problem, anew=anew)
     division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
-                       staggered=staggered, params=params).least()
+                       staggered=staggered, params=params).find_division()
     if division is None:
         return None
     where = " anywhere" if anywhere else " separately" if separate else ""
     kind = ", ".join(["all pipelines re-cut" if anew else "re-cut pipelines",
                       "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
-    layout = layout_of(problem, replicas, division[1], kind)
-    return finer_slices(problem, layout, parts) if parts else layout
+    layout = build_layout(problem, replicas, division[1], kind)
+    return with_finer_slices(problem, layout, parts) if parts else layout
 
 
-def finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
+def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     """Return the layout with its slices cut at the ends of the job's stages and of `parts` equal parts of each stage.
 
     The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
@@ -318,17 +323,17 @@ def finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     With several parts, a more urgent op waits no longer than a part takes, and an idle worker receives work sooner than
     after a whole stage. No tensor passes between slices of one worker.
     """
-    ends = {first - (first - end) * number // parts for path in problem.paths for (first, end), _ in path
+    ends = {first - (first - end) * number // parts for path in problem.path_by_chain for (first, end), _ in path
             for number in range(1, parts + 1)}
 
     def cut_route(route: Route) -> Route:
         return tuple(RouteSlice((first, end), worker) for (low, high), worker in route
-                     for first, end in _split(low, high, ends))
+                     for first, end in _split_range(low, high, ends))
 
     return msgspec.structs.replace(layout, routes={batch: cut_route(route) for batch, route in layout.routes.items()},
                                    kind=f"{layout.kind}, {'slices end with stages' if parts == 1 else 'short slices'}")
 
 
-def _split(low: int, high: int, ends: set[int]) -> Iterator[tuple[int, int]]:
+def _split_range(low: int, high: int, ends: set[int]) -> Iterator[tuple[int, int]]:
     edges = [low, *sorted(end for end in ends if low < end < high), high]
     yield from itertools.pairwise(edges)

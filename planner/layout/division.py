@@ -30,9 +30,9 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from slipstream.planner.model.bounds import ticks_of_work, work_bound
-from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice, evenly
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice, choose_evenly
 from slipstream.planner.params import DEFAULTS, LayoutParams
-from slipstream.schedules.layers import LayerRange, joined_ranges
+from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
@@ -44,11 +44,11 @@ class Replica(NamedTuple):
     """Live workers that run whole micro-batches, in order of layers."""
 
     workers: tuple[Worker, ...]
-    cut: bool
+    is_recut: bool
     """True if the layers are re-cut; otherwise its workers keep the stages that they hold."""
 
 
-def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
+def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
     """Return a function for the ticks that a worker idles at least between its first F and its first I.
 
     The function's arguments are the first layer that the worker holds, the end of these layers, and the number of
@@ -56,8 +56,8 @@ def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int
     starts after F of the held layers, F and I of all layers after them, and the transfers of both ways. Until then the
     worker runs only F, for lack of memory or of micro-batches: of as many as it has, and as it has room for.
     """
-    sums = problem.costs.sums
-    forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.most
+    sums = problem.costs.prefix_sums
+    forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.peak_memory
     slow, room = problem.slowness(worker), problem.workers[worker].room
     trip = forward[-1] + backward[-1] + 2 * hops * problem.times.transfer
 
@@ -71,21 +71,21 @@ def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int
     return idle_ticks
 
 
-def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
-        floating: bool = True, staggered: bool = False) -> list[Workload] | None:
+def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
+                   floating: bool = True, staggered: bool = False) -> list[Workload] | None:
     """Divide counts[layer] tasks of every layer into one workload of at most `limit` ticks for each worker.
 
     Return None if there are too few workers. The ticks of a workload are its load and the least idle time for lack of
-    memory (`fill_idle`). From the first worker on, each takes as many tasks as fit. If not `floating`, workers take
-    whole layers only. With `staggered`, a worker also loses the time between the reductions of the first and the last
-    stage of its layers, as between their first F.
+    memory (`make_idle_function`). From the first worker on, each takes as many tasks as fit. If not `floating`, workers
+    take whole layers only. With `staggered`, a worker also loses the time between the reductions of the first and the
+    last stage of its layers, as between their first F.
     """
     workloads: list[Workload] = []
-    sums, work = problem.costs.sums, problem.costs.work
-    stages = [layers for layers, _ in problem.paths[0]] if staggered else []
+    sums, work = problem.costs.prefix_sums, problem.costs.work
+    stages = [layers for layers, _ in problem.path_by_chain[0]] if staggered else []
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
-        idle = fill_idle(problem, worker, len(workers) - 1 - position)
+        idle = make_idle_function(problem, worker, len(workers) - 1 - position)
         slow, room, load, first = problem.slowness(worker), problem.workers[worker].room, 0, layer
         workload: Workload = {}
         while layer < len(counts):
@@ -95,7 +95,7 @@ def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limi
                 first = first if workload else layer
                 continue
             end = layer + 1
-            if sums.weights[end] - sums.weights[first] + sums.most[end] - sums.most[first] > room:
+            if sums.weights[end] - sums.weights[first] + sums.peak_memory[end] - sums.peak_memory[first] > room:
                 break
             beside = idle(first, end, counts[layer]) + sums.closing[end] - sums.closing[first]
             beside += sum(sums.forward[high] - sums.forward[low] + problem.times.transfer for low, high in stages
@@ -113,7 +113,8 @@ def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limi
     return workloads if layer == len(counts) else None
 
 
-def least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T, within: float = 0.0) -> tuple[int, T]:
+def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T,
+                     within: float = 0.0) -> tuple[int, T]:
     """Return the least limit from `low` + 1 to `high` for which an attempt has a result, and that result.
 
     `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
@@ -172,114 +173,116 @@ class Divider:
         """
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
-        self._cut = partial(cut, floating=floating, staggered=staggered)
-        self._kinds = [self._kind(replica) for replica in replicas]
+        self._cut = partial(pack_workloads, floating=floating, staggered=staggered)
+        self._kinds = [self._capacity_key(replica) for replica in replicas]
         self._known: dict[tuple[object, int], int] = {}
 
-    def least(self, within: float = 0.0) -> tuple[int, Division] | None:
+    def find_division(self, within: float = 0.0) -> tuple[int, Division] | None:
         """Return the least longest load, to this relative precision, and a division that has it; None if nothing
         fits."""
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
-        while (best := self._divided(high)) is None:
+        while (best := self._divide_within(high)) is None:
             if high > self._problem.ample_ticks * 4:
                 return None
             low, high = high, high + 2 * (high - low)
-        limit, division = least_limit(self._divided, low, high, best, within)
+        limit, division = find_least_limit(self._divide_within, low, high, best, within)
         return limit, self._with_workloads(division, limit)
 
-    def _divided(self, limit: int) -> Division | None:
+    def _divide_within(self, limit: int) -> Division | None:
         """Return a division without workloads in which no load exceeds `limit` ticks; None if there is none."""
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
-            most = min(left, self._most(index, limit))
+            most = min(left, self._max_microbatches(index, limit))
             whole.append(most)
             left -= most
         if left and not self._spread:
             return None
-        segments = [] if self._separate else self._segments(whole, left, limit)
-        slices = self._over_sets(whole, left, limit) if self._separate else \
-            self._over_workers(whole, left, segments, limit)
+        segments = [] if self._separate else self._take_segments(whole, left, limit)
+        slices = self._spread_over_sets(whole, left, limit) if self._separate else \
+            self._spread_over_workers(whole, left, segments, limit)
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
         """Return the division with a workload for each worker of the re-cut replicas."""
-        counts = self._counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
+        counts = self._task_counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
         return division._replace(workloads=tuple(
-            tuple(self._balanced(replica, of, limit)) if replica.cut else ()
+            tuple(self._balance_workloads(replica, of, limit)) if replica.is_recut else ()
             for replica, of in zip(self._replicas, counts, strict=True)))
 
-    def _kind(self, replica: Replica) -> tuple[object, ...]:
+    def _capacity_key(self, replica: Replica) -> tuple[object, ...]:
         """Return a key that is equal for replicas with equal capacity to run micro-batches."""
         problem = self._problem
-        return (replica.cut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
+        return (replica.is_recut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
                             for worker in replica.workers))
 
-    def _most(self, index: int, limit: int) -> int:
+    def _max_microbatches(self, index: int, limit: int) -> int:
         """Return the largest number of whole micro-batches that a replica runs within the limit."""
         key = self._kinds[index], limit
         if key not in self._known:
             replica, low, step = self._replicas[index], 0, 0
-            high = self._at_most(replica, limit)
+            high = self._microbatch_limit(replica, limit)
             while low < high:
                 middle = max((low + high + 1) // 2, high - step)  # most often it is little less than all time takes
-                if self._fits(replica, [middle] * self._problem.grid.layer_count, limit):
+                if self._can_run(replica, [middle] * self._problem.grid.layer_count, limit):
                     low = middle
                 else:
                     high, step = middle - 1, 2 * step + 1
             self._known[key] = low
         return self._known[key]
 
-    def _at_most(self, replica: Replica, limit: int) -> int:
+    def _microbatch_limit(self, replica: Replica, limit: int) -> int:
         """Return an upper bound on the micro-batches of a replica: the number that takes all the time of all its
         workers."""
         rate = sum(1000 / self._problem.slowness(worker) for worker in replica.workers)
         work = sum(self._problem.costs.work)
         return min(self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
 
-    def _fits(self, replica: Replica, counts: Sequence[int], limit: int) -> bool:
-        if replica.cut:
+    def _can_run(self, replica: Replica, counts: Sequence[int], limit: int) -> bool:
+        if replica.is_recut:
             return self._cut(self._problem, replica.workers, counts, limit) is not None
-        return all(self._kept_ticks(replica, position, counts[0]) <= limit for position in range(len(replica.workers)))
+        return all(self._unchanged_load(replica, position, counts[0]) <= limit
+                   for position in range(len(replica.workers)))
 
-    def _kept_ticks(self, replica: Replica, position: int, count: int) -> int:
+    def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
         """Return the ticks of a worker that keeps its layers: ops at its speed, closing ops, and the least idle
         time."""
         problem, worker = self._problem, replica.workers[position]
-        compute = count * sum(problem.costs.work[layer] for layer in problem.layers_held(worker))
-        idle = 0 if len(problem.workers[worker].holds) > 1 else fill_idle(
+        compute = count * sum(problem.costs.work[layer] for layer in problem.list_held_layers(worker))
+        idle = 0 if len(problem.workers[worker].holds) > 1 else make_idle_function(
             problem, worker, len(replica.workers) - 1 - position)(*problem.workers[worker].holds[0], count)
-        return -(-compute * problem.slowness(worker) // 1000) + problem.closing(worker) + idle
+        return -(-compute * problem.slowness(worker) // 1000) + problem.held_closing_ticks(worker) + idle
 
-    def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
+    def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
         """Return the segments of the remaining micro-batches that the re-cut replicas take."""
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
-            free = self._free(whole, limit)
-            short = {task for stage in self._problem.paths[0] for task in self._short(items, *stage, free)}
+            free = self._free_ticks(whole, limit)
+            short = {task for stage in self._problem.path_by_chain[0]
+                     for task in self._overflow_tasks(items, *stage, free)}
             left = sorted(tasks, key=lambda task: task not in short)
         else:
             left = list(islice(tasks, (count - 1) * len(self._replicas)))
         slices: list[Slice] = []
         for index, replica in enumerate(self._replicas):
-            if not replica.cut:
+            if not replica.is_recut:
                 continue
-            most = bisect_left(range(1, min(count - 1, len(left)) + 1), True, key=lambda some: not self._fits(
-                replica, _profile(count, whole[index], left[:some]), limit))
-            slices += _slices(sorted(left[:most]), index, None)
+            most = bisect_left(range(1, min(count - 1, len(left)) + 1), True, key=lambda some: not self._can_run(
+                replica, _tasks_per_layer(count, whole[index], left[:some]), limit))
+            slices += _join_tasks(sorted(left[:most]), index, None)
             left = left[most:]
         return slices
 
-    def _free(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
+    def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
         """Return the ticks that workers of replicas that keep their stages have left after their whole
         micro-batches."""
-        return {worker: limit - self._kept_ticks(replica, position, whole[index])
-                for index, replica in enumerate(self._replicas) if not replica.cut
+        return {worker: limit - self._unchanged_load(replica, position, whole[index])
+                for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
 
-    def _short(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
+    def _overflow_tasks(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
         """Return the first tasks of a stage, as many as its workers have no time for."""
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
@@ -287,20 +290,20 @@ class Divider:
                    for worker, ticks in free.items() if worker.column == column)
         return tasks[:max(0, len(tasks) - room)]
 
-    def _over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
-                      limit: int) -> list[Slice] | None:
+    def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
+                             limit: int) -> list[Slice] | None:
         """Spread the tasks that no segment covers over the workers that keep their stages; return None if they do not
         fit."""
         problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
         slices: list[Slice] = []
-        free = self._free(whole, limit) if items else {}
-        for (first, end), column in problem.paths[0]:
+        free = self._free_ticks(whole, limit) if items else {}
+        for (first, end), column in problem.path_by_chain[0]:
             tasks = [(item, layer) for item in range(items) for layer in range(first, end)
                      if (item, layer) not in taken]
             placed = 0
             for index, replica in enumerate(self._replicas):
                 for worker in replica.workers:
-                    if replica.cut or worker.column != column or placed == len(tasks):
+                    if replica.is_recut or worker.column != column or placed == len(tasks):
                         continue
                     run = placed
                     while run < len(tasks):
@@ -310,51 +313,52 @@ class Divider:
                             break
                         free[worker] -= ticks
                         run += 1
-                    slices += _slices(tasks[placed:run], index, worker)
+                    slices += _join_tasks(tasks[placed:run], index, worker)
                     placed = run
             if placed < len(tasks):
                 return None
         return slices
 
-    def _over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
+    def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
         """Spread the remaining micro-batches over sets of replicas that keep their stages, the same number for each
         set. The workers of a stage in a set take even shares of it. Return None if they do not fit."""
-        free, slices = self._free(whole, limit) if items else {}, []
-        for batches, replicas in self._sets(items):
-            for layers, column in self._problem.paths[0]:
+        free, slices = self._free_ticks(whole, limit) if items else {}, []
+        for batches, replicas in self._form_sets(items):
+            for layers, column in self._problem.path_by_chain[0]:
                 workers = [(index, worker) for index in replicas for worker in self._replicas[index].workers
                            if worker.column == column]
-                for (index, worker), tasks in zip(workers, self._shares(batches, layers, len(workers)), strict=True):
-                    parts = _slices(tasks, index, worker)
+                for (index, worker), tasks in zip(workers, self._even_shares(batches, layers, len(workers)),
+                                                  strict=True):
+                    parts = _join_tasks(tasks, index, worker)
                     free[worker] -= sum(self._problem.slice_ticks((part.first, part.end), worker) for part in parts)
                     if free[worker] < 0:
                         return None
                     slices += parts
         return slices if slices or not items else None
 
-    def _sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
+    def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
         """Iterate over (items, replicas) of each set: as many sets as possible with hardly longer loads, each of few
         replicas."""
-        kept = [index for index, replica in enumerate(self._replicas) if not replica.cut]
+        kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
         if not counts:
             return
-        most = {count: self._most_of_stage(items // count, len(kept) // count) for count in counts}
+        most = {count: self._max_stage_work(items // count, len(kept) // count) for count in counts}
         enough = min(most.values()) + Fraction(self._params.fewer_sets) * max(self._problem.grid.microbatches)
         count = max(count for count in counts if most[count] <= enough)
         each = items // count
-        size = next(size for size in itertools.count(1) if self._most_of_stage(each, size) <= most[count])
+        size = next(size for size in itertools.count(1) if self._max_stage_work(each, size) <= most[count])
         for number in range(count):
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
-    def _most_of_stage(self, items: int, replicas: int) -> Fraction:
+    def _max_stage_work(self, items: int, replicas: int) -> Fraction:
         """Return the largest work of a worker if this many replicas share this many micro-batches, in layers of a
         stage."""
-        counts = [end - first for (first, end), _ in self._problem.paths[0]]
+        counts = [end - first for (first, end), _ in self._problem.path_by_chain[0]]
         least = Fraction(self._params.least_share)
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
-    def _shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
+    def _even_shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
         """Divide the tasks of a stage into this many consecutive parts of even work."""
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
@@ -365,7 +369,7 @@ class Divider:
                 before += work[layer]
         return shares
 
-    def _counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
+    def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
         """Return the number of tasks of each layer on each replica, without those spread over single workers."""
         counts = [[most] * self._problem.grid.layer_count for most in whole]
         for slice_ in segments:
@@ -373,7 +377,7 @@ class Divider:
                 counts[slice_.replica][layer] += 1
         return counts
 
-    def _balanced(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
+    def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
         """Return the cut with the shortest longest load; without floating layers if that keeps within the limit."""
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
@@ -382,10 +386,10 @@ class Divider:
         attempt = partial(cut_within, problem, replica.workers, counts)
         workloads = attempt(limit)
         assert workloads is not None, "a replica runs its counts"
-        return least_limit(attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, workloads)[1]
+        return find_least_limit(attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, workloads)[1]
 
 
-def _profile(count: int, whole: int, more: Sequence[Task]) -> list[int]:
+def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
     """Return the number of tasks of each layer: `whole` of each, plus these tasks."""
     counts = [whole] * count
     for _, layer in more:
@@ -393,7 +397,7 @@ def _profile(count: int, whole: int, more: Sequence[Task]) -> list[int]:
     return counts
 
 
-def _slices(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
+def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
     """Join tasks, sorted by items and layers, to slices of consecutive layers."""
     slices: list[Slice] = []
     for item, layer in tasks:
@@ -407,33 +411,33 @@ def _slices(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[
 # --- From a division to routes, one for each micro-batch --------------------------------------------------------------
 
 
-GOLDEN = 0.6180339887498949
+GOLDEN_FRACTION = 0.6180339887498949
 """Golden ratio minus 1. The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
 
 
-def layout_of(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
+def build_layout(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
     """Return the layout of a division: name its micro-batches, and choose the cuts of each."""
-    whole, items = _names(problem, replicas, division)
+    whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
     for index, replica in enumerate(replicas):
         parts = [slice_ for slice_ in division.slices if slice_.replica == index and slice_.worker is None]
-        if replica.cut:
-            _cut_evenly(division.workloads[index], replica, whole[index],
-                        [(items[slice_.item], slice_.first, slice_.end) for slice_ in parts], where)
+        if replica.is_recut:
+            _choose_cuts(division.workloads[index], replica, whole[index],
+                         [(items[slice_.item], slice_.first, slice_.end) for slice_ in parts], where)
         else:
             for worker in replica.workers:
-                for layer in problem.layers_held(worker):
+                for layer in problem.list_held_layers(worker):
                     for batch in whole[index]:
                         where[batch][layer] = worker
     for slice_ in division.slices:
         if slice_.worker is not None:
             where[items[slice_.item]].update(dict.fromkeys(range(slice_.first, slice_.end), slice_.worker))
-    routes = {batch: stops_of(layers) for batch, layers in sorted(where.items())}
-    return Layout(kind=kind, holds=_holds(problem, replicas, routes), routes=routes)
+    routes = {batch: build_route(layers) for batch, layers in sorted(where.items())}
+    return Layout(kind=kind, holds=_layers_held(problem, replicas, routes), routes=routes)
 
 
-def _names(problem: Problem, replicas: Sequence[Replica],
-           division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
+                       division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
     """Return the micro-batches of each replica, its own first, and those of no replica, evenly spread over the
     iteration."""
     whole: list[list[MicroBatch]] = []
@@ -443,35 +447,35 @@ def _names(problem: Problem, replicas: Sequence[Replica],
     for pipeline, count in enumerate(problem.grid.microbatches):
         batches = [MicroBatch(pipeline, number) for number in range(count)]
         stay = min(count, division.whole[of_pipeline[pipeline]]) if pipeline in of_pipeline else 0
-        leaving = evenly(count - stay, count)
+        leaving = choose_evenly(count - stay, count)
         rest += [batch for batch in batches if batch.microbatch in leaving]
         if stay:
             own[of_pipeline[pipeline]] = [batch for batch in batches if batch.microbatch not in leaving]
-    rest.sort(key=_in_turn)
+    rest.sort(key=_turn_key)
     taken = 0
     for index, count in enumerate(division.whole):
         more = count - len(own[index])
-        whole.append(sorted(own[index] + rest[taken:taken + more], key=_in_turn))
+        whole.append(sorted(own[index] + rest[taken:taken + more], key=_turn_key))
         taken += more
     return whole, rest[taken:]
 
 
-def _in_turn(batch: MicroBatch) -> tuple[int, int]:
+def _turn_key(batch: MicroBatch) -> tuple[int, int]:
     return batch.microbatch, batch.pipeline
 
 
-def _cut_evenly(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
-                parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
+def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
+                 parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
     """Choose the cuts of each micro-batch.
 
     With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
     cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give
     or take one; and phases of successive micro-batches are spread evenly.
     """
-    phase = {batch: GOLDEN * number % 1 for number, batch in enumerate(batches)}
+    phase = {batch: GOLDEN_FRACTION * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
     for number, (batch, _, _) in enumerate(parts):
-        phase[batch] = GOLDEN * (len(batches) + number) % 1
+        phase[batch] = GOLDEN_FRACTION * (len(batches) + number) % 1
     order = sorted(spans, key=lambda span: -phase[span[0]])
     sharers: dict[int, list[tuple[Worker, int]]] = defaultdict(list)
     for worker, workload in zip(replica.workers, workloads, strict=True):
@@ -487,7 +491,7 @@ def _cut_evenly(workloads: Sequence[dict[int, int]], replica: Replica, batches: 
             at += count
 
 
-def stops_of(layers: dict[int, Worker]) -> Route:
+def build_route(layers: dict[int, Worker]) -> Route:
     """Join consecutive layers on one worker to slices, and return the route."""
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
@@ -499,14 +503,14 @@ def stops_of(layers: dict[int, Worker]) -> Route:
     return tuple(slices)
 
 
-def _holds(problem: Problem, replicas: Sequence[Replica],
-           routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
+def _layers_held(problem: Problem, replicas: Sequence[Replica],
+                 routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
     """Return the layers of each worker: in re-cut replicas the layers that it runs, in all others those that it
     held."""
-    anew = {worker for replica in replicas if replica.cut for worker in replica.workers}
+    anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():
         for slice_ in route:
             run[slice_.worker].update(range(*slice_.layers))
-    return {worker: joined_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
-            problem.workers[worker].holds for worker in problem.live}
+    return {worker: merge_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
+            problem.workers[worker].holds for worker in problem.live_workers}

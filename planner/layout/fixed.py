@@ -8,8 +8,8 @@ then slices, as in `planner.layout.division`.
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from slipstream.planner.layout.division import least_limit, stops_of
-from slipstream.planner.model.problem import Layout, MicroBatch, Part, Problem, evenly, parts_of
+from slipstream.planner.layout.division import build_route, find_least_limit
+from slipstream.planner.model.problem import HeldRange, Layout, MicroBatch, Problem, choose_evenly, iterate_held_ranges
 from slipstream.schedules.schedule import Worker
 
 
@@ -21,12 +21,12 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
-    with_ease = sharing.within(ample)
+    with_ease = sharing.share_within(ample)
     assert with_ease is not None, "one holder of each part has time for everything"
-    least, best = least_limit(sharing.within, 0, ample, with_ease)
+    least, best = find_least_limit(sharing.share_within, 0, ample, with_ease)
     if within:
-        best = sharing.within(round(least * (1 + within))) or best
-    routes = {batch: stops_of(layers) for batch, layers in sorted(best.items())}
+        best = sharing.share_within(round(least * (1 + within))) or best
+    routes = {batch: build_route(layers) for batch, layers in sorted(best.items())}
     return Layout(kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
                   holds={worker: one.holds for worker, one in problem.workers.items()}, routes=routes)
 
@@ -36,23 +36,23 @@ class _Sharing:
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
-        self._parts = sorted(parts_of(problem), key=lambda part: (len(part.holders), part.layers))
-        self._closing = {worker: problem.closing(worker) for worker in problem.live}
+        self._parts = sorted(iterate_held_ranges(problem), key=lambda part: (len(part.holders), part.layers))
+        self._closing = {worker: problem.held_closing_ticks(worker) for worker in problem.live_workers}
         self._own = [self._by_own_worker(part) for part in self._parts]
 
-    def within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
+    def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
         """Return the worker of each layer of every micro-batch, with no load above `limit` ticks; None if none is
         found."""
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
         where: dict[MicroBatch, dict[int, Worker]] = defaultdict(dict)
-        away: list[tuple[Part, list[MicroBatch]]] = []
+        away: list[tuple[HeldRange, list[MicroBatch]]] = []
         for part, own in zip(self._parts, self._own, strict=True):  # own work first, of all parts
-            away.append((part, self._stay(part, own, free, where)))
-        return where if all(self._share(part, batches, free, where) for part, batches in away) else None
+            away.append((part, self._keep_own(part, own, free, where)))
+        return where if all(self._share_rest(part, batches, free, where) for part, batches in away) else None
 
-    def _by_own_worker(self, part: Part) -> dict[Worker | None, list[MicroBatch]]:
+    def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
         """Group all micro-batches by their own worker; None is the key of those of pipelines in which no worker holds
         the part."""
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
@@ -62,8 +62,8 @@ class _Sharing:
                 own[self._own_worker(part, batch)].append(batch)
         return own
 
-    def _stay(self, part: Part, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
-              where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
+    def _keep_own(self, part: HeldRange, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
+                  where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
         """Assign as many micro-batches to their own workers as these have time for; return the others, in order."""
         away = list[MicroBatch]()
         for worker, batches in own.items():
@@ -73,7 +73,7 @@ class _Sharing:
             whole = self._ticks(part.layers, worker)
             stay = min(len(batches), free[worker] // whole if whole else len(batches))
             free[worker] -= stay * whole
-            leaving = evenly(len(batches) - stay, len(batches))
+            leaving = choose_evenly(len(batches) - stay, len(batches))
             for index, batch in enumerate(batches):
                 if index in leaving:
                     away.append(batch)
@@ -81,17 +81,17 @@ class _Sharing:
                     where[batch].update(dict.fromkeys(range(*part.layers), worker))
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
-    def _own_worker(self, part: Part, batch: MicroBatch) -> Worker | None:
+    def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
         """Return the worker of the micro-batch's own path if it holds the part, else another holder of its pipeline."""
-        path = self._problem.paths[batch.microbatch % len(self._problem.paths)]
+        path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
         worker = Worker(batch.pipeline, column)
         if worker in part.holders:
             return worker
         return next((other for other in part.holders if other.pipeline == batch.pipeline), None)
 
-    def _share(self, part: Part, batches: Sequence[MicroBatch], free: dict[Worker, int],
-               where: dict[MicroBatch, dict[int, Worker]]) -> bool:
+    def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
+                    where: dict[MicroBatch, dict[int, Worker]]) -> bool:
         """Assign micro-batches that have left their own worker to other holders; return False if these have no time for
         them."""
         waiting = list(batches)

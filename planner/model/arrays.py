@@ -35,21 +35,21 @@ class ProblemArrays:
         self.problem = problem
         self.hosts = hosts
         """Worker that runs each unit: the assignment."""
-        self.units = list(problem.units())
-        self.unit_numbers = ints(self.units)
+        self.units = list(problem.iterate_units())
+        self.unit_numbers = to_ints(self.units)
         """Slice, pipeline and micro-batch of each unit: shape [units, 3]."""
-        self.workers = problem.live
+        self.workers = problem.live_workers
         """Worker of each row."""
-        self.group = ints([problem.group(worker) for worker in self.workers])
+        self.group = to_ints([problem.group_number(worker) for worker in self.workers])
         """Group of each row."""
-        self.after_group = ints([problem.after_group(worker) for worker in self.workers])
+        self.ticks_after_group = to_ints([problem.ticks_after_group(worker) for worker in self.workers])
         """Ticks from the end of its group to the end of its window, by row."""
-        self.reductions = reductions_of(problem)
-        self.ops = self._ops()
+        self.reductions = build_reduction_arrays(problem)
+        self.ops = self._build_ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
         """Number of units that each row runs."""
 
-    def assigned(self, worker: Ints) -> "ProblemArrays":
+    def with_assignment(self, worker: Ints) -> "ProblemArrays":
         """Return these arrays under another assignment; `worker` has the row of each unit's worker.
 
         Arrays that do not depend on the assignment are shared.
@@ -57,8 +57,8 @@ class ProblemArrays:
         other, ops = copy(self), self.ops
         other.hosts = {unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)}
         other.ops = ops._replace(
-            worker=worker, duration=self._durations(ops.slice, worker),
-            predecessors=_rehopped(ops.predecessors, worker, ops), successors=_rehopped(ops.successors, worker, ops))
+            worker=worker, duration=self._op_durations(ops.slice, worker),
+            predecessors=_with_hops(ops.predecessors, worker, ops), successors=_with_hops(ops.successors, worker, ops))
         other.load = np.bincount(worker, minlength=len(self.workers))
         return other
 
@@ -68,42 +68,43 @@ class ProblemArrays:
         return {worker: row for row, worker in enumerate(self.workers)}
 
     @cached_property
-    def home(self) -> Ints:
+    def home_rows(self) -> Ints:
         """Row of the worker of its own pipeline that holds the stage, for each unit; -1 if that worker is down."""
-        return ints([self.row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
+        return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
+                        for unit in self.units])
 
-    def _ops(self) -> "Ops":
+    def _build_ops(self) -> "Ops":
         from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
 
-        problem, kinds = self.problem, len(self.problem.kinds)
-        number = ints([unit.slice for unit in self.units])
-        worker = ints([self.row_of[self.hosts[unit]] for unit in self.units])
-        position, length = _places(problem)
-        predecessors, successors = _arcs(problem, position, length, worker)
+        problem, kinds = self.problem, len(self.problem.op_kinds)
+        number = to_ints([unit.slice for unit in self.units])
+        worker = to_ints([self.row_of[self.hosts[unit]] for unit in self.units])
+        position, length = _route_places(problem)
+        predecessors, successors = _build_arcs(problem, position, length, worker)
         # Positions are layers and not slice indices, so that routes of different lengths are comparable.
-        position, end = ints(problem.layers_of)[number].T.copy()  # the kernel requires contiguous arrays
+        position, end = to_ints(problem.layers_by_slice)[number].T.copy()  # the kernel requires contiguous arrays
         back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
-        return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
+        return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_by_slice) > problem.grid.columns,
                    unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, slice=number, position=position,
-                   back=back, worker=worker, duration=self._durations(number, worker),
+                   back=back, worker=worker, duration=self._op_durations(number, worker),
                    predecessors=predecessors, successors=successors)
 
-    def _durations(self, number: Ints, worker: Ints) -> Ints:
+    def _op_durations(self, number: Ints, worker: Ints) -> Ints:
         """Return the ticks of each op. The cost of every (slice, worker) is computed once."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
-        costs = [[problem.cost(kind, pair // rows, self.workers[pair % rows]) for kind in problem.kinds]
+        costs = [[problem.op_ticks(kind, pair // rows, self.workers[pair % rows]) for kind in problem.op_kinds]
                  for pair in pairs.tolist()]
-        return ints(costs)[inverse].ravel()
+        return to_ints(costs)[inverse].ravel()
 
-    def solution(self, order: Ints, start: Ints) -> "Solution":
+    def make_solution(self, order: Ints, start: Ints) -> "Solution":
         """Return the solution with these start ticks. Simultaneous ops keep their places in the order."""
         return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
-    def keys(self) -> Iterator[OpKey]:
+    def iterate_op_keys(self) -> Iterator[OpKey]:
         """Yield the key of each op: its kind and its unit."""
-        return ((kind, *unit) for unit in self.units for kind in self.problem.kinds)
+        return ((kind, *unit) for unit in self.units for kind in self.problem.op_kinds)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -116,7 +117,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
     start: Ints
     """Start tick of each op."""
 
-    def at(self, start: Ints) -> "Solution":
+    def with_starts(self, start: Ints) -> "Solution":
         """Return the solution with the same order and other start ticks."""
         return Solution(self.arrays, self.order, start)
 
@@ -131,55 +132,55 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self.arrays.hosts
 
     @cached_property
-    def starts(self) -> Mapping[OpKey, int]:
+    def start_by_key(self) -> Mapping[OpKey, int]:
         """Start tick of each compute op by its key, in order."""
-        keys, start = list(self.arrays.keys()), self.start.tolist()
+        keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
 
-def reductions_of(problem: Problem) -> "Reductions":
+def build_reduction_arrays(problem: Problem) -> "Reductions":
     """Return the shared reductions of a problem as arrays.
 
-    They are empty if no groups share any: `Problem.after_group` then includes the reductions.
+    They are empty if no groups share any: `Problem.ticks_after_group` then includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
-    shared = problem.reductions if problem.linking else ()
-    of_group: list[list[int]] = [[] for _ in problem.linked]
+    shared = problem.reductions if problem.has_shared_reductions else ()
+    of_group: list[list[int]] = [[] for _ in problem.linked_groups]
     for number, (_, groups) in enumerate(shared):
         for group in groups:
             of_group[group].append(number)
     return Reductions(
-        sharers=padded([groups for _, groups in shared]),
-        ticks=ints([problem.reduction_ticks(layers) for layers, _ in shared]),
-        between=padded(of_group),
-        awaiting=padded([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
-                         for first, end in problem.layers_of]))
+        sharers=pad_rows([groups for _, groups in shared]),
+        ticks=to_ints([problem.reduction_ticks(layers) for layers, _ in shared]),
+        between=pad_rows(of_group),
+        awaiting=pad_rows([[number for number, ((low, high), _) in enumerate(shared) if low < end and first < high]
+                           for first, end in problem.layers_by_slice]))
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Ints:
+def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:
     """Return the rows as one array, with -1 after the end of each row."""
     width = max([1, *map(len, rows)])
-    return ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
+    return to_ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
 
-def ints(values: Sequence[Any]) -> Ints:
+def to_ints(values: Sequence[Any]) -> Ints:
     """Convert values to an array of 64-bit integers."""
     return np.array(values, dtype=np.int64)
 
 
-def _places(problem: Problem) -> tuple[Ints, Ints]:
+def _route_places(problem: Problem) -> tuple[Ints, Ints]:
     """Return, for each unit, the place of its slice in its route, and the length of the route."""
     grid = problem.grid
-    lengths = ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
-                    for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])
+    lengths = to_ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
+                       for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 
 
-def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
+def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
     """Return the arcs of `RULES`: from each op to the ops it waits for, and to the ops that wait for it."""
-    kinds = problem.kinds
+    kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
     for rule in RULES:
@@ -194,16 +195,16 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tupl
     later, earlier, transfer = map(np.concatenate, (ops, awaited, transfers))
     hop = transfer * (worker[later // len(kinds)] != worker[earlier // len(kinds)])
     count = len(position) * len(kinds)
-    return _compressed(count, later, earlier, transfer, hop), _compressed(count, earlier, later, transfer, hop)
+    return _compress_arcs(count, later, earlier, transfer, hop), _compress_arcs(count, earlier, later, transfer, hop)
 
 
-def _rehopped(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
+def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
     """Return the arcs with the transfer times of another assignment."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
 
 
-def _compressed(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
+def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
     """Group arcs by the op at one end. The arcs of an op stay in the order of the rules."""
     from slipstream.planner.kernel import Arcs
 

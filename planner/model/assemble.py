@@ -6,25 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from slipstream.planner.job.layers import ratio
+from slipstream.planner.job.layers import limited_ratio
 from slipstream.planner.model.arrays import Ints, Solution
-from slipstream.planner.model.decompose import Piece, undivided
+from slipstream.planner.model.decompose import Piece, make_whole_piece
 from slipstream.planner.model.problem import Bound, MicroBatch, Problem
 from slipstream.planner.model.start_times import (
     NEVER,
-    group_ends,
-    late_ends,
-    latest,
-    reduced,
-    reduction_begins,
+    compute_group_ends,
+    compute_reduction_begins,
+    latest_group_ends,
+    place_reductions,
     solution_period,
+    with_latest_starts,
 )
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
-Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
+ForeignNames = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 
-def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> list[Solution]:
+def align_pieces(problem: Problem, solutions: Sequence[Solution],
+                 deadlines: Sequence[int] | None = None) -> list[Solution]:
     """Put the solutions of all pieces on one clock, with the first op of all at 0.
 
     With a staggered optimizer and several pieces, each op then starts as late as the common group ends allow, so that
@@ -32,55 +33,56 @@ def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[i
     they are those of the longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter
     period.
     """
-    at_0 = [solution.at(solution.start - solution.start.min()) for solution in solutions]
+    at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
         return at_0
     choices: list[Sequence[int]] = [deadlines] if deadlines else []
     periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
-    own = group_ends(longest)
-    common = group_ends(*at_0)
-    choices += [late_ends(longest.arrays, choice).tolist()
+    own = compute_group_ends(longest)
+    common = compute_group_ends(*at_0)
+    choices += [latest_group_ends(longest.arrays, choice).tolist()
                 for choice in (np.where(own > NEVER, own, common), common)]
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
-        late = [latest(solution, choice) for solution in solutions]
-        longest_of_late = _period(late, choice)
+        late = [with_latest_starts(solution, choice) for solution in solutions]
+        longest_of_late = _aligned_period(late, choice)
         if best is None or longest_of_late < best[0]:
             best = longest_of_late, late
         if longest_of_late <= least:
             break
     assert best is not None
     first = min(solution.start.min() for solution in best[1])
-    return [solution.at(solution.start - first) for solution in best[1]]
+    return [solution.with_starts(solution.start - first) for solution in best[1]]
 
 
-def period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
+def compute_period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
     """Return the period, in ticks, of the schedule that `build_schedule` would make."""
-    aligned = align(problem, solutions, deadlines)
-    return _period(aligned, group_ends(*aligned))
+    aligned = align_pieces(problem, solutions, deadlines)
+    return _aligned_period(aligned, compute_group_ends(*aligned))
 
 
-def _period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
+def _aligned_period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
     return max(solution_period(solution, last) for solution in aligned)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
-    """Build the schedule of one solution, or of the solutions of all pieces; see `align`."""
+    """Build the schedule of one solution, or of the solutions of all pieces; see `align_pieces`."""
     if isinstance(solved, Solution):
-        solved = [(undivided(problem), solved)]
-    aligned = align(problem, [solution for _, solution in solved], deadlines)
-    last = group_ends(*aligned)
-    begins = reduction_begins(aligned) if problem.interleaved else reduced(aligned[0].arrays, last)[0]
-    closing = closing_programs(problem, last.tolist(), begins.tolist())
+        solved = [(make_whole_piece(problem), solved)]
+    aligned = align_pieces(problem, [solution for _, solution in solved], deadlines)
+    last = compute_group_ends(*aligned)
+    begins = compute_reduction_begins(aligned) if problem.can_reduce_early \
+        else place_reductions(aligned[0].arrays, last)[0]
+    closing = build_closing_programs(problem, last.tolist(), begins.tolist())
     programs: dict[Worker, Program] = {}
     for (piece, _), placed in zip(solved, aligned, strict=True):
-        programs |= _programs(piece, placed, closing)
-    ticks = _period(aligned, last)
-    seats, stored = _share(problem, programs)
-    bound = bound or Bound(0, problem.scope)
+        programs |= _build_programs(piece, placed, closing)
+    ticks = _aligned_period(aligned, last)
+    seats, stored = _share_programs(problem, programs)
+    bound = bound or Bound(0, problem.bound_scope)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
                     slices=problem.slices, times=problem.times, memory=problem.memory,
                     backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
@@ -88,15 +90,16 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                     status="optimal" if ticks <= bound.ticks else "feasible", method=method, bound_scope=bound.scope)
 
 
-def claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
+def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
     """Return the schedule with another bound, converted from ticks of `tick_seconds` and rounded down."""
-    return schedule.with_bound(math.floor(bound.ticks * ratio(tick_seconds, schedule.tick_seconds)), bound.scope)
+    return schedule.with_bound(math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)),
+                               bound.scope)
 
 
-def _programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
+def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
     """Return the program of every role in all copies of a piece. Equal programs of several copies are one object."""
     arrays = solution.arrays
-    kinds, row_of = piece.problem.kinds, arrays.ops.worker.tolist()
+    kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
     owners: list[list[MicroBatch]] = [[] for _ in arrays.workers]
     for op, begin in zip(solution.order.tolist(), solution.start[solution.order].tolist(), strict=True):
@@ -104,59 +107,59 @@ def _programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> d
         unit, row = arrays.units[number], row_of[number]
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
         owners[row].append(MicroBatch(unit.pipeline, unit.microbatch))
-    closed = [_closed(piece.problem, worker, body, closing)
+    closed = [_insert_closing_ops(piece.problem, worker, body, closing)
               for worker, body in zip(arrays.workers, bodies, strict=True)]
     batches_run: list[set[MicroBatch]] = [set() for _ in range(piece.problem.grid.pipelines)]
     for worker, batches in zip(arrays.workers, owners, strict=True):
         batches_run[worker.pipeline].update(batches)
-    program_of: dict[tuple[int, Names], Program] = {}
+    program_of: dict[tuple[int, ForeignNames], Program] = {}
     programs: dict[Worker, Program] = {}
     for copy in piece.copies:
-        names = [_names(piece, copy, pipeline, batches_run[pipeline]) for pipeline in range(len(copy))]
+        names = [_find_foreign_names(piece, copy, pipeline, batches_run[pipeline]) for pipeline in range(len(copy))]
         for row, worker in enumerate(arrays.workers):
             own = names[worker.pipeline]
             if (row, own) not in program_of:
-                program_of[row, own] = _named(*closed[row], owners[row], dict(own))
+                program_of[row, own] = _rename_microbatches(*closed[row], owners[row], dict(own))
             programs[Worker(copy[worker.pipeline], worker.column)] = program_of[row, own]
     return programs
 
 
-def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> Names:
+def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
     """Return the names, in the whole problem, of the micro-batches that a pipeline's workers run, if they differ there.
 
     A name is (pipeline, number). The pipeline is None if it is the worker's own.
     """
     names = []
     for batch in sorted(ran):
-        known = piece.named(copy, *batch)
+        known = piece.original_microbatch(copy, *batch)
         name = None if known.pipeline == copy[pipeline] else known.pipeline, known.microbatch
         if name != (None, batch.microbatch):
             names.append((batch, name))
     return tuple(names)
 
 
-def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
-            closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
+def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
+                        closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
     """Return the program of a worker, and the index of each of its compute ops in that program.
 
     The closing ops follow the compute ops, or lie between them if the reductions are interleaved.
     """
-    last = closing[problem.group(worker)]
-    if not problem.interleaved:
+    last = closing[problem.group_number(worker)]
+    if not problem.can_reduce_early:
         return (*body, *last), range(len(body))
     program: list[ProgramOp] = []
     places: list[int] = []
     pending = list(last)
     for op in body:
-        while pending and pending[0].start_ticks < op.start_ticks + problem.cost(op.kind, op.slice or 0, worker):
+        while pending and pending[0].start_ticks < op.start_ticks + problem.op_ticks(op.kind, op.slice or 0, worker):
             program.append(pending.pop(0))
         places.append(len(program))
         program.append(op)
     return (*program, *pending), places
 
 
-def _named(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
-           names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
+def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
+                         names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
     """Return the program with micro-batches named as in the whole problem.
 
     `places` are the indices of the compute ops in the program, `owners` their micro-batches in the piece.
@@ -171,11 +174,12 @@ def _named(program: Program, places: Sequence[int], owners: Sequence[MicroBatch]
     return tuple(ops)
 
 
-def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+def _share_programs(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...],
+                                                                                   tuple[Program, ...]]:
     """Return the seats, sorted by worker, and each distinct program once, in the order of first use."""
     index: dict[Program, int] = {}
     known: dict[int, int] = {}
-    seats, usual = [], problem.grid.held_by_column
+    seats, usual = [], problem.grid.held_layers_by_column
     for worker, program in sorted(programs.items()):
         if id(program) not in known:
             known[id(program)] = index.setdefault(program, len(index))
@@ -187,7 +191,7 @@ def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[
 # --- The ops that end an iteration ------------------------------------------------------------------------------------
 
 
-def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
+def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
     """Return the closing ops of each group: its reductions in the order of their starts, then the optimizer step.
 
     The order of shared reductions is the same on all workers that share them. Among reductions that start together,
@@ -197,17 +201,17 @@ def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int
     """
     ready = [max(begins, default=0)] * len(ends)  # for groups that hold no layers
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.reductions]
-    if not problem.linking:
-        begins, ready = _in_turn(problem, ends, ticks)
+    if not problem.has_shared_reductions:
+        begins, ready = _place_reductions(problem, ends, ticks)
     bodies: list[list[ProgramOp]] = [[] for _ in ends]
     for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.reductions, strict=True)):
         for group in groups:
-            bodies[group].append(ProgramOp(OpKind.A, problem.number_of[layers], None, begin))
+            bodies[group].append(ProgramOp(OpKind.A, problem.number_of_slice[layers], None, begin))
             ready[group] = begin + taken
-    return [(*body, _step(problem, clock, ends)) for body, clock in zip(bodies, ready, strict=True)]
+    return [(*body, _make_optimizer_op(problem, clock, ends)) for body, clock in zip(bodies, ready, strict=True)]
 
 
-def _in_turn(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
+def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the start of each reduction, and the end of each group's last one, if none is shared."""
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.reductions, strict=True):
@@ -216,5 +220,5 @@ def _in_turn(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tup
     return begins, clock
 
 
-def _step(problem: Problem, ready: int, ends: Sequence[int]) -> ProgramOp:
+def _make_optimizer_op(problem: Problem, ready: int, ends: Sequence[int]) -> ProgramOp:
     return ProgramOp(OpKind.O, None, None, max(ready, *ends) if problem.optimizer == "synchronous" else ready)

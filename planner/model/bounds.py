@@ -16,10 +16,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from slipstream.planner.model.problem import Bound, Problem, parts_of
+from slipstream.planner.model.problem import Bound, Problem, iterate_held_ranges
 from slipstream.schedules.schedule import OpKind, Scope, Worker
 
-Named = tuple[Fraction, str]
+NamedBound = tuple[Fraction, str]
 """Bound in ticks, and a description of what it counts."""
 
 
@@ -31,15 +31,16 @@ def lower_bound(problem: Problem) -> int:
 def strongest_bound(problem: Problem) -> Bound:
     """Return the best proven lower bound on the period, for the scope of the problem.
 
-    The bound is 0 if a layout is given: the problem that the layout was made for has its own bound (`least_of`).
+    The bound is 0 if a layout is given: the problem that the layout was made for has its own bound
+    (`layout_lower_bound`).
     """
     if problem.assigned:
         return Bound(0, Scope.LAYERS)
     ticks, counts = exact_bound(problem)
-    return Bound((math.floor if problem.sliced else math.ceil)(ticks), problem.scope, counts)
+    return Bound((math.floor if problem.can_cut_stages else math.ceil)(ticks), problem.bound_scope, counts)
 
 
-def exact_bound(problem: Problem) -> Named:
+def exact_bound(problem: Problem) -> NamedBound:
     """Return the best proven lower bound as a fraction of ticks.
 
     Times of schedules with slices need not be whole numbers of the problem's ticks.
@@ -47,71 +48,73 @@ def exact_bound(problem: Problem) -> Named:
     return max(_bounds_in_place(problem), key=lambda bound: bound[0])
 
 
-def _bounds_in_place(problem: Problem) -> list[Named]:
+def _bounds_in_place(problem: Problem) -> list[NamedBound]:
     """Return all bounds for layers in place.
 
     Each holds if any live holder of a stage may run any micro-batch of it, and so also if workers keep their own.
     """
     late = problem.optimizer == "synchronous"  # then windows begin only with a micro-batch
     bounds = []
-    for first in sorted(set(problem.tied)):
-        columns = [column for column, tied in enumerate(problem.tied) if tied == first]
-        stages = [stage for column in columns for stage in problem.grid.stages_of(column)]
-        reach = min(_reach(problem, stage) for stage in stages) if late else 0
+    for first in sorted(set(problem.reduction_root)):
+        columns = [column for column, tied in enumerate(problem.reduction_root) if tied == first]
+        stages = [stage for column in columns for stage in problem.grid.stages_of_column(column)]
+        reach = min(_earliest_forward(problem, stage) for stage in stages) if late else 0
         work = reach + column_work(problem, columns)
         bounds.append((work, f"the work of column {first}, shared by its live workers"))
         if not problem.sharing:
-            bounds += [(reach + _own_work(problem, column), f"the work of the busiest worker of column {column}")
+            bounds += [(reach + _busiest_own_work(problem, column),
+                        f"the work of the busiest worker of column {column}")
                        for column in columns]
-    for stage in _single(problem):
+    for stage in _find_single_stages(problem):
         column = problem.column_of[stage]
-        window = _window(problem, stage)
+        window = _busiest_window(problem, stage)
         bounds.append((window, f"work and round trips of the busiest worker of column {column}"))
-        bounds.append((_crowded(problem, stage), f"the wait of column {column} for fewer workers at other stages"))
-        bounds.append((_chain(problem, stage), f"the way to stage {stage}, its work, and the way back"))
+        bounds.append((_scarce_stage_bound(problem, stage),
+                       f"the wait of column {column} for fewer workers at other stages"))
+        bounds.append((_fill_and_drain_bound(problem, stage), f"the way to stage {stage}, its work, and the way back"))
         if late:
-            bounds.append((_reach(problem, stage) + window, f"the way to column {column}, and its work"))
+            bounds.append((_earliest_forward(problem, stage) + window, f"the way to column {column}, and its work"))
     bounds += [(Fraction(ticks), f"how micro-batches pass stage {stage} and come back to it, one after the other")
-               for stage, ticks in enumerate(_passages(problem))]
-    if (whole := whole_fill(problem)) is not None:
+               for stage, ticks in enumerate(_passage_bounds(problem))]
+    if (whole := compute_whole_fill(problem)) is not None:
         bounds.append((Fraction(whole.period), "work, and what whole forwards leave of the round trips"))
     return bounds
 
 
-def _single(problem: Problem) -> Sequence[int]:
+def _find_single_stages(problem: Problem) -> Sequence[int]:
     """Return the stages whose workers hold no other layers, and whose layers are equal if micro-batches may be cut."""
     grid = problem.grid
     if grid.chains > 1:
         return ()
     return [stage for stage in range(len(grid.stages))
-            if len(grid.stages_of(problem.column_of[stage])) == 1 and problem.parts_of(stage)]
+            if len(grid.stages_of_column(problem.column_of[stage])) == 1 and problem.count_parts(stage)]
 
 
-def _reach(problem: Problem, stage: int) -> int:
+def _earliest_forward(problem: Problem, stage: int) -> int:
     """Return the earliest tick at which the first F of a stage may start."""
-    forward_ticks, _ = problem.least_ways
-    return forward_ticks[stage] - forward_ticks[stage - problem.grid.original(stage)]
+    forward_ticks, _ = problem.min_path_ticks
+    return forward_ticks[stage] - forward_ticks[stage - problem.grid.original_stage(stage)]
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     """Return the least ticks for the work of some columns on their live workers, with the shortest closing."""
-    work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
-               for column in columns for stage in problem.grid.stages_of(column))
+    work = sum(sum(problem.usual_ticks(kind, stage) for kind in problem.op_kinds) * _microbatches_at(problem, stage)
+               for column in columns for stage in problem.grid.stages_of_column(column))
     slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
-                for pipeline in problem.live_by_column[column])
-    return ticks_of_work(work, slowness) + min(map(problem.column_closing, columns))
+                for pipeline in problem.live_pipelines_by_column[column])
+    return ticks_of_work(work, slowness) + min(map(problem.column_closing_ticks, columns))
 
 
-def _own_work(problem: Problem, column: int) -> Fraction:
+def _busiest_own_work(problem: Problem, column: int) -> Fraction:
     """Return the longest time that a live worker of a column takes for the micro-batches of its own pipeline."""
-    stages, counts, grid = problem.grid.stages_of(column), problem.grid.microbatches, problem.grid
-    return Fraction(problem.column_closing(column) + max(
-        sum(problem.cost(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
-                                                                            grid.chains))
-            for stage in stages for kind in problem.kinds) for pipeline in problem.live_by_column[column]))
+    stages, counts, grid = problem.grid.stages_of_column(column), problem.grid.microbatches, problem.grid
+    return Fraction(problem.column_closing_ticks(column) + max(
+        sum(problem.op_ticks(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
+                                                                                grid.chains))
+            for stage in stages for kind in problem.op_kinds) for pipeline in problem.live_pipelines_by_column[column]))
 
 
-def _along(problem: Problem, stage: int) -> int:
+def _microbatches_at(problem: Problem, stage: int) -> int:
     """Return the number of micro-batches that visit a stage in an iteration."""
     grid = problem.grid
     return sum(len(range(stage // grid.depth, count, grid.chains)) for count in grid.microbatches)
@@ -120,7 +123,7 @@ def _along(problem: Problem, stage: int) -> int:
 # --- One stage --------------------------------------------------------------------------------------------------------
 
 
-class Shares(NamedTuple):
+class StageShares(NamedTuple):
     """Shares of a stage on one of its holders. Times are in ticks / p."""
 
     parts: int
@@ -148,16 +151,16 @@ class Shares(NamedTuple):
         """Time of F, I and W of a share."""
         return self.forward + self.gradient + self.weight
 
-    def held(self, amount: int) -> int:
+    def capacity_for(self, amount: int) -> int:
         """Return the number of shares that fit in memory at once if each takes `amount`."""
         return self.room // amount if amount else self.most
 
     @property
-    def waiting(self) -> int:
+    def max_waiting(self) -> int:
         """Number of shares that memory can hold between F and I."""
-        return self.held(self.activation)
+        return self.capacity_for(self.activation)
 
-    def fill(self, count: int) -> int:
+    def fill_idle(self, count: int) -> int:
         """Return the idle time before the first I of a worker that runs `count` shares.
 
         Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
@@ -165,11 +168,11 @@ class Shares(NamedTuple):
 
             window >= n (F + I + W) + max(0, round trip - (k - 1) F),   k = min(n, capacity / activation)
 
-        for a worker that runs n, and the idle time of `drain` is added to it. The right side does not fall with n.
+        for a worker that runs n, and the idle time of `drain_idle` is added to it. The right side does not fall with n.
         """
-        return max(0, self.round_trip + self.late - (min(count, self.waiting) - 1) * self.forward)
+        return max(0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward)
 
-    def drain(self, count: int, *, until_weight: bool) -> int:
+    def drain_idle(self, count: int, *, until_weight: bool) -> int:
         """Return the idle time of a worker with `count` shares, from its last F to the end of its last I or W.
 
         When the last F starts, memory holds x <= k micro-batches that still wait for their I, including its own, and y
@@ -178,18 +181,18 @@ class Shares(NamedTuple):
             idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
             idle and W meanwhile >= round trip + I - k I                         until its I ends.
 
-        In the second case (`_chain`), these W are not among the count - l that are done before the last F starts, where
-        memory holds at most l. With count > k some I comes before the last F, so that nothing is counted twice: `fill`
-        ends when the first I starts. With fewer, all F may come first, and 0 is returned.
+        In the second case (`_fill_and_drain_bound`), these W are not among the count - l that are done before the last
+        F starts, where memory holds at most l. With count > k some I comes before the last F, so that nothing is
+        counted twice: `fill` ends when the first I starts. With fewer, all F may come first, and 0 is returned.
         """
-        if count <= self.waiting:
+        if count <= self.max_waiting:
             return 0
         idle = self.round_trip + self.gradient
         if until_weight:
-            return max(0, idle + self.weight - self.most_left(count))
-        return max(0, idle - self.waiting * self.gradient)
+            return max(0, idle + self.weight - self.max_remaining_work(count))
+        return max(0, idle - self.max_waiting * self.gradient)
 
-    def most_left(self, count: int) -> int:
+    def max_remaining_work(self, count: int) -> int:
         """Return an upper limit on the ticks of I and W that are still due when the last of `count` F starts.
 
         At that time x micro-batches wait for their I, 1 <= x <= k, and y for their W only, with x + y <= count and x
@@ -197,111 +200,113 @@ class Shares(NamedTuple):
         this is concave in x: the maximum lies at an end, or at the whole numbers next to the x from which on not all
         can wait for their W.
         """
-        most = min(count, self.waiting)
+        most = min(count, self.max_waiting)
         ends = {1, most}
         if self.activation != self.stash:
             corner = (self.room - count * self.stash) // (self.activation - self.stash)
             ends |= {min(max(1, corner + more), most) for more in (0, 1)}
-        return max(waiting * self.gradient + self._weights(waiting, count) for waiting in ends)
+        return max(waiting * self.gradient + self._remaining_weight_ticks(waiting, count) for waiting in ends)
 
-    def _weights(self, waiting: int, count: int) -> int:
+    def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
         """Return the ticks of W that are due while `waiting` shares wait for their I; y need not be whole."""
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
-    def window(self, count: int) -> int:
+    def min_window(self, count: int) -> int:
         """Return the shortest time from the first to the last op of a worker that runs `count` shares."""
-        return count * self.work + self.fill(count) + self.drain(count, until_weight=True) if count else 0
+        return count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True) if count else 0
 
-    def inside(self, count: int) -> int:
+    def min_gradient_window(self, count: int) -> int:
         """Return the shortest time from the first F to the end of the last I.
 
         All W must be done in it except those that memory can hold until later.
         """
-        unavoidable = max((count - min(count, self.held(self.stash))) * self.weight,
-                          (count - min(count, self.held(min(self.activation, self.stash)))) * self.weight
-                          + self.drain(count, until_weight=False))
-        return count * (self.forward + self.gradient) + self.fill(count) + unavoidable
+        unavoidable = max((count - min(count, self.capacity_for(self.stash))) * self.weight,
+                          (count - min(count, self.capacity_for(min(self.activation, self.stash)))) * self.weight
+                          + self.drain_idle(count, until_weight=False))
+        return count * (self.forward + self.gradient) + self.fill_idle(count) + unavoidable
 
 
-def _shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Shares:
-    forward, gradient, *weight = (problem.cost(kind, stage, worker) for kind in problem.kinds)
-    out, home = problem.least_ways
+def _make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> StageShares:
+    forward, gradient, *weight = (problem.op_ticks(kind, stage, worker) for kind in problem.op_kinds)
+    out, home = problem.min_path_ticks
     # Transfers to the next stage and back; the last stage has none.
-    hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
+    hops = 2 * problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
     trip = out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + hops
     limited = problem.memory is not None
-    return Shares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
-                  activation=problem.activation(stage) if limited else 0, stash=problem.stash(stage) if limited else 0,
-                  room=problem.room(worker) * parts, most=_along(problem, stage) * parts)
+    return StageShares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
+                       activation=problem.activation_memory(stage) if limited else 0, stash=problem.stash_memory(stage)
+                       if limited else 0,
+                       room=problem.activation_room(worker) * parts, most=_microbatches_at(problem, stage) * parts)
 
 
-def _kinds(problem: Problem, stage: int) -> Counter[Shares]:
-    """Return the different `Shares` of a stage's holders, with the number of holders of each."""
+def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
+    """Return the different `StageShares` of a stage's holders, with the number of holders of each."""
     column = problem.column_of[stage]
-    workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
+    workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}
-    numbers: Counter[Shares] = Counter()
+    numbers: Counter[StageShares] = Counter()
     for properties, number in Counter(problem.workers[worker] for worker in workers).items():
-        numbers[_shares(problem, stage, example[properties], problem.parts_of(stage))] += number
+        numbers[_make_shares(problem, stage, example[properties], problem.count_parts(stage))] += number
     return numbers
 
 
-def _window(problem: Problem, stage: int) -> Fraction:
+def _busiest_window(problem: Problem, stage: int) -> Fraction:
     """Return the least T such that the holders of a stage can run all of its shares in windows of T ticks.
 
     T is a whole number of ticks / p, as all times of shares are. A worker that runs n shares has a window of at least n
     (F + I + W) plus the idle time of filling and draining, which does not fall with n. So in T it runs at most the n
     whose window fits.
     """
-    least = _least_window(tuple(_kinds(problem, stage).items()), _along(problem, stage) * problem.parts_of(stage))
-    return Fraction(least, problem.parts_of(stage)) + problem.column_closing(problem.column_of[stage])
+    least = _least_window(tuple(_count_holder_kinds(problem, stage).items()),
+                          _microbatches_at(problem, stage) * problem.count_parts(stage))
+    return Fraction(least, problem.count_parts(stage)) + problem.column_closing_ticks(problem.column_of[stage])
 
 
 @lru_cache(4096)  # failures that come and go repeat most columns
-def _least_window(holders: Sequence[tuple[Shares, int]], total: int) -> int:
+def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
     """Return the least T such that these numbers of holders can run `total` shares in windows of T ticks / p."""
     def is_enough(ticks: int) -> bool:
-        return sum(number * _most(shares, ticks) for shares, number in holders) >= total
+        return sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
 
-    return bisect_left(range(max(shares.window(total) for shares, _ in holders)), True, key=is_enough)
+    return bisect_left(range(max(shares.min_window(total) for shares, _ in holders)), True, key=is_enough)
 
 
 def window_bound(problem: Problem, column: int) -> int:
     """Return the shortest possible window of the busiest worker of a column, in ticks."""
-    stages = [stage for stage in _single(problem) if problem.column_of[stage] == column]
-    return math.ceil(_window(problem, stages[0]) if stages else column_work(problem, [column]))
+    stages = [stage for stage in _find_single_stages(problem) if problem.column_of[stage] == column]
+    return math.ceil(_busiest_window(problem, stages[0]) if stages else column_work(problem, [column]))
 
 
-def _crowded(problem: Problem, stage: int) -> Fraction:
-    """Return the bound of `_window` for a stage before one that has fewer live workers. It is 0 with slices.
+def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
+    """Return the bound of `_busiest_window` for a stage before one that has fewer live workers. It is 0 with slices.
 
     The I that come first on the n holders are of n micro-batches. At a stage with k < n holders at most k of these have
     the first F of their worker; the others get it at least one F later, and n - k holders idle that much longer. If
     fewer holders are in use, fewer idle longer, but those in use do not run more than with all.
     """
-    kinds = _kinds(problem, stage)
-    if problem.sliced or len(kinds) > 1:
+    kinds = _count_holder_kinds(problem, stage)
+    if problem.can_cut_stages or len(kinds) > 1:
         return Fraction(0)
     shares, = kinds
-    total, holders, best = _along(problem, stage), len(problem.holders[stage]), 0
+    total, holders, best = _microbatches_at(problem, stage), len(problem.holders_by_slice[stage]), 0
     for later in range(stage + 1, len(problem.grid.stages)):
-        in_time = len(problem.holders[later])
+        in_time = len(problem.holders_by_slice[later])
         if in_time >= holders:
             continue
-        late = shares._replace(late=problem.fastest(OpKind.F, later))
+        late = shares._replace(late=problem.fastest_ticks(OpKind.F, later))
         best = max(best, _least_window(((shares, in_time), (late, holders - in_time)), total))
-    return Fraction(best) + problem.column_closing(problem.column_of[stage])
+    return Fraction(best) + problem.column_closing_ticks(problem.column_of[stage])
 
 
-def _most(shares: Shares, ticks: int) -> int:
+def _max_shares_within(shares: StageShares, ticks: int) -> int:
     """Return the number of shares, up to all, that fit in a window."""
-    return bisect_right(range(1, shares.most + 1), ticks, key=shares.window)
+    return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
-def _chain(problem: Problem, stage: int) -> Fraction:
+def _fill_and_drain_bound(problem: Problem, stage: int) -> Fraction:
     """Return the fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0.
 
     It is 0 if speeds differ.
@@ -315,32 +320,32 @@ def _chain(problem: Problem, stage: int) -> Fraction:
 
     When fused, B takes the place of I, and no W is left for later.
     """
-    kinds = _kinds(problem, stage)
+    kinds = _count_holder_kinds(problem, stage)
     if len(kinds) > 1:
         return Fraction(0)
     shares, = kinds
-    return _way_through(problem, stage, shares, -(-shares.most // len(problem.holders[stage])))
+    return _round_trip_bound(problem, stage, shares, -(-shares.most // len(problem.holders_by_slice[stage])))
 
 
-def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fraction:
-    """Return the bound of `_chain` for a worker that runs `count` shares."""
-    out, home = problem.least_ways
+def _round_trip_bound(problem: Problem, stage: int, shares: StageShares, count: int) -> Fraction:
+    """Return the bound of `_fill_and_drain_bound` for a worker that runs `count` shares."""
+    out, home = problem.min_path_ticks
     last = Fraction(0)
-    if problem.backward == "split" and stage and problem.parts_of(0):
-        last = Fraction(problem.fastest(OpKind.W, 0), problem.parts_of(0))
-    closing = problem.column_closing(problem.column_of[0])
-    return Fraction(shares.inside(count), shares.parts) + out[stage] + home[stage] + last + (
+    if problem.backward == "split" and stage and problem.count_parts(0):
+        last = Fraction(problem.fastest_ticks(OpKind.W, 0), problem.count_parts(0))
+    closing = problem.column_closing_ticks(problem.column_of[0])
+    return Fraction(shares.min_gradient_window(count), shares.parts) + out[stage] + home[stage] + last + (
         closing if problem.optimizer == "staggered" else max(closing, *problem.times.optimizer))
 
 
 # --- How whole micro-batches pass the stages, one after the other -----------------------------------------------------
 
 
-MAX_PASSAGES = 20_000
+MAX_PASSAGE_STEPS = 20_000
 """Maximum of stages squared times micro-batches for which passages are counted."""
 
 
-def _passages(problem: Problem) -> list[int]:
+def _passage_bounds(problem: Problem) -> list[int]:
     """Return the least period of the workers of each stage, in ticks.
 
     The list is empty if micro-batches may be cut or workers hold several stages.
@@ -363,17 +368,18 @@ def _passages(problem: Problem) -> list[int]:
     """
     grid = problem.grid
     stages, count = len(grid.stages), grid.total_microbatches
-    if problem.sliced or grid.chains > 1 or grid.columns < stages or stages**2 * count > MAX_PASSAGES:
+    if problem.can_cut_stages or grid.chains > 1 or grid.columns < stages or stages**2 * count > MAX_PASSAGE_STEPS:
         return []
-    return [_passage(problem, stage, count) for stage in range(stages)]
+    return [_passage_bound(problem, stage, count) for stage in range(stages)]
 
 
-def _passage(problem: Problem, first: int, count: int) -> int:
+def _passage_bound(problem: Problem, first: int, count: int) -> int:
     """Return the least period of workers of stage `first`, from how micro-batches pass it and later stages."""
     stages = range(first, len(problem.grid.stages))
-    forward, gradient = ({stage: problem.fastest(kind, stage) for stage in stages} for kind in problem.kinds[:2])
-    workers = {stage: len(problem.holders[stage]) for stage in stages}
-    waiting = {stage: _most_waiting(problem, stage, count) for stage in stages}
+    forward, gradient = ({stage: problem.fastest_ticks(kind, stage) for stage in stages}
+                         for kind in problem.op_kinds[:2])
+    workers = {stage: len(problem.holders_by_slice[stage]) for stage in stages}
+    waiting = {stage: _max_waiting(problem, stage, count) for stage in stages}
     begun: dict[int, list[int]] = {stage: [] for stage in stages}
     returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
     served: dict[int, list[int]] = {stage: [] for stage in stages}  # last line of the bound on e(s, k)
@@ -385,7 +391,7 @@ def _passage(problem: Problem, first: int, count: int) -> int:
             if number >= waiting[stage]:
                 earliest = max(earliest, returned[stage][-waiting[stage]] + gradient[stage])
             begun[stage].append(earliest)
-            earliest += forward[stage] + (problem.least_hop(stage) if stage < stages[-1] else 0)
+            earliest += forward[stage] + (problem.min_transfer_ticks(stage) if stage < stages[-1] else 0)
         for stage in reversed(stages):
             free = served[stage][-workers[stage]] if number >= workers[stage] else 0
             served[stage].append(max(begun[stage][number], free) + forward[stage] + gradient[stage])
@@ -393,35 +399,36 @@ def _passage(problem: Problem, first: int, count: int) -> int:
             if number >= workers[stage]:
                 earliest = max(earliest, returned[stage][-workers[stage]] + gradient[stage])
             returned[stage].append(earliest)
-            earliest += gradient[stage] + (problem.least_hop(stage - 1) if stage > first else 0)
-    after = gradient[first] + sum(problem.fastest(kind, first) for kind in problem.kinds[2:])
+            earliest += gradient[stage] + (problem.min_transfer_ticks(stage - 1) if stage > first else 0)
+    after = gradient[first] + sum(problem.fastest_ticks(kind, first) for kind in problem.op_kinds[2:])
     ends = (max(returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
                 begun[first][number] + (forward[first] + after) * rounds) for number in range(count))
-    return max(ends) + problem.column_closing(problem.column_of[first])
+    return max(ends) + problem.column_closing_ticks(problem.column_of[first])
 
 
-def _most_waiting(problem: Problem, stage: int, count: int) -> int:
+def _max_waiting(problem: Problem, stage: int, count: int) -> int:
     """Return the number of micro-batches that all workers of a stage together can hold between F and I."""
-    amount = problem.activation(stage)
-    return max(1, sum(problem.room(worker) // amount for worker in problem.holders[stage])) if amount else count
+    amount = problem.activation_memory(stage)
+    return max(1, sum(problem.activation_room(worker) // amount for worker in problem.holders_by_slice[stage])) \
+        if amount else count
 
 
 # --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------
 
 
-class Fill(NamedTuple):
+class StageFill(NamedTuple):
     """Properties of a stage that matter before its first I."""
 
     forward: int
     """Ticks of an F."""
-    most: int
+    max_forwards: int
     """Number of forwards that memory holds."""
-    back: int
+    return_ticks: int
     """Ticks of the I of the next stage, with the transfers to it and back; 0 at the last stage."""
 
 
 class WholeFill(NamedTuple):
-    """Result of `whole_fill`: how pipelines fill if workers run whole forwards only."""
+    """Result of `compute_whole_fill`: how pipelines fill if workers run whole forwards only."""
 
     period: int
     """Lower bound on the period, in ticks."""
@@ -429,7 +436,7 @@ class WholeFill(NamedTuple):
     """Ticks that a worker of each stage may idle before its first I in a plan of this period."""
 
 
-def whole_fill(problem: Problem) -> WholeFill | None:
+def compute_whole_fill(problem: Problem) -> WholeFill | None:
     """Return the fill bound of all stages together, or None if workers share micro-batches or hold several stages.
 
     Let u(s) be the time from the first F to the first I of stage s. In it, the worker runs only whole F, at most k, so
@@ -443,29 +450,32 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     the first, decide whether the period is possible at all.
     """
     grid = problem.grid
-    if problem.failed or problem.slow or problem.sharing or grid.chains > 1 or grid.columns < len(grid.stages):
+    if problem.failed or problem.has_slow_workers or problem.sharing or grid.chains > 1 \
+            or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)
-    shares = [_shares(problem, stage, problem.worker(stage, 0), 1) for stage in stages]
-    without_fill = [_beside_fill(problem, stage, shares[stage], count) for stage in stages]
-    back = [problem.fastest(problem.gradient_kind, stage + 1) + 2 * problem.least_hop(stage) for stage in stages[:-1]]
-    fills = [Fill(one.forward, min(count, one.waiting), after) for one, after in zip(shares, [*back, 0], strict=True)]
+    shares = [_make_shares(problem, stage, problem.home_worker(stage, 0), 1) for stage in stages]
+    without_fill = [_period_without_fill(problem, stage, shares[stage], count) for stage in stages]
+    back = [problem.fastest_ticks(problem.gradient_kind, stage + 1) + 2 * problem.min_transfer_ticks(stage)
+            for stage in stages[:-1]]
+    fills = [StageFill(one.forward, min(count, one.max_waiting), after) for one,
+             after in zip(shares, [*back, 0], strict=True)]
     least = max(without_fill)
-    enough = sum(2 * fill.forward + fill.back for fill in fills)
+    enough = sum(2 * fill.forward + fill.return_ticks for fill in fills)
     period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
         fills, [least + more - ticks for ticks in without_fill]))
     return WholeFill(period, tuple(period - ticks for ticks in without_fill))
 
 
-def _beside_fill(problem: Problem, stage: int, shares: Shares, count: int) -> int:
+def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
     """Return the least period of a worker of this stage, without the time that it idles before its first I."""
-    window = shares.window(count) + problem.column_closing(problem.column_of[stage])
+    window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if problem.optimizer == "synchronous":
-        window += _reach(problem, stage)
-    return max(window, math.ceil(_way_through(problem, stage, shares, count))) - shares.fill(count)
+        window += _earliest_forward(problem, stage)
+    return max(window, math.ceil(_round_trip_bound(problem, stage, shares, count))) - shares.fill_idle(count)
 
 
-def _can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
+def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
     """Return whether all stages can fill within these idle times."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
@@ -481,7 +491,7 @@ def _can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
 # --- For every layout that the problem allows -------------------------------------------------------------------------
 
 
-def least_of(below: Problem) -> Bound:
+def layout_lower_bound(below: Problem) -> Bound:
     """Return a lower bound for all layouts in the problem's scope whose costs are at least those of `below`.
 
     A schedule stays valid if ops take less time and each ends at the same time as before: ops that wait for its end
@@ -508,7 +518,7 @@ def work_bound(problem: Problem) -> int:
     usual work. The sum over all live workers is at least the work of an iteration.
     """
     work = sum(problem.costs.work) * problem.grid.total_microbatches
-    return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
+    return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live_workers)))
 
 
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
@@ -524,7 +534,7 @@ def period_bound(problem: Problem) -> Bound:
     """Return the best known bound: `fixed_bound` or `any_layers_bound`, but at least `work_bound`."""
     moving = problem.question.layers == "move"
     return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
-                 problem.question.scope, "the work of all layers that workers share")
+                 problem.question.bound_scope, "the work of all layers that workers share")
 
 
 def any_layers_bound(problem: Problem) -> int:
@@ -539,7 +549,7 @@ def any_layers_bound(problem: Problem) -> int:
         return 0
     most = [total * work for work in accumulate(sorted(problem.costs.work, reverse=True))]
     closings = list(accumulate(sorted(problem.costs.closing)))
-    kinds = Counter(map(problem.slowness, problem.live))
+    kinds = Counter(map(problem.slowness, problem.live_workers))
 
     def is_enough(limit: int) -> bool:
         return sum(count * max(min(work, max(0, limit - closing) * 1000 // (slow * unit) * unit)
@@ -556,12 +566,12 @@ def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
     """
     from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
                       "the work of all layers, shared by a pipeline's workers")
-    from_memory = Bound(held_bound(problem, input_free=input_free), Scope.PLACEMENT,
+    from_memory = Bound(memory_bound(problem, input_free=input_free), Scope.PLACEMENT,
                         "how long the activations of all layers are held, in the memory of all workers")
     return from_work | from_memory
 
 
-def held_bound(problem: Problem, *, input_free: bool) -> int:
+def memory_bound(problem: Problem, *, input_free: bool) -> int:
     """Return the period that memory requires at least, wherever the virtual stages are placed.
 
     From the start of its F of a micro-batch until the end of its I, a layer's activation is on some worker, and in
@@ -585,23 +595,23 @@ def held_bound(problem: Problem, *, input_free: bool) -> int:
     fused = problem.backward == "fused"
     back = costs.backward_input if not fused else tuple(map(sum, zip(
         costs.backward_input, costs.backward_weight, strict=True)))
-    behind = _sums_behind(costs.forward)
+    behind = _suffix_sums(costs.forward)
     stashed = 0 if fused else sum(stash * weight for stash, weight in zip(
         costs.weight_stash, costs.backward_weight, strict=True))
-    total, slow = grid.total_microbatches, min(1000, problem.least_slowness)
+    total, slow = grid.total_microbatches, min(1000, problem.min_slowness)
     least = None
     work = list(accumulate(costs.work, initial=0))
     for first in range(1, grid.layer_count + 1) if input_free and not fused else (0,):
         # In each pipeline one worker runs the layers of the first stage, or two with two directions.
         alone = work[first] * min(grid.microbatches) * slow // 2000
-        after = _sums_behind(tuple(0 if layer < first else ticks for layer, ticks in enumerate(back)))
+        after = _suffix_sums(tuple(0 if layer < first else ticks for layer, ticks in enumerate(back)))
         held = sum(activation * (behind[layer] + after[layer]) for layer, activation in enumerate(costs.activation))
         ticks = max(alone, -(-total * (held + stashed) * slow // (1000 * room)))
         least = ticks if least is None else min(least, ticks)
     return min(costs.closing) + (least or 0)
 
 
-def _sums_behind(values: Sequence[int]) -> list[int]:
+def _suffix_sums(values: Sequence[int]) -> list[int]:
     """Return, for each layer, the sum of its value and of the values of all layers behind it."""
     return list(accumulate(reversed(values)))[::-1]
 
@@ -609,14 +619,15 @@ def _sums_behind(values: Sequence[int]) -> list[int]:
 def fixed_bound(problem: Problem) -> int:
     """Return a bound for the present layers of workers.
 
-    The work of consecutive ranges of layers (`parts_of`) is done by the workers that hold any of them. In a period they
-    are not available for the all-reduces and optimizer steps of all layers they hold, and for the time that they idle
-    for lack of memory (`fill_ticks`). Without slices, no worker runs a fraction of a micro-batch: see `whole_bound`.
+    The work of consecutive ranges of layers (`iterate_held_ranges`) is done by the workers that hold any of them. In a
+    period they are not available for the all-reduces and optimizer steps of all layers they hold, and for the time that
+    they idle for lack of memory (`min_fill_ticks`). Without slices, no worker runs a fraction of a micro-batch: see
+    `whole_bound`.
     """
-    parts = list(parts_of(problem))
-    idle_of_kind = {kind: problem.closing(worker) + fill_ticks(problem, worker)
-                    for kind, worker in {problem.workers[worker]: worker for worker in problem.live}.items()}
-    idle = {worker: idle_of_kind[problem.workers[worker]] for worker in problem.live}
+    parts = list(iterate_held_ranges(problem))
+    idle_of_kind = {kind: problem.held_closing_ticks(worker) + min_fill_ticks(problem, worker)
+                    for kind, worker in {problem.workers[worker]: worker for worker in problem.live_workers}.items()}
+    idle = {worker: idle_of_kind[problem.workers[worker]] for worker in problem.live_workers}
     best = 0
     for first in range(len(parts)):
         holders: set[Worker] = set()
@@ -624,20 +635,20 @@ def fixed_bound(problem: Problem) -> int:
         for part in parts[first:]:
             holders.update(part.holders)
             work += sum(problem.costs.work[layer] for layer in range(*part.layers)) * problem.grid.total_microbatches
-            best = max(best, _least(problem, holders, work, idle))
+            best = max(best, _min_shared_period(problem, holders, work, idle))
     return best if problem.question.sliced else max(best, whole_bound(problem))
 
 
 def whole_bound(problem: Problem) -> int:
-    """Return a bound if micro-batches are not cut within a range of `parts_of`.
+    """Return a bound if micro-batches are not cut within a range of `iterate_held_ranges`.
 
     A holder of a range, with C ticks of closing ops and t ticks for a micro-batch, runs at most floor((T - C) / t) of
     them in a period T.
     """
     best = 0
-    for part in parts_of(problem):
+    for part in iterate_held_ranges(problem):
         work = sum(problem.costs.work[layer] for layer in range(*part.layers))
-        kinds = Counter((problem.closing(worker), problem.slowness(worker)) for worker in part.holders)
+        kinds = Counter((problem.held_closing_ticks(worker), problem.slowness(worker)) for worker in part.holders)
 
         def is_enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
             return not work or sum(count * (max(0, limit - closing) * 1000 // (work * slow))
@@ -647,7 +658,7 @@ def whole_bound(problem: Problem) -> int:
     return best
 
 
-def fill_ticks(problem: Problem, worker: Worker) -> int:
+def min_fill_ticks(problem: Problem, worker: Worker) -> int:
     """Return a lower bound on the ticks of every period that a worker idles before its first I, for its present layers.
 
     Let its first F start at t, and its first I at u; that I is of a slice [a, b) of some micro-batch. After the F of
@@ -657,12 +668,12 @@ def fill_ticks(problem: Problem, worker: Worker) -> int:
     worker runs F only, as W follows I, and each of these still holds its activation at u. So they take no longer than
     its room for activations allows, at the highest ratio of ticks of F to memory. For the rest of u - t it idles.
     """
-    held = problem.layers_held(worker)
+    held = problem.list_held_layers(worker)
     if not held or held[-1] + 1 == problem.grid.layer_count:
         return 0
-    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.costs.sums
+    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.costs.prefix_sums
     behind = sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
-    fastest = min(1000, problem.least_slowness)
+    fastest = min(1000, problem.min_slowness)
     trip = min(problem.costs.forward[layer] for layer in held) * slow // 1000 + behind * fastest // 1000
     trip += 2 * problem.times.transfer
     if not problem.costs.activation or not all(problem.costs.activation[layer] for layer in held):
@@ -673,7 +684,8 @@ def fill_ticks(problem: Problem, worker: Worker) -> int:
     return max(0, trip - int(room * rate) - rounding - 1)
 
 
-def _least(problem: Problem, workers: Iterable[Worker], work: int, unavailable: Mapping[Worker, int]) -> int:
+def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
+                       unavailable: Mapping[Worker, int]) -> int:
     """Return the least T in which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 

@@ -13,11 +13,11 @@ import msgspec
 
 from slipstream.planner.model.problem import MicroBatch, Problem, Visit
 from slipstream.planner.params import DEFAULTS, PieceParams
-from slipstream.schedules.graph import joined
+from slipstream.schedules.graph import component_roots
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
-Dead = Mapping[int, Columns]
+DeadColumns = Mapping[int, Columns]
 """Columns without a live worker, for each broken pipeline."""
 
 
@@ -33,13 +33,13 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     None if the names are the same.
     """
 
-    def named(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
+    def original_microbatch(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
         """Return the micro-batch of the whole problem that a micro-batch of this piece represents in a copy."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
 
-def undivided(problem: Problem) -> Piece:
+def make_whole_piece(problem: Problem) -> Piece:
     """Return the whole problem as one piece."""
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
@@ -51,28 +51,29 @@ def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[
     it decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest
     one must run anyway.
     """
-    whole = undivided(problem)
+    whole = make_whole_piece(problem)
     if problem.assigned:
-        renamed, names = by_runner(problem) if problem.grid.chains == 1 else (problem, None)
-        return tuple(Piece(problem=part_of(renamed, copies[0]), copies=tuple(copies), names=names)
-                     for copies in components(renamed))
-    if problem.slow or problem.roomier:
+        renamed, names = renumber_by_runner(problem) if problem.grid.chains == 1 else (problem, None)
+        return tuple(Piece(problem=extract_pipelines(renamed, copies[0]), copies=tuple(copies), names=names)
+                     for copies in find_components(renamed))
+    if problem.has_slow_workers or problem.has_unequal_room:
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:
-        pieces = tuple(_healthy(problem, members) for members in _by_count(problem, range(problem.grid.pipelines)))
+        pieces = tuple(_make_healthy_piece(problem, members)
+                       for members in _group_by_count(problem, range(problem.grid.pipelines)))
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
     if len(set(problem.grid.microbatches)) > 1:
         return (whole,)
-    groups = _groups(problem, dead, params)
+    groups = _group_with_peers(problem, dead, params)
     helped = {pipeline for group in groups for pipeline in group}
     rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
-    return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
+    return (*_make_distinct_pieces(problem, dead, groups), *([_make_healthy_piece(problem, rest)] if rest else []))
 
 
-def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
+def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
     """Group pipelines that read equal numbers of micro-batches."""
     kinds: dict[int, list[int]] = defaultdict(list)
     for pipeline in pipelines:
@@ -80,25 +81,25 @@ def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
+def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
     """Return the piece of one healthy pipeline that represents all members."""
-    return Piece(problem=part_of(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
+    return Piece(problem=extract_pipelines(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
 
 
-def _groups(problem: Problem, dead: Dead, params: PieceParams) -> list[list[int]]:
+def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) -> list[list[int]]:
     """Return groups of broken pipelines with healthy peers: as many groups as there are healthy pipelines for."""
     healthy = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
     for count in range(len(broken), 0, -1):
-        parts = _parts(dead, broken, count)
-        needs = [_peers_needed(problem, dead, part) for part in parts]
+        parts = _divide_broken(dead, broken, count)
+        needs = [_count_needed_peers(problem, dead, part) for part in parts]
         if count == 1 or sum(needs) <= len(healthy):
             break
     if count == 1:
-        needs = [min(len(healthy), max(needs[0], _peers_wanted(problem, dead, parts[0], params)))]
+        needs = [min(len(healthy), max(needs[0], _count_wanted_peers(problem, dead, parts[0], params)))]
     else:
         more = (len(healthy) - sum(needs)) // count
-        needs = [max(need, min(need + more, _peers_wanted(problem, dead, part, params)))
+        needs = [max(need, min(need + more, _count_wanted_peers(problem, dead, part, params)))
                  for need, part in zip(needs, parts, strict=True)]
     groups = []
     for need, part in zip(needs, parts, strict=True):
@@ -107,7 +108,7 @@ def _groups(problem: Problem, dead: Dead, params: PieceParams) -> list[list[int]
     return groups
 
 
-def _parts(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
+def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list[list[int]]:
     """Divide broken pipelines into `count` sets, with few different sets, and different dead columns within each.
 
     If the pipelines do not divide evenly, they are dealt out in turn. Pipelines with the same dead columns are
@@ -130,11 +131,11 @@ def _parts(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
     return parts
 
 
-def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
+def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
     """Return the number of healthy peers below which a worker would get more than the busiest one must run anyway."""
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
-    for column, live in enumerate(problem.live_by_column):
+    for column, live in enumerate(problem.live_pipelines_by_column):
         down = sum(column in dead[pipeline] for pipeline in part)
         extra = -(-total // len(live)) - count
         if down:
@@ -142,28 +143,28 @@ def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
     return need
 
 
-def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int], params: PieceParams) -> int:
+def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
     """Return the number of healthy peers with which each runs one re-routed unit, limited by the piece's size."""
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
-    ops = count * problem.grid.depth * len(problem.kinds)
+    ops = count * problem.grid.depth * len(problem.op_kinds)
     enough = min(down * count, params.largest // ops)
     shedding = min(params.shedding * down * count, params.largest_shedding // ops)
     return max(enough, shedding) if problem.shedding else enough
 
 
-def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:
+def _make_distinct_pieces(problem: Problem, dead: DeadColumns, groups: Sequence[Sequence[int]]) -> list[Piece]:
     """Return the pieces of all groups. Groups with equal problems are copies of one piece."""
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
-    return [Piece(problem=part_of(problem, members[0]), copies=tuple(members)) for members in copies.values()]
+    return [Piece(problem=extract_pipelines(problem, members[0]), copies=tuple(members)) for members in copies.values()]
 
 
 # --- Pieces where a layout says who runs what: pipelines that some route joins; equal ones once -----------------------
 
 
-def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
+def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
     """Return the problem with each micro-batch numbered in the pipeline that runs it, and the original name of each.
 
     Micro-batches are ordered by their own numbers, those of several pipelines in turn. A micro-batch that several
@@ -177,14 +178,14 @@ def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch
         pipeline = batch.pipeline if batch.pipeline in runners else min(runners)
         (alone if len(runners) == 1 else shared)[pipeline].append(batch)
     names = {MicroBatch(pipeline, number): batch for pipeline, both in enumerate(zip(alone, shared, strict=True))
-             for number, batch in enumerate(_evenly(*both))}
+             for number, batch in enumerate(_interleave_evenly(*both))}
     routes = {new: problem.routes[batch] for new, batch in sorted(names.items())}
     counts = tuple(len(own) + len(others) for own, others in zip(alone, shared, strict=True))
     grid = msgspec.structs.replace(problem.grid, microbatches=counts)
     return msgspec.structs.replace(problem, grid=grid, routes=routes), names
 
 
-def _evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Insert the others at equal distances into the first sequence."""
     merged, count = list(some), len(others)
     for number in reversed(range(count)):
@@ -192,7 +193,7 @@ def _evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[Mi
     return merged
 
 
-def components(problem: Problem) -> list[list[tuple[int, ...]]]:
+def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
     """Return the copies of each different piece, as tuples of pipelines in corresponding order.
 
     Pipelines are joined if a micro-batch of one runs on the other. A pipeline without work is joined to the first busy
@@ -200,17 +201,18 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
     """
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
     numbers: dict[object, int] = {}
-    kind = [numbers.setdefault(_own(problem, pipeline), len(numbers)) for pipeline in range(problem.grid.pipelines)]
-    for members in _joined_pipelines(problem):
+    kind = [numbers.setdefault(_pipeline_key(problem, pipeline), len(numbers))
+            for pipeline in range(problem.grid.pipelines)]
+    for members in _join_pipelines(problem):
         ordered = tuple(sorted(members, key=lambda pipeline: (kind[pipeline], pipeline)))
-        copies[tuple(kind[pipeline] for pipeline in ordered), _routes(problem, ordered)].append(ordered)
+        copies[tuple(kind[pipeline] for pipeline in ordered), _routes_key(problem, ordered)].append(ordered)
     return sorted(copies.values(), key=lambda group: (-len(group[0]), group))
 
 
-def _joined_pipelines(problem: Problem) -> list[list[int]]:
+def _join_pipelines(problem: Problem) -> list[list[int]]:
     """Return the pipelines of each piece."""
-    first = joined(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
-                                            for batch, route in problem.routes.items() for visit in route})
+    first = component_roots(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
+                                                     for batch, route in problem.routes.items() for visit in route})
     busy = {first[batch.pipeline] for batch in problem.routes}
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, root in enumerate(first):
@@ -218,13 +220,13 @@ def _joined_pipelines(problem: Problem) -> list[list[int]]:
     return list(members.values())
 
 
-def _own(problem: Problem, pipeline: int) -> tuple[object, ...]:
+def _pipeline_key(problem: Problem, pipeline: int) -> tuple[object, ...]:
     """Return a pipeline's micro-batch count and workers: two pipelines with equal ones are interchangeable."""
     return problem.grid.microbatches[pipeline], tuple(problem.workers.get(Worker(pipeline, column))
                                                       for column in range(problem.grid.columns))
 
 
-def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
+def _routes_key(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
     """Return the routes of these pipelines' micro-batches, with pipelines renumbered in the given order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
@@ -232,7 +234,7 @@ def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
                  for slice_, worker in problem.routes[MicroBatch(pipeline, microbatch)])
 
 
-def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
+def extract_pipelines(problem: Problem, pipelines: Sequence[int]) -> Problem:
     """Return the problem of some pipelines alone, renumbered in the given order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),

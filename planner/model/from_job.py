@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, with_shared_state
+from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, with_shared_state
 from slipstream.planner.model.problem import (
     IN_PLACE,
     UNLIMITED,
@@ -23,9 +23,9 @@ from slipstream.planner.model.problem import (
     NoPlanError,
     Problem,
     Visit,
-    groups_that_hold,
+    find_holding_groups,
 )
-from slipstream.schedules.layers import LayerRange, total, totals
+from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -41,31 +41,31 @@ from slipstream.schedules.schedule import (
 # --- From the user's units to whole numbers ---------------------------------------------------------------------------
 
 
-FINEST = 10**6
+MAX_TICKS = 10**6
 """Maximum number of ticks of the longest op. Finer times are rounded up to whole ticks."""
-FINEST_MEMORY = 2**40
+MAX_MEMORY_UNITS = 2**40
 """Maximum number of memory units in the largest amount. Finer amounts are rounded to the safe side."""
 
 Rounded = Callable[[Fraction], int]
 
 
-def tick_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
+def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
     """Return the coarsest tick, in seconds, that represents all times exactly, but at least the longest op / FINEST.
 
     If `costs` is given, the times of single layers are considered, too.
     """
     time = job.time
-    compute = [exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
-    others = [exact(value) for value in (*time.optimizer, *time.all_reduce, time.transfer)]
+    compute = [exact_decimal(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
+    others = [exact_decimal(value) for value in (*time.optimizer, *time.all_reduce, time.transfer)]
     if costs is not None:
         compute += {*costs.forward, *costs.backward_input, *costs.backward_weight}
         others += {*costs.optimizer, *costs.all_reduce}
-    slowed = [value * Fraction(per_mille(factor), 1000) for _, factor in time.slow for value in compute]
+    slowed = [value * Fraction(to_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
     values = [value for value in (*compute, *slowed, *others) if value]
-    return max(_common(values), max(values) / FINEST)
+    return max(_common_divisor(values), max(values) / MAX_TICKS)
 
 
-def _common(values: Iterable[Fraction]) -> Fraction:
+def _common_divisor(values: Iterable[Fraction]) -> Fraction:
     """Return the greatest common divisor of fractions."""
     numerator, denominator = 0, 1
     for value in values:
@@ -75,7 +75,7 @@ def _common(values: Iterable[Fraction]) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-def per_mille(factor: float) -> int:
+def to_per_mille(factor: float) -> int:
     """Convert a factor to thousandths."""
     return round(factor * 1000)
 
@@ -85,26 +85,27 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
     rounded: Rounded = math.floor if down else math.ceil
 
     def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
-        return tuple(rounded(exact(value) / tick) for value in values)
+        return tuple(rounded(exact_decimal(value) / tick) for value in values)
 
     time = job.time
     optimizer = to_ticks(time.optimizer)
     return Times(forward=to_ticks(time.forward), backward_input=to_ticks(time.backward_input),
                  backward_weight=to_ticks(time.backward_weight), all_reduce=to_ticks(time.all_reduce),
-                 optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
+                 optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of_column(column))
                                  for column in range(grid.columns)),
-                 transfer=rounded(exact(time.transfer) / tick),
-                 slow=tuple(Slow(worker, per_mille(factor)) for worker, factor in time.slow))
+                 transfer=rounded(exact_decimal(time.transfer) / tick),
+                 slow=tuple(Slow(worker, to_per_mille(factor)) for worker, factor in time.slow))
 
 
-def unit_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
+def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
     """Return the coarsest unit that represents all memory exactly, or a coarser one (see FINEST_MEMORY)."""
     if job.memory is None:
         return Fraction(1)
-    values = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
+    values = [exact_decimal(value)
+              for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
     values += [] if costs is None else [*costs.activation, *costs.weight_stash, *costs.weights]
     positive = [value for value in values if value]
-    return max(_common(positive), max(positive) / FINEST_MEMORY) if positive else Fraction(1)
+    return max(_common_divisor(positive), max(positive) / MAX_MEMORY_UNITS) if positive else Fraction(1)
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
@@ -115,14 +116,15 @@ def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory |
     rounded, other = (math.floor, math.ceil) if down else (math.ceil, math.floor)
 
     def to_units(values: Iterable[float], rounded: Rounded) -> tuple[int, ...]:
-        return tuple(rounded(exact(value) / unit) for value in values)
+        return tuple(rounded(exact_decimal(value) / unit) for value in values)
 
-    rooms = tuple(Room(worker, other(exact(value) / unit)) for worker, value in memory.capacity_of)
+    rooms = tuple(Room(worker, other(exact_decimal(value) / unit)) for worker, value in memory.capacity_of)
     return Memory(unit=float(unit), capacity=to_units(memory.capacity, other), capacity_of=rooms or msgspec.UNSET,
                   activation=to_units(memory.activation, rounded), weight_stash=to_units(memory.weight_stash, rounded))
 
 
-def layer_ticks(costs: LayerSeconds, tick: Fraction, unit: Fraction, *, fused: bool, down: bool = False) -> LayerTicks:
+def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fused: bool,
+                   down: bool = False) -> LayerTicks:
     """Return these costs in ticks and memory units, rounded up, or rounded down if `down`.
 
     `fused`: W runs together with I, so that no weight stash is held.
@@ -154,69 +156,73 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
-    grid = grid_of(job)
-    tick = tick_of(job)
+    grid = build_grid(job)
+    tick = choose_tick(job)
     if sharing is None:
         rooms = job.memory.capacity_of if job.memory else ()
         sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
-    parts = equal_parts(grid, layer_costs(job)) if sharing and sliced and job.layers and all(job.layers) else ()
-    problem = held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
-                           memory=memory_in_units(job, unit_of(job)), holds=in_place(grid, failed), backward=backward,
-                           optimizer=optimizer, sharing=sharing, parts=parts)
+    parts = count_equal_layers(grid, layer_costs(job)) if sharing and sliced and job.layers and all(job.layers) else ()
+    problem = build_held_problem(name=job.name, tick_seconds=float(tick), grid=grid,
+                                 times=times_in_ticks(job, grid, tick),
+                                 memory=memory_in_units(job, choose_memory_unit(job)),
+                                 holds=layers_in_place(grid, failed), backward=backward,
+                                 optimizer=optimizer, sharing=sharing, parts=parts)
     _require_feasible(problem)
     return problem
 
 
-def layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
-                    backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
-                    holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
+def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
+                          backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
+                          holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
     """Translate a job to ticks that are fine enough for single layers; `with_layout` makes problems of layouts from it.
 
-    Finer times are rounded up, or rounded down if `down`, as `bounds.least_of` requires. `holds` gives the present
-    layers of live workers that do not hold the layers of their own stages.
+    Finer times are rounded up, or rounded down if `down`, as `bounds.layout_lower_bound` requires. `holds` gives the
+    present layers of live workers that do not hold the layers of their own stages.
 
     Raises JobError if a stage has no layer, and NoPlanError if no worker is alive.
     """
     job = with_shared_state(job, failed)
-    grid, of_layers = grid_of(job), layer_costs(job)
-    tick, unit = tick_of(job, of_layers), unit_of(job, of_layers)
-    live = in_place(grid, failed)
+    grid, of_layers = build_grid(job), layer_costs(job)
+    tick, unit = choose_tick(job, of_layers), choose_memory_unit(job, of_layers)
+    live = layers_in_place(grid, failed)
     if not live:
         raise NoPlanError("all workers are down")
-    return problem_of_layers(layer_ticks(of_layers, tick, unit, fused=backward == "fused", down=down),
-                             times_in_ticks(job, grid, tick, down=down), memory_in_units(job, unit, down=down),
-                             name=job.name, tick_seconds=float(tick), grid=grid, holds=live | dict(holds or {}),
-                             backward=backward, optimizer=optimizer, question=question)
+    return build_problem_of_layers(to_layer_ticks(of_layers, tick, unit, fused=backward == "fused", down=down),
+                                   times_in_ticks(job, grid, tick, down=down), memory_in_units(job, unit, down=down),
+                                   name=job.name, tick_seconds=float(tick), grid=grid, holds=live | dict(holds or {}),
+                                   backward=backward, optimizer=optimizer, question=question)
 
 
-def problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
-                      **others: Any) -> Problem:
+def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
+                            **others: Any) -> Problem:
     """Return the problem in which each stage costs the sum of its layers. Other values are kept.
 
-    `others` are passed to `held_problem`.
+    `others` are passed to `build_held_problem`.
     """
     def stage_totals(*names: str) -> dict[str, tuple[int, ...]]:
-        return {name: costs.of_slices(name, grid.layers_by_stage) for name in names}
+        return {name: costs.sum_over_slices(name, grid.layers_by_stage) for name in names}
 
-    before = totals(costs.optimizer)
+    before = prefix_sums(costs.optimizer)
     times = msgspec.structs.replace(
         times, **stage_totals("forward", "backward_input", "backward_weight", "all_reduce"),
-        optimizer=tuple(total(before, held) for held in grid.held_by_column), optimizer_of_layer=costs.optimizer)
+        optimizer=tuple(sum_over_ranges(before, held) for held in grid.held_layers_by_column),
+        optimizer_of_layer=costs.optimizer)
     if memory is not None:
         memory = msgspec.structs.replace(memory, **stage_totals("activation", "weight_stash"), weights=costs.weights)
-    return held_problem(grid=grid, times=times, memory=memory, costs=costs, **others)
+    return build_held_problem(grid=grid, times=times, memory=memory, costs=costs, **others)
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
     """Return the problem of a layout: layers of workers and routes are given, the order of ops is to be found."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = tuple(sorted(set(layout.holds.values())))
-    reductions = reductions_of(grid, groups)
-    number = _numbers(grid, layout, (layers for layers, _ in reductions))
+    reductions = find_reductions(grid, groups)
+    number = _number_slices(grid, layout, (layers for layers, _ in reductions))
     slices = tuple(number)[len(set(grid.layers_by_stage)):]
 
     def with_slices(stages: Times | Memory, *names: str) -> dict[str, tuple[int, ...]]:
-        return {name: (*getattr(stages, name)[:len(grid.stages)], *costs.of_slices(name, slices)) for name in names}
+        return {name: (*getattr(stages, name)[:len(grid.stages)], *costs.sum_over_slices(name, slices))
+                for name in names}
 
     return msgspec.structs.replace(
         problem, times=msgspec.structs.replace(times, **with_slices(
@@ -229,7 +235,7 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
                 for batch, route in layout.routes.items()})
 
 
-def _numbers(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
+def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
     """Return the number of each slice: that of the first stage with the same layers, or one after the stages."""
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):
@@ -240,13 +246,13 @@ def _numbers(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[
     return number
 
 
-def grid_of(job: Job) -> Grid:
+def build_grid(job: Job) -> Grid:
     """Return the grid of a job."""
-    return Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
+    return Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_build_stages(job),
                 chains=job.chains)
 
 
-def equal_parts(grid: Grid, costs: LayerTicks | LayerSeconds) -> tuple[int, ...]:
+def count_equal_layers(grid: Grid, costs: LayerTicks | ExactLayerCosts) -> tuple[int, ...]:
     """Return the number of layers of each stage, or 0 if its layers differ in times or memory."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
@@ -254,7 +260,7 @@ def equal_parts(grid: Grid, costs: LayerTicks | LayerSeconds) -> tuple[int, ...]
                  for (first, end), part in zip(grid.layers_by_stage, parts, strict=True))
 
 
-def _stages(job: Job) -> tuple[VirtualStage, ...]:
+def _build_stages(job: Job) -> tuple[VirtualStage, ...]:
     if job.layers is None:
         return tuple(VirtualStage(column=column) for column in job.columns)
     depth = len(job.layers) // job.chains
@@ -264,7 +270,7 @@ def _stages(job: Job) -> tuple[VirtualStage, ...]:
 
 
 def _require_feasible(problem: Problem) -> None:
-    for column, live in enumerate(problem.live_by_column):
+    for column, live in enumerate(problem.live_pipelines_by_column):
         if not live:
             raise NoPlanError(f"stage {column} has no live worker: all of its {problem.grid.pipelines} workers are "
                               "down, so nobody holds its parameters; `slipstream plan --layers move --from-checkpoint` "
@@ -272,10 +278,10 @@ def _require_feasible(problem: Problem) -> None:
     memory = problem.memory
     if memory is None:
         return
-    for column, live in enumerate(problem.live_by_column):
-        capacity = max(problem.room(Worker(pipeline, column)) for pipeline in live)
+    for column, live in enumerate(problem.live_pipelines_by_column):
+        capacity = max(problem.activation_room(Worker(pipeline, column)) for pipeline in live)
         chains = max(problem.grid.microbatches)  # later chains have no micro-batches
-        need = max((problem.least_room(stage) for stage in problem.grid.stages_of(column)
+        need = max((problem.min_room(stage) for stage in problem.grid.stages_of_column(column)
                     if stage // problem.grid.depth < chains), default=0)
         if need > capacity:
             raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
@@ -288,40 +294,41 @@ def _require_feasible(problem: Problem) -> None:
 Reduction = tuple[LayerRange, tuple[int, ...]]
 
 
-def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
-                 **others: Any) -> Problem:
+def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
+                       **others: Any) -> Problem:
     """Return the problem in which live workers hold these layers: ascending ranges that do not touch.
 
     Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
     """
     groups = tuple(sorted(set(holds.values())))
     before = memory.weights_before if memory and memory.weights else ()
-    own = [total(before, held) if before else 0 for held in grid.held_by_column]
+    own = [sum_over_ranges(before, held) if before else 0 for held in grid.held_layers_by_column]
     workers = {worker: LiveWorker(  # room: memory including the weights of their own stages
         per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED if memory is None else
-        memory.beside(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
+        memory.capacity_for(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
     return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
-                   reductions=reductions_of(grid, groups), routes=routes_in_place(grid), **others)
+                   reductions=find_reductions(grid, groups), routes=build_routes_in_place(grid), **others)
 
 
 @lru_cache(maxsize=8)
-def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
+def build_routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
     """Return the route of each micro-batch along its chain, on the workers of its own pipeline."""
     routes: dict[MicroBatch, tuple[Visit, ...]] = {}
     for pipeline, count in enumerate(grid.microbatches):
-        chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column)) for stage in grid.path(chain))
+        chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column))
+                        for stage in grid.stages_of_microbatch(chain))
                   for chain in range(grid.chains)]
         routes |= {MicroBatch(pipeline, number): chains[number % grid.chains] for number in range(count)}
     return routes
 
 
-def in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
+def layers_in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
     """Return the layers of each live worker if no layers have moved."""
-    usual, down = grid.held_by_column, set(failed)
+    usual, down = grid.held_layers_by_column, set(failed)
     return {worker: usual[worker.column] for worker in grid.workers() if worker not in down}
 
 
-def reductions_of(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
+def find_reductions(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
     """Return ranges of layers with the same holders, each with the groups that hold it.
 
     If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
@@ -331,7 +338,7 @@ def reductions_of(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
     whole = edges - {0} <= ends
     ranges = list(pairwise(sorted(edges | ends if whole else edges)))
     reductions: list[Reduction] = []
-    for (first, end), holders in zip(ranges, map(tuple, groups_that_hold(ranges, groups)), strict=True):
+    for (first, end), holders in zip(ranges, map(tuple, find_holding_groups(ranges, groups)), strict=True):
         if reductions and reductions[-1][1] == holders and reductions[-1][0][1] == first and not whole:
             reductions[-1] = (reductions[-1][0][0], end), holders
         elif holders:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from slipstream.schedules.graph import joined
-from slipstream.schedules.layers import LayerRange, total, totals
+from slipstream.schedules.graph import component_roots
+from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -53,7 +53,7 @@ class LayerSums(NamedTuple):
     activation: tuple[int, ...]
     weight_stash: tuple[int, ...]
     weights: tuple[int, ...]
-    most: tuple[int, ...]
+    peak_memory: tuple[int, ...]
 
 
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -85,18 +85,18 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
 
     @cached_property
-    def most(self) -> tuple[int, ...]:
+    def peak_memory(self) -> tuple[int, ...]:
         """Largest memory that a micro-batch needs at each layer: its activation, or its weight stash after I."""
         return tuple(map(max, self.activation, self.weight_stash))
 
     @cached_property
-    def sums(self) -> LayerSums:
+    def prefix_sums(self) -> LayerSums:
         """Prefix sums of all costs."""
-        return LayerSums(*(totals(getattr(self, name)) for name in LayerSums._fields))
+        return LayerSums(*(prefix_sums(getattr(self, name)) for name in LayerSums._fields))
 
-    def of_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
+    def sum_over_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
         """Return the total of the cost called `name` for each of the given ranges of layers."""
-        before = getattr(self.sums, name)
+        before = getattr(self.prefix_sums, name)
         return tuple(before[end] - before[first] for first, end in slices)
 
 
@@ -109,7 +109,7 @@ UNLIMITED = 2**40
 """Room of a worker whose memory is unlimited."""
 
 
-def groups_that_hold(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
+def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
     """Return, for each range, the ascending numbers of the groups that hold all of its layers.
 
     Every group is visited once.
@@ -154,7 +154,7 @@ Route = tuple[RouteSlice, ...]
 """Slices of a micro-batch in order. Their layers tile 0..L-1."""
 
 
-def evenly(some: int, count: int) -> set[int]:
+def choose_evenly(some: int, count: int) -> set[int]:
     """Return `some` of the numbers below `count`, evenly spaced."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
@@ -207,7 +207,7 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
     """True if a route may be cut anywhere within the layers of its workers. False: they run whole stages."""
 
     @property
-    def scope(self) -> Scope:
+    def bound_scope(self) -> Scope:
         """Scope of the bounds that are proven for this choice of layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
@@ -259,7 +259,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Costs of single layers, for a problem that layouts are made for."""
 
     @cached_property
-    def live(self) -> tuple[Worker, ...]:
+    def live_workers(self) -> tuple[Worker, ...]:
         """Live workers, sorted."""
         return tuple(self.workers)
 
@@ -269,12 +269,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return frozenset(worker for worker in self.grid.workers() if worker not in self.workers)
 
     @cached_property
-    def slow(self) -> bool:
+    def has_slow_workers(self) -> bool:
         """True if a live worker's compute time differs from the usual one."""
         return any(worker.per_mille != 1000 for worker in self.workers.values())
 
     @cached_property
-    def roomier(self) -> bool:
+    def has_unequal_room(self) -> bool:
         """True if live workers of one column differ in memory."""
         return len({(worker.column, properties.room) for worker, properties in self.workers.items()}) > \
             len({worker.column for worker in self.workers})
@@ -285,114 +285,116 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
-    def tied(self) -> tuple[int, ...]:
+    def reduction_root(self) -> tuple[int, ...]:
         """First of the columns that reduce gradients together, for each column. With one chain, the column itself."""
-        return tuple(joined(self.grid.columns, ((column, self.column_of[self.grid.original(stage)])
-                                                for stage, column in enumerate(self.column_of))))
+        return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
+                                                         for stage, column in enumerate(self.column_of))))
 
     @cached_property
-    def kinds(self) -> tuple[OpKind, ...]:
+    def op_kinds(self) -> tuple[OpKind, ...]:
         """Kinds of the compute ops of a unit, in order."""
         return (OpKind.F, OpKind.I, OpKind.W) if self.backward == "split" else (OpKind.F, OpKind.B)
 
     @property
     def gradient_kind(self) -> OpKind:
         """Op whose end frees the activation and sends the gradient on: I, or B when fused."""
-        return self.kinds[1]
+        return self.op_kinds[1]
 
     @cached_property
-    def live_by_column(self) -> tuple[tuple[int, ...], ...]:
+    def live_pipelines_by_column(self) -> tuple[tuple[int, ...], ...]:
         """Pipelines whose worker in the column is live, for each column."""
         return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
                            if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
 
     @cached_property
-    def layers_of(self) -> tuple[LayerRange, ...]:
+    def layers_by_slice(self) -> tuple[LayerRange, ...]:
         """Layers of each slice, by slice number."""
         return (*self.grid.layers_by_stage, *self.slices)
 
     @cached_property
-    def ahead(self) -> tuple[int, ...]:
+    def stages_remaining(self) -> tuple[int, ...]:
         """Number of stages of a chain from the one in which a slice begins to the end, by slice."""
         grid = self.grid
-        first = [low for low, _ in self.layers_of[:grid.depth]]
-        return (*(grid.depth - grid.original(stage) for stage in range(len(grid.stages))),
+        first = [low for low, _ in self.layers_by_slice[:grid.depth]]
+        return (*(grid.depth - grid.original_stage(stage) for stage in range(len(grid.stages))),
                 *(grid.depth + 1 - bisect_right(first, low) for low, _ in self.slices))
 
-    def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
+    def slices_passed(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """Return the numbers of the slices that a micro-batch passes, in order."""
         return [visit.slice for visit in self.routes[MicroBatch(pipeline, microbatch)]]
 
     @cached_property
-    def holders(self) -> tuple[tuple[Worker, ...], ...]:
+    def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers that hold each slice, sorted. With layers in place, only workers in the column of the stage."""
         members: list[list[Worker]] = [[] for _ in self.groups]
-        for worker in self.live:
-            members[self.group(worker)].append(worker)
+        for worker in self.live_workers:
+            members[self.group_number(worker)].append(worker)
         by_slice = [sorted(worker for group in groups for worker in members[group])
-                    for groups in groups_that_hold(self.layers_of, self.groups)]
+                    for groups in find_holding_groups(self.layers_by_slice, self.groups)]
         if not self.assigned:
             by_slice = [[worker for worker in workers if worker.column == column]
                         for column, workers in zip(self.column_of, by_slice, strict=True)]
         return tuple(map(tuple, by_slice))
 
     @property
-    def unequal_time(self) -> bool:
+    def has_unequal_time(self) -> bool:
         """True if live workers that may share micro-batches have unequal work of their own.
 
         Their speeds differ, or pipelines read different numbers of micro-batches.
         """
-        return self.sharing and not self.assigned and (self.slow or len(set(self.grid.microbatches)) > 1)
+        return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
-    def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
+    def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """Return the workers that may run this slice of the pipeline's micro-batches."""
         if self.sharing:
-            return self.holders[slice_]
-        own = self.worker(slice_, pipeline)
-        may_hand_on = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
-        return self.holders[slice_] if may_hand_on or own in self.failed else (own,)
+            return self.holders_by_slice[slice_]
+        own = self.home_worker(slice_, pipeline)
+        may_hand_on = self.shedding and len(self.holders_by_slice[slice_]) < self.grid.pipelines
+        return self.holders_by_slice[slice_] if may_hand_on or own in self.failed else (own,)
 
     @cached_property
-    def operations_by_host(self) -> int:
+    def host_operation_count(self) -> int:
         """Number of compute ops, each counted once per worker that may run it."""
-        return sum(len(self.hosts(unit.slice, unit.pipeline)) for unit in self.units()) * len(self.kinds)
+        return sum(len(self.allowed_hosts(unit.slice, unit.pipeline))
+                   for unit in self.iterate_units()) * len(self.op_kinds)
 
-    def worker(self, stage: int, pipeline: int) -> Worker:
+    def home_worker(self, stage: int, pipeline: int) -> Worker:
         """Return the worker of this pipeline in the column of the stage."""
         return Worker(pipeline, self.column_of[stage])
 
-    def cost(self, kind: OpKind, slice_: int, worker: Worker) -> int:
+    def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
         """Return the ticks of a compute op or A of this slice on a worker."""
-        if kind is OpKind.A or not self.slow:
-            return self.usual(kind, slice_)
+        if kind is OpKind.A or not self.has_slow_workers:
+            return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
-            return self.cost(OpKind.I, slice_, worker) + self.cost(OpKind.W, slice_, worker)
-        return -(-self.usual(kind, slice_) * self.workers[worker].per_mille // 1000)
+            return self.op_ticks(OpKind.I, slice_, worker) + self.op_ticks(OpKind.W, slice_, worker)
+        return -(-self.usual_ticks(kind, slice_) * self.workers[worker].per_mille // 1000)
 
-    def usual(self, kind: OpKind, slice_: int) -> int:
+    def usual_ticks(self, kind: OpKind, slice_: int) -> int:
         """Return the ticks of a compute op or A of this slice on a worker of the usual speed."""
-        return self._usual[kind, slice_]
+        return self._ticks_by_op[kind, slice_]
 
     @cached_property
-    def _usual(self) -> dict[tuple[OpKind, int], int]:
+    def _ticks_by_op(self) -> dict[tuple[OpKind, int], int]:
         nobody = Worker(-1, -1)
         return {(kind, number): self.times.duration_ticks(kind, number, nobody)
-                for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_of))}
+                for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
-    def fastest(self, kind: OpKind, slice_: int) -> int:
+    def fastest_ticks(self, kind: OpKind, slice_: int) -> int:
         """Return the shortest time of this op on any live worker that holds the slice, in ticks."""
-        holders = self.holders[slice_]
-        return min(self.cost(kind, slice_, worker) for worker in (holders if self.slow else holders[:1]))
+        holders = self.holders_by_slice[slice_]
+        return min(self.op_ticks(kind, slice_, worker)
+                   for worker in (holders if self.has_slow_workers else holders[:1]))
 
-    def hop(self, worker: Worker, other: Worker) -> int:
+    def transfer_ticks(self, worker: Worker, other: Worker) -> int:
         """Return the ticks that a tensor takes from one worker to another: 0 if they are the same worker."""
         return 0 if worker == other else self.times.transfer
 
-    def hold(self, stage: int) -> int:
+    def peak_memory(self, stage: int) -> int:
         """Return the largest memory of a micro-batch at this stage: its activation, or its weight stash after I."""
-        return max(self.activation(stage), self.stash(stage))
+        return max(self.activation_memory(stage), self.stash_memory(stage))
 
-    def least_room(self, stage: int) -> int:
+    def min_room(self, stage: int) -> int:
         """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
 
         The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
@@ -400,71 +402,72 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         each W directly after its I. If some worker has less room, no plan exists.
         """
         held = peak = 0
-        for other in self.grid.stages_of(self.column_of[stage]):
+        for other in self.grid.stages_of_column(self.column_of[stage]):
             if other >= stage and other // self.grid.depth == stage // self.grid.depth:
-                peak = max(peak, held + self.hold(other))
-                held += self.activation(other)
+                peak = max(peak, held + self.peak_memory(other))
+                held += self.activation_memory(other)
         return peak
 
-    def least_hop(self, stage: int) -> int:
+    def min_transfer_ticks(self, stage: int) -> int:
         """Return the shortest transfer time from a stage to the next one, in ticks."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
         return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
 
     @property
-    def scope(self) -> Scope:
+    def bound_scope(self) -> Scope:
         """Scope of the bounds that are proven for this problem, with layers in place."""
-        return Scope.OWN if not self.sharing else Scope.PLACE if self.sliced else Scope.STAGES
+        return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
-    def sliced(self) -> bool:
+    def can_cut_stages(self) -> bool:
         """True if a schedule may cut micro-batches within a stage."""
         return any(count != 1 for count in self.parts)
 
-    def parts_of(self, stage: int) -> int:
+    def count_parts(self, stage: int) -> int:
         """Return the number of equal layers to cut a micro-batch into at a stage; 0 if its layers differ."""
         return self.parts[stage] if self.parts else 1
 
     @cached_property
-    def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shortest ticks to pass the first 0, 1, 2, ... stages and the way to the next: (by F, by I or B)."""
         stages = range(len(self.grid.stages))
-        hops = [self.least_hop(stage) for stage in stages[:-1]] + [0]
-        forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
+        hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]
+        forward, back = (tuple(accumulate((self.fastest_ticks(kind, stage) + hops[stage] for stage in stages),
+                                          initial=0))
                          for kind in (OpKind.F, self.gradient_kind))
         return forward, back
 
-    def activation(self, stage: int) -> int:
+    def activation_memory(self, stage: int) -> int:
         """Return the memory held from the start of F to the end of I (or B); 0 if memory is unlimited."""
         return self.memory.activation[stage] if self.memory else 0
 
-    def stash(self, stage: int) -> int:
+    def stash_memory(self, stage: int) -> int:
         """Return the memory held from the end of I to the end of W; 0 if backward is fused or memory is unlimited."""
         return self.memory.weight_stash[stage] if self.memory and self.backward == "split" else 0
 
-    def room(self, worker: Worker) -> int:
+    def activation_room(self, worker: Worker) -> int:
         """Return the memory of a live worker that its weights leave for activations."""
         properties = self.workers[worker]
-        return properties.room - self._beside[properties.holds]
+        return properties.room - self._weights_by_group[properties.holds]
 
     @cached_property
-    def _beside(self) -> Mapping[Held, int]:
+    def _weights_by_group(self) -> Mapping[Held, int]:
         """Memory of the weights of each group's layers."""
         before = self.memory.weights_before if self.memory and self.memory.weights else ()
-        return {held: total(before, held) if before else 0 for held in self.groups}
+        return {held: sum_over_ranges(before, held) if before else 0 for held in self.groups}
 
-    def group(self, worker: Worker) -> int:
+    def group_number(self, worker: Worker) -> int:
         """Return the number of a worker's group: all workers that hold the same layers, and so share one deadline."""
-        return self._number[self.workers[worker].holds]
+        return self._number_of_group[self.workers[worker].holds]
 
     @cached_property
-    def _number(self) -> Mapping[Held, int]:
+    def _number_of_group(self) -> Mapping[Held, int]:
         return {held: number for number, held in enumerate(self.groups)}
 
-    def step(self, worker: Worker) -> int:
+    def optimizer_ticks(self, worker: Worker) -> int:
         """Return the ticks of the optimizer step of a live worker."""
-        held, usual = self.workers[worker].holds, self.grid.held_by_column
+        held, usual = self.workers[worker].holds, self.grid.held_layers_by_column
         if held == usual[worker.column]:
             return self.times.optimizer[worker.column]
         # Ticks of single layers are rounded separately, so their sum may differ from those of their stage.
@@ -472,7 +475,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
 
     @cached_property
-    def linked(self) -> tuple[tuple[int, ...], ...]:
+    def linked_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups that share a reduction with a group, by group. Each group is among its own.
 
         The window of a group ends with the last of these groups.
@@ -484,124 +487,127 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(tuple(sorted(groups)) for groups in linked_groups)
 
     @cached_property
-    def linking(self) -> bool:
+    def has_shared_reductions(self) -> bool:
         """True if groups share reductions. Otherwise each group reduces its gradients after its last compute op."""
         return any(len(groups) > 1 for _, groups in self.reductions)
 
     @cached_property
-    def number_of(self) -> Mapping[LayerRange, int]:
+    def number_of_slice(self) -> Mapping[LayerRange, int]:
         """Number of each slice, by its layers. If several slices have the same layers, the first number counts."""
-        return {layers: number for number, layers in reversed(list(enumerate(self.layers_of)))}
+        return {layers: number for number, layers in reversed(list(enumerate(self.layers_by_slice)))}
 
     def reduction_ticks(self, layers: LayerRange) -> int:
         """Return the ticks of the reduction of these layers."""
-        return self.times.all_reduce[self.number_of[layers]]
+        return self.times.all_reduce[self.number_of_slice[layers]]
 
     @cached_property
-    def interleaved(self) -> bool:
+    def can_reduce_early(self) -> bool:
         """True if a worker may reduce layers that are complete between compute ops of its other layers.
 
         This requires reductions that take no time; otherwise each would occupy all holders at once.
         """
-        return self.linking and self.optimizer == "staggered" and not any(self.times.all_reduce)
+        return self.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
-    def after_group(self, worker: Worker) -> int:
+    def ticks_after_group(self, worker: Worker) -> int:
         """Return the ticks from the end of a live worker's group to the end of its window.
 
         These are the ticks of the optimizer step. If groups share no reductions, the group ends with its compute ops,
         and the ticks of its reductions are added.
         """
-        return self.step(worker) + (0 if self.linking else self._reducing[self.group(worker)])
+        return self.optimizer_ticks(worker) + (0 if self.has_shared_reductions
+                                               else self._reduction_ticks_by_group[self.group_number(worker)])
 
     @cached_property
-    def _reducing(self) -> tuple[int, ...]:
+    def _reduction_ticks_by_group(self) -> tuple[int, ...]:
         """Total ticks of the reductions of each group."""
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.reductions if group in groups)
                      for group in range(len(self.groups)))
 
     @property
-    def longest_step(self) -> int:
+    def max_optimizer_ticks(self) -> int:
         """Ticks of the longest optimizer step of a live worker."""
-        return max(map(self.step, self.workers))
+        return max(map(self.optimizer_ticks, self.workers))
 
-    def column_closing(self, column: int) -> int:
+    def column_closing_ticks(self, column: int) -> int:
         """Return the ticks of the reductions and the optimizer step of a worker that holds its column's stages."""
-        return sum(self.times.all_reduce[stage] for stage in self.grid.stages_of(column)) + self.times.optimizer[column]
+        return sum(self.times.all_reduce[stage]
+                   for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
 
-    def units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
+    def iterate_units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
         """Yield the units of the given pipelines (default: all) by pipeline, micro-batch and place in the route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
-                for slice_ in self.path(pipeline, microbatch):
+                for slice_ in self.slices_passed(pipeline, microbatch):
                     yield Unit(slice_, pipeline, microbatch)
 
     @property
-    def operations(self) -> int:
+    def operation_count(self) -> int:
         """Number of compute ops in one iteration, which is the size of the problem."""
-        return sum(map(len, self.routes.values())) * len(self.kinds)
+        return sum(map(len, self.routes.values())) * len(self.op_kinds)
 
     # --- What layouts are made from -----------------------------------------------------------------------------------
 
     @cached_property
-    def paths(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
+    def path_by_chain(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
         """Stages that the micro-batches of each chain visit, in order, as pairs of (layers, worker column)."""
-        return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage]) for stage in self.grid.path(chain))
+        return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage])
+                           for stage in self.grid.stages_of_microbatch(chain))
                      for chain in range(self.grid.chains))
 
     @cached_property
-    def live_of(self) -> tuple[tuple[Worker, ...], ...]:
+    def live_by_pipeline(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers of each pipeline, sorted."""
         workers: list[list[Worker]] = [[] for _ in range(self.grid.pipelines)]
-        for worker in self.live:
+        for worker in self.live_workers:
             workers[worker.pipeline].append(worker)
         return tuple(map(tuple, workers))
 
     @cached_property
-    def least_slowness(self) -> int:
+    def min_slowness(self) -> int:
         """Compute time of the fastest live worker, per mille of the usual time."""
-        return min(map(self.slowness, self.live))
+        return min(map(self.slowness, self.live_workers))
 
     def slowness(self, worker: Worker) -> int:
         """Return the compute time of a worker, per mille of the usual time."""
         return self.workers[worker].per_mille
 
-    def layers_held(self, worker: Worker) -> tuple[int, ...]:
+    def list_held_layers(self, worker: Worker) -> tuple[int, ...]:
         """Return the layers that a worker holds now, ascending."""
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
-    def closing(self, worker: Worker) -> int:
+    def held_closing_ticks(self, worker: Worker) -> int:
         """Return the ticks of the all-reduces and optimizer steps of the layers that a worker holds now."""
-        return total(self.costs.sums.closing, self.workers[worker].holds)
+        return sum_over_ranges(self.costs.prefix_sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
         """Return the ticks of F, I and W of these layers on a worker. Each op is rounded up separately."""
         slow = self.slowness(worker)
-        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.sums[:3])
+        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.prefix_sums[:3])
 
     @cached_property
     def ample_ticks(self) -> int:
         """Ticks that exceed any possible load of a worker: the slowest one runs all micro-batches of all layers."""
-        slowest = max(map(self.slowness, self.live))
+        slowest = max(map(self.slowness, self.live_workers))
         return sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000 + sum(self.costs.closing) + 1
 
 
-class Part(NamedTuple):
+class HeldRange(NamedTuple):
     """Consecutive layers, and the workers that hold all of them."""
 
     layers: LayerRange
     holders: tuple[Worker, ...]
 
 
-def parts_of(problem: Problem) -> Iterator[Part]:
+def iterate_held_ranges(problem: Problem) -> Iterator[HeldRange]:
     """Divide the layers at every end of a stage or of a held range, and yield each range with its holders, in order.
 
     Raises LookupError if no live worker holds a layer.
     """
-    cuts = {end for path in problem.paths for layers, _ in path for end in layers}
+    cuts = {end for path in problem.path_by_chain for layers, _ in path for end in layers}
     cuts |= {end for properties in problem.workers.values() for layers in properties.holds for end in layers}
     for first, end in pairwise(sorted(cuts)):
         holders = tuple(worker for worker, properties in problem.workers.items()
                         if any(low <= first and end <= high for low, high in properties.holds))
         if not holders:
             raise LookupError(f"no live worker holds layer {first}")
-        yield Part((first, end), holders)
+        yield HeldRange((first, end), holders)

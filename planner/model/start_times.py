@@ -4,36 +4,36 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.planner.loops import loops
-from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints
+from slipstream.planner.loops import kernel_loops
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 
 NEVER = -2**60
 """Time before all ticks."""
 
 
-def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
+def compute_earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     """Return the earliest start tick of every op that the order allows."""
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    loops().earliest(arrays.ops, order, start, free)
+    kernel_loops().earliest(arrays.ops, order, start, free)
     return start
 
 
-def latest(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
+def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return the solution with every op as late as its order and the given group ends allow."""
     start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
-    _latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
-    return solution.at(start)
+    _compute_latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
+    return solution.with_starts(start)
 
 
-def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
-    begin = ints([])
-    if arrays.problem.interleaved:
+def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
+    begin = to_ints([])
+    if arrays.problem.can_reduce_early:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
-    loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
+    kernel_loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
-def group_ends(*pieces: Solution) -> Ints:
+def compute_group_ends(*pieces: Solution) -> Ints:
     """Return the end of the last compute op of each group. All pieces must be on one clock.
 
     If reductions are interleaved, return the start of each group's last reduction instead.
@@ -41,22 +41,22 @@ def group_ends(*pieces: Solution) -> Ints:
     ends_by_piece = []
     for solution in pieces:
         arrays = solution.arrays
-        if arrays.problem.interleaved:
-            return _last_reductions(arrays, reduction_begins(pieces))
+        if arrays.problem.can_reduce_early:
+            return _last_reductions(arrays, compute_reduction_begins(pieces))
         last = np.full(len(arrays.workers), solution.start.min())
         np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], solution.end)
-        ends_by_piece.append(_ends(arrays, last))
+        ends_by_piece.append(_ends_by_group(arrays, last))
     latest: Ints = np.max(ends_by_piece, axis=0)
     return latest
 
 
-def reduction_begins(pieces: Sequence[Solution]) -> Ints:
+def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     """Return the start of each reduction, or NEVER if no piece has a W of its layers. All pieces must be on one clock.
 
     The problem must be interleaved. A reduction starts at the first tick after the last W of its layers at which no
     worker that takes part runs an op.
     """
-    begins: Ints = np.max([_awaited(one) for one in pieces], axis=0)
+    begins: Ints = np.max([_last_awaited_ends(one) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
         spans = [(one.start[held], one.end[held]) for one in pieces
                  for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
@@ -66,7 +66,7 @@ def reduction_begins(pieces: Sequence[Solution]) -> Ints:
     return begins
 
 
-def _awaited(solution: Solution) -> Ints:
+def _last_awaited_ends(solution: Solution) -> Ints:
     """Return the end of the last W that each reduction waits for."""
     ops, (sharers, _, awaiting, _) = solution.arrays.ops, solution.arrays.reductions
     last = np.full(len(awaiting), NEVER)
@@ -83,14 +83,14 @@ def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
     return latest
 
 
-def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
+def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
     """Return the end of each group from the ends of its workers; NEVER for a group without workers."""
-    ends = np.full(len(arrays.problem.linked), NEVER)
+    ends = np.full(len(arrays.problem.linked_groups), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
 
-def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
+def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
     """Return the start of each reduction, and the time at which each group has finished its last one.
 
     `ends` has the end of the last compute op of each group. The problem must not be interleaved. If layers are held by
@@ -98,16 +98,16 @@ def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, In
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
-    loops().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
+    kernel_loops().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
     return begin, done
 
 
-def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
+def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
     """Return the latest end of each group's compute ops that delays the end of no reduction."""
     late = np.array(ends, dtype=np.int64)
-    if not arrays.problem.interleaved:
+    if not arrays.problem.can_reduce_early:
         sharers, ticks, *_ = arrays.reductions
-        loops().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
+        kernel_loops().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
     return late
 
 
@@ -116,53 +116,53 @@ def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period(arrays, first, group_ends(solution) if ends is None else np.asarray(ends))
+    return _period_of_windows(arrays, first, compute_group_ends(solution) if ends is None else np.asarray(ends))
 
 
-def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
+def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
     """Return the period in ticks. `first` has the start of each worker; workers without ops are ignored."""
-    done = ends if arrays.problem.interleaved else reduced(arrays, ends)[1]
-    closing = done[arrays.group] + arrays.after_group
+    done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
+    closing = done[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
-        last = max(closing.max(), ends.max() + arrays.problem.longest_step)
+        last = max(closing.max(), ends.max() + arrays.problem.max_optimizer_ticks)
         return int(last - first.min())
     return int((closing - first)[arrays.load > 0].max())
 
 
-def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
+def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
     """Return the latest end of each group's compute ops that does not delay the end of the job, which is at 0.
 
     The optimizer must be synchronous. `ends` are the group ends of a plan. If later ends would change the order of the
     reductions and delay some of them, the given ends are kept.
     """
     sharers, ticks, *_ = arrays.reductions
-    done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.longest_step
-    loops().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
-    last = max((done[arrays.group] + arrays.after_group).max(), ends.max() + step)
+    done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks
+    kernel_loops().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
+    last = max((done[arrays.group] + arrays.ticks_after_group).max(), ends.max() + step)
     allowed = np.full_like(ends, last)
-    allowed[arrays.group] = last - arrays.after_group
+    allowed[arrays.group] = last - arrays.ticks_after_group
     late = allowed.copy()
-    loops().put_off(sharers, ticks, turn, late)
+    kernel_loops().put_off(sharers, ticks, turn, late)
     late = np.minimum(late, last - step)
-    if (reduced(arrays, late)[1] > allowed).any():
+    if (place_reductions(arrays, late)[1] > allowed).any():
         late = ends
     return late - np.int64(last)
 
 
-def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
+def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     """Return the best period of an order, and the start ticks of all ops for it.
 
     With a staggered optimizer, ops start first as early as possible, then as late as the group ends allow, which
     shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    loops().earliest(arrays.ops, order, start, free)
-    ends = _ends(arrays, free)
+    kernel_loops().earliest(arrays.ops, order, start, free)
+    ends = _ends_by_group(arrays, free)
     if arrays.problem.optimizer == "synchronous":
-        return _period(arrays, np.zeros_like(free), ends), start
-    if arrays.problem.interleaved:  # linked groups end together here; annealing separates them
-        ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
-    ends = late_ends(arrays, ends)
+        return _period_of_windows(arrays, np.zeros_like(free), ends), start
+    if arrays.problem.can_reduce_early:  # linked groups end together here; annealing separates them
+        ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked_groups])
+    ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
-    _latest(arrays, order, start, free, ends)
-    return _period(arrays, free, ends), start
+    _compute_latest(arrays, order, start, free, ends)
+    return _period_of_windows(arrays, free, ends), start

@@ -30,15 +30,15 @@ from slipstream.planner.kernel import (
     State,
     Timing,
     anneal,
-    end_with_deadlines,
-    keep_ends,
     measure_best,
-    set_deadlines,
-    time,
+    set_deadlines_from_ends,
+    set_earliest_deadlines,
+    set_ends_from_deadlines,
+    time_state,
 )
-from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints, padded
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, pad_rows, to_ints
 from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends, solution_period
+from slipstream.planner.model.start_times import NEVER, compute_group_ends, delayed_group_ends, solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.incumbent import Incumbent
 
@@ -48,9 +48,9 @@ from slipstream.planner.search.incumbent import Incumbent
 def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> Chain:
     """Return an annealing chain whose state is a plan: the assignment of `arrays`, and an order of all ops."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
-    state = _state(arrays, order, params.spare_units)
+    state = _make_state(arrays, order, params.spare_units)
     return Chain(
-        instance=_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
+        instance=_make_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
         timing=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
         trial=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
         sorting=Sorting(*(_zeros(size) for size in (ops, ops, ops, ops, len(arrays.workers)))), heads=_zeros(ops),
@@ -58,41 +58,43 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
                     counters=_zeros(4)),
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
-        path=Path(_zeros(ops), ints([-1])), run=_zeros(max(params.largest_run, params.longest_jump)),
+        path=Path(_zeros(ops), to_ints([-1])), run=_zeros(max(params.largest_run, params.longest_jump)),
         places=_zeros(arrays.ops.kinds),
-        statistics=np.zeros((SHIFT + 1, BETTER + 1), dtype=np.int64), random=_random(seed))
+        statistics=np.zeros((SHIFT + 1, BETTER + 1), dtype=np.int64), random=_make_random_state(seed))
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
     """Return another chain of the same instance, starting from the present state of a chain."""
-    own = {field: _copied(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
+    own = {field: _copy_arrays(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
-    return chain._replace(**own)._replace(random=_random(seed))
+    return chain._replace(**own)._replace(random=_make_random_state(seed))
 
 
-def _copied(value: Any) -> Any:
+def _copy_arrays(value: Any) -> Any:
     """Return a copy of an array, or of a tuple of arrays."""
-    return value.copy() if isinstance(value, np.ndarray) else type(value)(*map(_copied, value))
+    return value.copy() if isinstance(value, np.ndarray) else type(value)(*map(_copy_arrays, value))
 
 
-def _instance(arrays: ProblemArrays) -> Instance:
+def _make_instance(arrays: ProblemArrays) -> Instance:
     problem, workers = arrays.problem, arrays.workers
-    movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.slice, unit.pipeline)) > 1]
+    movable = [number for number, unit in enumerate(arrays.units)
+               if len(problem.allowed_hosts(unit.slice, unit.pipeline)) > 1]
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
-        group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
+        group=arrays.group, linked=pad_rows(problem.linked_groups), interleaved=int(problem.can_reduce_early),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
-        tail=_after_group(arrays),
-        pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
-        capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
-        holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
-        movable=ints(movable),
-        hosts=_hosts(arrays), cost=_costs(arrays))
+        tail=_tail_ticks(arrays),
+        pipeline=to_ints([worker.pipeline for worker in workers]), members=_rows_by_pipeline(arrays),
+        capacity=to_ints([problem.activation_room(worker) if problem.memory else -1 for worker in workers]),
+        holds=to_ints([_memory_changes(problem, number)
+                       for number in range(len(problem.layers_by_slice))])[arrays.ops.slice].ravel(),
+        movable=to_ints(movable),
+        hosts=_host_rows_by_slice(arrays), cost=_op_ticks(arrays))
 
 
-def _state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
+def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
     ops = arrays.ops
     rows: list[list[int]] = [[] for _ in arrays.workers]
     place = _zeros(len(ops.duration))
@@ -104,58 +106,59 @@ def _state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
     for worker, row in enumerate(rows):
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
-                 size=ints([len(row) for row in rows]), place=place,
-                 end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)),
+                 size=to_ints([len(row) for row in rows]), place=place,
+                 end=_zeros(len(arrays.problem.linked_groups)), deadline=_zeros(len(arrays.problem.linked_groups)),
                  begin=_zeros(len(arrays.reductions.sharers)), turn=_zeros(len(arrays.reductions.sharers)))
 
 
-def _after_group(arrays: ProblemArrays) -> Ints:
+def _tail_ticks(arrays: ProblemArrays) -> Ints:
     """Return, for each worker, the ticks from the end of its group to the end of its window.
 
     With a synchronous optimizer, all windows end with the job: no step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered" or problem.linking:
-        return arrays.after_group
-    last = np.full(len(problem.linked), problem.longest_step)
-    np.maximum.at(last, arrays.group, arrays.after_group)
+    if problem.optimizer == "staggered" or problem.has_shared_reductions:
+        return arrays.ticks_after_group
+    last = np.full(len(problem.linked_groups), problem.max_optimizer_ticks)
+    np.maximum.at(last, arrays.group, arrays.ticks_after_group)
     return last[arrays.group]
 
 
-def _members(arrays: ProblemArrays) -> Ints:
+def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
     """Return the rows of the workers of each pipeline."""
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
     for row, worker in enumerate(arrays.workers):
         members[worker.pipeline].append(row)
-    return padded(members)
+    return pad_rows(members)
 
 
-def _hosts(arrays: ProblemArrays) -> Ints:
+def _host_rows_by_slice(arrays: ProblemArrays) -> Ints:
     """Return the rows of the workers that may run each slice."""
-    return padded([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders])
+    return pad_rows([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders_by_slice])
 
 
-def _costs(arrays: ProblemArrays) -> Ints:
+def _op_ticks(arrays: ProblemArrays) -> Ints:
     """Return the ticks of an op by kind, slice and worker; 0 if the worker does not hold the slice."""
     problem = arrays.problem
-    cost = np.zeros((len(problem.kinds), len(problem.layers_of), len(arrays.workers)), dtype=np.int64)
-    for number, holders in enumerate(problem.holders):
+    cost = np.zeros((len(problem.op_kinds), len(problem.layers_by_slice), len(arrays.workers)), dtype=np.int64)
+    for number, holders in enumerate(problem.holders_by_slice):
         for worker in holders:
-            cost[:, number, arrays.row_of[worker]] = [problem.cost(kind, number, worker) for kind in problem.kinds]
+            cost[:, number, arrays.row_of[worker]] = [problem.op_ticks(kind, number, worker)
+                                                      for kind in problem.op_kinds]
     return cost
 
 
-def _holds(problem: Problem, number: int) -> tuple[int, ...]:
+def _memory_changes(problem: Problem, number: int) -> tuple[int, ...]:
     """Return the changes that F, I and W of a slice make to the memory of their worker."""
-    activation, stash = problem.activation(number), problem.stash(number)
-    return (activation, stash - activation, -stash)[:len(problem.kinds)]
+    activation, stash = problem.activation_memory(number), problem.stash_memory(number)
+    return (activation, stash - activation, -stash)[:len(problem.op_kinds)]
 
 
 def _zeros(size: int) -> Ints:
     return np.zeros(size, dtype=np.int64)
 
 
-def _random(seed: int) -> Any:
+def _make_random_state(seed: int) -> Any:
     """Return the state of the random number generator: never 0, and far apart for neighbouring seeds."""
     return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
 
@@ -163,14 +166,15 @@ def _random(seed: int) -> Any:
 # --- An annealing chain: improves a plan of one piece, in rounds short enough to be stopped between -------------------
 
 
-OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
+OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit",
+                  SHIFT: "shift a deadline"}
 """Kinds of steps (`planner.kernel`). `AnnealingParams` gives their frequencies."""
 
 
 class AnnealingChain:
     """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
 
-    The deadlines of the groups start as those of the plan, and annealing shifts them until `keep` fixes some.
+    The deadlines of the groups start as those of the plan, and annealing shifts them until `fix_deadlines` fixes some.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -180,39 +184,39 @@ class AnnealingChain:
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
-        self.round_steps = round_steps(ops, pipelines, params)
+        self.round_steps = count_round_steps(ops, pipelines, params)
         """Number of steps between two looks at the clock."""
-        self._cycle_steps, self._step = first_cycle_steps(ops, pipelines, params), 0
+        self._cycle_steps, self._step = count_first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
         """Number of orders tried, and of cooling cycles completed."""
         self._shifts = 0
         self._set_deadlines(solution)
-        _copy(self._chain.state, self._chain.best)
-        self._begin()
+        _copy_state(self._chain.state, self._chain.best)
+        self._begin_cycle()
         counters = self._chain.queue.counters
         counters[BASE], counters[SPAN] = self._chain.trial.late.min(), max(1, self.period)
-        self.loosen()
+        self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
         """Set the deadlines to those of the plan. With a synchronous optimizer, all windows then end together, at 0."""
         chain = self._chain
-        if self._problem.interleaved:
-            ends = group_ends(solution)
+        if self._problem.can_reduce_early:
+            ends = compute_group_ends(solution)
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
-            keep_ends(chain.instance, chain.state)
+            set_deadlines_from_ends(chain.instance, chain.state)
             return
         if self._problem.optimizer == "staggered":
-            set_deadlines(chain.instance, chain.state, chain.sorting)
+            set_earliest_deadlines(chain.instance, chain.state, chain.sorting)
             return
         chain.state.end[:] = -chain.instance.tail.max()
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
-        if self._problem.linking:
-            chain.state.deadline[:] = ends_before_last(self._arrays, group_ends(solution))
+        if self._problem.has_shared_reductions:
+            chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
-    def _begin(self) -> None:
+    def _begin_cycle(self) -> None:
         """Begin the next cooling cycle, or restart the present one because the best plan or the rules have changed."""
-        self._cycle = self._next_cycle()
+        self._cycle = self._make_cycle()
         measure_best(self._chain, self._cycle)
 
     @property
@@ -221,12 +225,12 @@ class AnnealingChain:
         return int(self._chain.record[PERIOD])
 
     @property
-    def operators(self) -> dict[str, tuple[int, int, int]]:
+    def operator_counts(self) -> dict[str, tuple[int, int, int]]:
         """Counts of each operator: (attempts, accepted attempts, attempts that made the best plan shorter)."""
-        return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATORS.items()}
+        return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATOR_NAMES.items()}
 
     @property
-    def deadlines(self) -> list[int]:
+    def best_deadlines(self) -> list[int]:
         """Deadlines of the best plan so far, by group; 0 for groups that have no worker in this piece."""
         here = np.zeros_like(self._chain.best.deadline)
         here[self._arrays.group] = 1
@@ -234,65 +238,65 @@ class AnnealingChain:
         return deadlines
 
     @property
-    def between_cycles(self) -> bool:
+    def is_between_cycles(self) -> bool:
         """True if a cooling cycle is about to begin."""
         return self._step == 0
 
-    def keep(self, deadlines: Sequence[int]) -> None:
+    def fix_deadlines(self, deadlines: Sequence[int]) -> None:
         """Fix the deadlines of this chain to the given ones."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
-                if self._problem.interleaved:
+                if self._problem.can_reduce_early:
                     state.end[:] = np.where(deadlines, deadlines, state.end)
-                    keep_ends(self._chain.instance, state)
+                    set_deadlines_from_ends(self._chain.instance, state)
                 else:
                     state.deadline[:] = deadlines
-                    end_with_deadlines(self._chain.instance, state)
+                    set_ends_from_deadlines(self._chain.instance, state)
             measure_best(self._chain, self._cycle)  # updates the period to aim at
-            self._begin()
+            self._begin_cycle()
 
-    def loosen(self) -> None:
+    def allow_shifts(self) -> None:
         """Allow deadlines to be shifted again."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
-        self._begin()
+        self._begin_cycle()
 
-    def twin(self, seed: int) -> "AnnealingChain":
+    def make_twin(self, seed: int) -> "AnnealingChain":
         """Return another chain of the same piece that begins with the best plan of this one."""
         copied = copy(self)
         copied._chain = twin_chain(self._chain, seed)
-        copied._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
-                                                self._params)
+        copied._cycle_steps = count_first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
+                                                      self._params)
         copied._step = copied.steps = copied.cycles = 0
-        copied.take(self)
+        copied.continue_from(self)
         return copied
 
-    def take(self, other: "AnnealingChain") -> None:
+    def continue_from(self, other: "AnnealingChain") -> None:
         """Continue from the best plan of another chain of the same piece, under the rules of that chain."""
         for state in (self._chain.state, self._chain.best):
-            _copy(other._chain.best, state)
+            _copy_state(other._chain.best, state)
         self._chain.record[:] = other._chain.record
         self._shifts = other._shifts
-        self._begin()
+        self._begin_cycle()
 
-    def _aim(self) -> int:
-        return aim(self.period, self._goal, self._params.aim)
+    def _target_period(self) -> int:
+        return choose_target_period(self.period, self._goal, self._params.aim)
 
-    def _next_cycle(self) -> Cycle:
+    def _make_cycle(self) -> Cycle:
         params = self._params
         cooling = params.cycles[self.cycles % len(params.cycles)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
-                     pull=cooling.pull, goal=self._aim(), scale=self._scale,
+                     pull=cooling.pull, goal=self._target_period(), scale=self._scale,
                      trade=params.trade, move=params.move, shifts=self._shifts,
                      largest_run=params.largest_run, longest_jump=params.longest_jump, margin=params.margin,
                      steps_per_path=params.steps_per_path, ops_per_step=params.ops_per_step,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
-    def cool_within(self, rounds: float) -> None:
+    def shorten_cycle(self, rounds: float) -> None:
         """End the present cooling cycle within `rounds` more rounds: a cycle cut off while hot finds little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
@@ -300,9 +304,9 @@ class AnnealingChain:
 
     def run(self) -> None:
         """Run one round of steps."""
-        self.advance(self.round_steps)
+        self.run_steps(self.round_steps)
 
-    def advance(self, steps: int) -> None:
+    def run_steps(self, steps: int) -> None:
         """Run some steps, at most to the end of the cooling cycle."""
         end = min(self._step + steps, self._cycle.steps)
         while self._step < end and self.period > self._goal:
@@ -310,24 +314,25 @@ class AnnealingChain:
             self.steps += reached - self._step
             self._step = reached
             if reached < end:  # the cycle has reached its target
-                self._cycle = self._cycle._replace(goal=self._aim())
+                self._cycle = self._cycle._replace(goal=self._target_period())
                 measure_best(self._chain, self._cycle)
         if end == self._cycle.steps:  # continue from the best plan with the next cooling
             self.cycles, self._step = self.cycles + 1, 0
             if self.cycles % len(self._params.cycles) == 0:
                 self._cycle_steps *= 2
-            _copy(self._chain.best, self._chain.state)
-            self._begin()
+            _copy_state(self._chain.best, self._chain.state)
+            self._begin_cycle()
 
-    def solution(self) -> Solution:
+    def best_solution(self) -> Solution:
         """Return the best plan so far, on the clock of its deadlines."""
         chain, arrays = self._chain, self._arrays
-        time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
+        time_state(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
-        return arrays.assigned(chain.best.worker.copy()).solution(chain.sorting.order, chain.trial.late - begin)
+        return arrays.with_assignment(chain.best.worker.copy()).make_solution(chain.sorting.order,
+                                                                              chain.trial.late - begin)
 
 
-def _copy(source: State, target: State) -> None:
+def _copy_state(source: State, target: State) -> None:
     for values, array in zip(source, target, strict=True):
         array[:] = values
 
@@ -335,7 +340,7 @@ def _copy(source: State, target: State) -> None:
 # --- Cooling cycles ---------------------------------------------------------------------------------------------------
 
 
-def aim(period: int, goal: int, share: float) -> int:
+def choose_target_period(period: int, goal: int, share: float) -> int:
     """Return the period that a cooling cycle aims at when the best plan has this period, in ticks.
 
     The goal is a bound that often no plan reaches. A cycle that aims at it shortens windows that do not matter at the
@@ -346,12 +351,12 @@ def aim(period: int, goal: int, share: float) -> int:
     return max(goal, int(period - share * (period - goal)))
 
 
-def first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
+def count_first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
     """Return the number of steps of the first cooling cycles. A step retimes at most one pipeline's ops."""
     return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
 
 
-def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
+def count_round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
     """Return the number of steps between two looks at the clock."""
     return max(1, min(params.steps_per_round, params.ops_per_round * pipelines // ops))
 
@@ -359,7 +364,7 @@ def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
 # --- All pieces of a job: always the longest one, in two chains side by side, or the two longest ----------------------
 
 
-TELL_SECONDS, TELL_SHARE = 0.5, 0.1
+REPORT_SECONDS, REPORT_SHARE = 0.5, 0.1
 """Seconds between two reported improvements, and the share of the time that reporting may take.
 
 Joining the pieces for a report takes as long as some rounds.
@@ -374,49 +379,49 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
     (None: no limit). From time to time, `tell` receives a better candidate.
     """
     goal, clock = known.bound.ticks, budget.clock
-    pieces = _Pieces(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
+    pieces = _JointAnnealing(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
                                              for solution in known.solutions])
     start, slowest = clock.now(), 0.0
-    reported_period, next_report = pieces.period, start + TELL_SECONDS
+    reported_period, next_report = pieces.period, start + REPORT_SECONDS
     with ThreadPoolExecutor(params.chains) as others:
-        while budget.end(pieces.period, goal, slowest) is None:
+        while budget.end_reason(pieces.period, goal, slowest) is None:
             began = clock.now()
-            first, *rest = pieces.next_chains(goal)
+            first, *rest = pieces.choose_chains(goal)
             if cycles is not None and first.cycles >= cycles:
                 break
-            clock.count((1 + len(rest)) * first.round_steps)
+            clock.count_steps((1 + len(rest)) * first.round_steps)
             running = [others.submit(chain.run) for chain in rest]
             first.run()
             for chain in running:
                 chain.result()
             pieces.end_round()
             slowest = max(slowest, clock.now() - began)
-            pieces.cool_within(budget.seconds * pieces.rounds / (clock.now() - start))
+            pieces.shorten_cycles(budget.seconds_left * pieces.rounds / (clock.now() - start))
             if pieces.period < reported_period and clock.now() > next_report:
                 reported_period, began = pieces.period, clock.now()
-                tell(pieces.result())
-                next_report = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
-    pieces.count(budget.tally)
-    return pieces.result()
+                tell(pieces.make_candidate())
+                next_report = clock.now() + max(REPORT_SECONDS, (clock.now() - began) / REPORT_SHARE)
+    pieces.add_to_tally(budget.tally)
+    return pieces.make_candidate()
 
 
 class _PieceChains:
     """A piece and its annealing chains. The second chain is created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
-        self.rounds = self.better = 0
+        self.rounds = self.last_better_round = 0
         """Number of annealing rounds, and of the round that found the last improvement."""
         self._problem, self._seed = solution.arrays.problem, seed * params.chains
         self.chains = [AnnealingChain(solution, goal, self._seed, params)]
-        self.period = self.best.period
+        self.period = self.best_chain.period
 
     @property
-    def single(self) -> bool:
+    def is_single_pipeline(self) -> bool:
         """True if the piece is one pipeline: a healthy one, or one whose live workers share its layers."""
         return self._problem.grid.pipelines == 1
 
     @property
-    def best(self) -> AnnealingChain:
+    def best_chain(self) -> AnnealingChain:
         """Chain with the best plan."""
         return min(self.chains, key=lambda chain: chain.period)
 
@@ -425,36 +430,36 @@ class _PieceChains:
         """Number of cooling cycles completed."""
         return self.chains[0].cycles
 
-    def chain(self, number: int) -> AnnealingChain:
+    def get_chain(self, number: int) -> AnnealingChain:
         """Return the chain of this number, creating it if it is the next one."""
         if number == len(self.chains):
-            self.chains.append(self.best.twin(self._seed + number))
+            self.chains.append(self.best_chain.make_twin(self._seed + number))
         return self.chains[number]
 
-    def keep(self, deadlines: Sequence[int]) -> None:
+    def fix_deadlines(self, deadlines: Sequence[int]) -> None:
         """Fix the deadlines of all chains."""
         for chain in self.chains:
-            chain.keep(deadlines)
-        self.period = self.best.period
+            chain.fix_deadlines(deadlines)
+        self.period = self.best_chain.period
 
     def end_round(self) -> None:
         """Let chains that have completed a cycle continue from the best plan of all chains."""
         self.rounds += 1
-        best = self.best
+        best = self.best_chain
         for chain in self.chains:
-            if chain.between_cycles and chain.period > best.period:
-                chain.take(best)
+            if chain.is_between_cycles and chain.period > best.period:
+                chain.continue_from(best)
         if best.period < self.period:
-            self.period, self.better = best.period, self.rounds
+            self.period, self.last_better_round = best.period, self.rounds
 
 
-def _complete(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
+def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
     """Replace deadlines of 0, for groups without workers in a piece, by the latest deadline of the other pieces."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
 
-class _Pieces:
+class _JointAnnealing:
     """The pieces of a candidate, which must all keep the same deadlines.
 
     If all pieces but at most one are single pipelines, one piece may shift the deadlines: the one that is not single,
@@ -472,36 +477,36 @@ class _Pieces:
         if len(pieces) == 1:
             self._shifting = pieces[0]
             return
-        ranked = sorted(pieces, key=lambda piece: (piece.single, -piece.period))
-        choice = _complete([piece.best.deadlines for piece in ranked])
+        ranked = sorted(pieces, key=lambda piece: (piece.is_single_pipeline, -piece.period))
+        choice = _fill_missing_deadlines([piece.best_chain.best_deadlines for piece in ranked])
         periods = []
         for deadlines in choice:
-            self._keep(deadlines, pieces)
+            self._fix_deadlines(deadlines, pieces)
             periods.append(self.period)
         best = periods.index(min(periods))
-        self._keep(choice[best], pieces)
-        if all(piece.single for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
+        self._fix_deadlines(choice[best], pieces)
+        if all(piece.is_single_pipeline for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
             self._shifting = ranked[0]
-            ranked[0].chains[0].loosen()
+            ranked[0].chains[0].allow_shifts()
 
     @staticmethod
-    def _keep(deadlines: Sequence[int], pieces: Sequence[_PieceChains]) -> None:
+    def _fix_deadlines(deadlines: Sequence[int], pieces: Sequence[_PieceChains]) -> None:
         for piece in pieces:
-            piece.keep(deadlines)
+            piece.fix_deadlines(deadlines)
 
     @property
     def period(self) -> int:
         """Period of the whole."""
         return max(piece.period for piece in self._pieces)
 
-    def next_chains(self, goal: int) -> list[AnnealingChain]:
+    def choose_chains(self, goal: int) -> list[AnnealingChain]:
         """Return the chains to anneal next: those of the longest piece, or one each of the longest pieces."""
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
             self._annealed = order[:self._chains]
-            return [piece.chain(0) for piece in self._annealed]
-        return [order[0].chain(number) for number in range(self._chains)]
+            return [piece.get_chain(0) for piece in self._annealed]
+        return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
         """Exchange the plans and deadlines that the chains of a round have found."""
@@ -510,33 +515,33 @@ class _Pieces:
             piece.end_round()
         if self._shifting is None or len(self._pieces) == 1:
             return
-        deadlines = self._shifting.best.deadlines
+        deadlines = self._shifting.best_chain.best_deadlines
         if self._annealed != [self._shifting]:
-            self._keep(deadlines, self._pieces)
+            self._fix_deadlines(deadlines, self._pieces)
             self._shifting = None
         else:
-            self._keep(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
+            self._fix_deadlines(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
-    def cool_within(self, rounds: float) -> None:
+    def shorten_cycles(self, rounds: float) -> None:
         """End the present cooling cycles within `rounds` more rounds, divided over the pieces as so far."""
         for piece in self._annealed:
             for chain in piece.chains:
-                chain.cool_within(rounds * piece.rounds / self.rounds)
+                chain.shorten_cycle(rounds * piece.rounds / self.rounds)
 
-    def count(self, tally: Tally) -> None:
+    def add_to_tally(self, tally: Tally) -> None:
         """Add the attempts of all chains' operators to the tally."""
         for piece in self._pieces:
             for chain in piece.chains:
-                for name, (attempts, _, better) in chain.operators.items():
-                    tally.add(f"annealing: {name}", attempts, better)
+                for name, (attempts, _, better) in chain.operator_counts.items():
+                    tally.count_uses(f"annealing: {name}", attempts, better)
 
-    def result(self) -> Incumbent:
+    def make_candidate(self) -> Incumbent:
         """Return the candidate with the best plans found, on one clock."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
-        deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
+        deadlines = _fill_missing_deadlines([piece.best_chain.best_deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
-        solutions = [piece.best.solution() for piece in self._pieces]
+        solutions = [piece.best_chain.best_solution() for piece in self._pieces]
         return msgspec.structs.replace(
             self._known.with_solutions(solutions, list(map(solution_period, solutions)), deadlines), cycles=last.cycles,
             orders=sum(chain.steps for chain in last.chains),
-            stale=1 - last.better / last.rounds if last.rounds else 0.0)
+            stale=1 - last.last_better_round / last.rounds if last.rounds else 0.0)

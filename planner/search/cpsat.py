@@ -10,11 +10,11 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.model.arrays import ProblemArrays, Solution, ints
+from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
-from slipstream.schedules.precedence import OpKey, waits
+from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind, Worker
 
 # --- Variables --------------------------------------------------------------------------------------------------------
@@ -28,13 +28,14 @@ class Variables:
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
         self.horizon = horizon
-        self.units = tuple(problem.units())
-        self.hosts: dict[Unit, tuple[Worker, ...]] = {unit: problem.hosts(unit.slice, unit.pipeline)
+        self.units = tuple(problem.iterate_units())
+        self.hosts: dict[Unit, tuple[Worker, ...]] = {unit: problem.allowed_hosts(unit.slice, unit.pipeline)
                                                    for unit in self.units}
-        self.on: dict[tuple[Unit, Worker], BoolVarT] = {}
+        self.host_literals: dict[tuple[Unit, Worker], BoolVarT] = {}
         self.start: dict[OpKey, IntVar] = {}
         self.end: dict[OpKey, IntVar | LinearExprT] = {}
-        self.runs: dict[Worker, list[tuple[OpKind, Unit, IntervalVar]]] = {worker: [] for worker in problem.live}
+        self.runs: dict[Worker, list[tuple[OpKind, Unit, IntervalVar]]] = {worker: []
+                                                                           for worker in problem.live_workers}
         for unit in self.units:
             self._add_unit(model, problem, unit)
         columns = range(problem.grid.columns)
@@ -47,12 +48,12 @@ class Variables:
         name = f"{unit.pipeline}.{unit.microbatch}@{unit.slice}"
         if len(hosts) > 1:
             for host in hosts:
-                self.on[unit, host] = model.new_bool_var(f"on {name} {host}")
-            model.add_exactly_one(self.on[unit, host] for host in hosts)
-        for kind in problem.kinds:
+                self.host_literals[unit, host] = model.new_bool_var(f"on {name} {host}")
+            model.add_exactly_one(self.host_literals[unit, host] for host in hosts)
+        for kind in problem.op_kinds:
             key = (kind, *unit)
             start = self.start[key] = model.new_int_var(0, self.horizon, f"{kind} {name}")
-            costs = {host: problem.cost(kind, unit.slice, host) for host in hosts}
+            costs = {host: problem.op_ticks(kind, unit.slice, host) for host in hosts}
             if len(set(costs.values())) == 1:
                 end: IntVar | LinearExprT = start + costs[hosts[0]]
             else:
@@ -63,16 +64,18 @@ class Variables:
                 if len(hosts) == 1:
                     interval = model.new_fixed_size_interval_var(start, costs[host], label)
                 elif isinstance(end, IntVar):
-                    interval = model.new_optional_interval_var(start, costs[host], end, self.on[unit, host], label)
+                    interval = model.new_optional_interval_var(start, costs[host], end, self.host_literals[unit, host],
+                                                               label)
                 else:
-                    interval = model.new_optional_fixed_size_interval_var(start, costs[host], self.on[unit, host],
+                    interval = model.new_optional_fixed_size_interval_var(start, costs[host],
+                                                                          self.host_literals[unit, host],
                                                                           label)
                 self.runs[host].append((kind, unit, interval))
 
-    def literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
+    def iterate_literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
         """Yield each possible host with the literal that chooses it, or None if there is no choice."""
         for host in self.hosts[unit]:
-            yield host, self.on.get((unit, host))
+            yield host, self.host_literals.get((unit, host))
 
 
 # --- Constraints ------------------------------------------------------------------------------------------------------
@@ -88,27 +91,27 @@ class Constraints:
 
     def add_rules(self) -> None:
         """Add all rules, in the order of the problem's statement."""
-        self._data_flows()
-        self._one_op_at_a_time()
-        self._memory()
-        self._windows()
+        self._add_data_flows()
+        self._add_no_overlap()
+        self._add_memory_limits()
+        self._add_windows()
 
-    def add_implied(self) -> None:
+    def add_implied_constraints(self) -> None:
         """Add constraints that follow from the rules, and symmetry breaking. Neither makes a plan longer."""
-        self._microbatches_in_order()
-        self._columns_at_once()
-        self._loads()
-        self._forwards_in_order()
-        self._workers_in_order()
+        self._order_microbatches()
+        self._limit_columns()
+        self._limit_loads()
+        self._order_forwards()
+        self._order_workers()
 
-    def _data_flows(self) -> None:
+    def _add_data_flows(self) -> None:
         """Require start of an op >= end of each producer + transfer if a tensor crosses and their hosts differ.
 
         Neighbouring virtual stages lie on different workers unless they share a column and a host.
         """
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
-            for producer, rule in waits(key, problem.grid.path(key[3])):
+            for producer, rule in producers_with_rules(key, problem.grid.stages_of_microbatch(key[3])):
                 if producer not in variables.start:
                     continue
                 hop = problem.times.transfer if rule.tensor else 0
@@ -117,58 +120,58 @@ class Constraints:
                     continue
                 self._model.add(start >= variables.end[producer])
                 if producer[1] != key[1] and hop:
-                    self._transfer_unless_same_host(producer, key)
+                    self._add_conditional_transfer(producer, key)
 
-    def _transfer_unless_same_host(self, producer: OpKey, key: OpKey) -> None:
+    def _add_conditional_transfer(self, producer: OpKey, key: OpKey) -> None:
         """Require start >= end + transfer for two units in one column, unless one host runs both."""
         variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
         hop = self._problem.times.transfer
-        for host, literal in variables.literals(source):
-            other = variables.on.get((target, host))
+        for host, literal in variables.iterate_literals(source):
+            other = variables.host_literals.get((target, host))
             if literal is None or (other is None and variables.hosts[target] == (host,)):
                 continue  # both units then run on this host
             away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
             away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
 
-    def _one_op_at_a_time(self) -> None:
+    def _add_no_overlap(self) -> None:
         """Require that no two ops of a worker overlap."""
         for runs in self._variables.runs.values():
             self._model.add_no_overlap(interval for *_, interval in runs)
 
-    def _memory(self) -> None:
+    def _add_memory_limits(self) -> None:
         """Require activations (F start to I end) + stashes (I end to W end) <= capacity at all times."""
         problem = self._problem
         if problem.memory is None:
             return
-        for worker in problem.live:
+        for worker in problem.live_workers:
             demands: list[tuple[IntervalVar, int]] = []
             for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
-                    demands += self._held(unit, worker)
-            if sum(demand for _, demand in demands) > problem.room(worker):
+                    demands += self._make_memory_intervals(unit, worker)
+            if sum(demand for _, demand in demands) > problem.activation_room(worker):
                 self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           problem.room(worker))
+                                           problem.activation_room(worker))
 
-    def _held(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
+    def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return the intervals and amounts of a unit's memory on a host, present if the host is chosen."""
         problem, variables = self._problem, self._variables
         start = variables.start[OpKind.F, *unit]
         freed = variables.end[problem.gradient_kind, *unit]
-        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.slice))]
+        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation_memory(unit.slice))]
         if problem.backward == "split":
-            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.slice)))
+            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash_memory(unit.slice)))
         intervals = []
         for begin, end, amount in spans:
             if not amount:
                 continue
             length = self._model.new_int_var(0, variables.horizon, "held")
-            literal = variables.on.get((unit, host))
+            literal = variables.host_literals.get((unit, host))
             interval = self._model.new_interval_var(begin, length, end, "held") if literal is None else \
                 self._model.new_optional_interval_var(begin, length, end, literal, "held")
             intervals.append((interval, amount))
         return intervals
 
-    def _windows(self) -> None:
+    def _add_windows(self) -> None:
         """Require R_c <= every start and E_c >= every end in column c, and derive the period from these windows.
 
         Columns that reduce gradients together end together.
@@ -182,9 +185,9 @@ class Constraints:
             model.add(variables.first[column] <= start)
             model.add(variables.last[column] >= variables.end[key])
         for column in range(problem.grid.columns):
-            closing = problem.column_closing(column)
-            if problem.tied[column] != column:
-                model.add(variables.last[column] == variables.last[problem.tied[column]])
+            closing = problem.column_closing_ticks(column)
+            if problem.reduction_root[column] != column:
+                model.add(variables.last[column] == variables.last[problem.reduction_root[column]])
             if problem.optimizer == "staggered":
                 model.add(variables.period >= variables.last[column] - variables.first[column] + closing)
             else:
@@ -192,7 +195,7 @@ class Constraints:
                 slowest = max(problem.times.optimizer)
                 model.add(variables.period >= variables.last[column] + slowest)
 
-    def _microbatches_in_order(self) -> None:
+    def _order_microbatches(self) -> None:
         """Break symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
 
         They are interchangeable: assigning the k-th F, I and W of every stage to micro-batch k keeps every rule. This
@@ -201,77 +204,77 @@ class Constraints:
         problem, variables = self._problem, self._variables
         grid = problem.grid
         for pipeline, count in enumerate(grid.microbatches):
-            if any(len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
+            if any(len(problem.allowed_hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
                 continue
             for microbatch in range(count - grid.chains):
                 later = microbatch + grid.chains  # next micro-batch of the same chain
-                for stage in grid.path(microbatch):
-                    for kind in problem.kinds:
+                for stage in grid.stages_of_microbatch(microbatch):
+                    for kind in problem.op_kinds:
                         early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, later)
                         self._model.add(variables.start[late] >= variables.end[early])
 
 
-    def _columns_at_once(self) -> None:
+    def _limit_columns(self) -> None:
         """Allow at most as many ops of a column at a time as it has live workers, whichever workers run them.
 
         Each op takes at least the time of its fastest possible host.
         """
         problem, variables = self._problem, self._variables
-        for column, pipelines in enumerate(problem.live_by_column):
+        for column, pipelines in enumerate(problem.live_pipelines_by_column):
             keys = [key for key in variables.start if problem.column_of[key[1]] == column]
             if len(pipelines) < 2 or all(len(variables.hosts[Unit(*key[1:])]) == 1 for key in keys):
                 continue
             spans = [self._model.new_fixed_size_interval_var(variables.start[key], ticks, f"any {key[0]}")
-                     for key in keys if (ticks := min(problem.cost(key[0], key[1], host)
+                     for key in keys if (ticks := min(problem.op_ticks(key[0], key[1], host)
                                                       for host in variables.hosts[Unit(*key[1:])]))]
             self._model.add_cumulative(spans, [1] * len(spans), len(pipelines))
 
-    def _loads(self) -> None:
+    def _limit_loads(self) -> None:
         """Require that the ops of a worker, with its closing ops, fit in the period."""
         problem, variables = self._problem, self._variables
         for worker, runs in variables.runs.items():
-            ticks = [(problem.cost(kind, unit.slice, worker), variables.on.get((unit, worker)))
+            ticks = [(problem.op_ticks(kind, unit.slice, worker), variables.host_literals.get((unit, worker)))
                      for kind, unit, _ in runs]
             if any(literal is not None for _, literal in ticks):
                 self._model.add(sum(cost if literal is None else cost * literal for cost, literal in ticks)
-                                + problem.column_closing(worker.column) <= variables.period)
+                                + problem.column_closing_ticks(worker.column) <= variables.period)
 
-    def _forwards_in_order(self) -> None:
-        """Break symmetry: `interchangeable` micro-batches begin at their first stage in the order of their names.
+    def _order_forwards(self) -> None:
+        """Break symmetry: `find_interchangeable` micro-batches begin at their first stage in the order of their names.
 
         With n workers there, the F of the n-th next one starts only after this F has ended.
         """
         problem, variables = self._problem, self._variables
-        for batches in interchangeable(problem):
-            stage = problem.grid.path(batches[0].microbatch)[0]
+        for batches in find_interchangeable(problem):
+            stage = problem.grid.stages_of_microbatch(batches[0].microbatch)[0]
             hosts = variables.hosts[Unit(stage, *batches[0])]
-            least = min(problem.cost(OpKind.F, stage, host) for host in hosts)
+            least = min(problem.op_ticks(OpKind.F, stage, host) for host in hosts)
             starts = [variables.start[OpKind.F, stage, *batch] for batch in batches]
             for early, late in pairwise(starts):
                 self._model.add(early <= late)
             for early, late in zip(starts, starts[len(hosts):], strict=False):
                 self._model.add(early + least <= late)
 
-    def _workers_in_order(self) -> None:
+    def _order_workers(self) -> None:
         """Break symmetry: of equal workers, each runs its first micro-batch only after the worker before it did.
 
         This requires that all micro-batches are interchangeable and may run on any worker of a column, so that equal
         workers are interchangeable, too.
         """
         problem, variables = self._problem, self._variables
-        for equal, stage in equal_workers(problem):
-            batches = interchangeable(problem)[0]
+        for equal, stage in find_equal_workers(problem):
+            batches = find_interchangeable(problem)[0]
             for before, worker in pairwise(equal):
                 for number, batch in enumerate(batches):
-                    literal = variables.on[Unit(stage, *batch), worker]
-                    earlier = [variables.on[Unit(stage, *other), before] for other in batches[:number]]
+                    literal = variables.host_literals[Unit(stage, *batch), worker]
+                    earlier = [variables.host_literals[Unit(stage, *other), before] for other in batches[:number]]
                     self._model.add_bool_or(literal.negated(), *earlier)
 
 
 # --- What may change names --------------------------------------------------------------------------------------------
 
 
-def interchangeable(problem: Problem) -> list[list[MicroBatch]]:
+def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
     """Return groups of micro-batches that have equal times and equal hosts, some of which are to be chosen.
 
     If holders share all micro-batches, a group spans all pipelines along a chain; otherwise it has those of one
@@ -283,50 +286,52 @@ def interchangeable(problem: Problem) -> list[list[MicroBatch]]:
                                for pipeline, count in enumerate(grid.microbatches)]
         groups += [list(chain_of.from_iterable(batches_by_pipeline))] if problem.sharing else batches_by_pipeline
     return [batches for batches in groups if batches and any(
-        len(problem.hosts(stage, batches[0].pipeline)) > 1 for stage in problem.grid.path(batches[0].microbatch))]
+        len(problem.allowed_hosts(stage, batches[0].pipeline)) > 1
+        for stage in problem.grid.stages_of_microbatch(batches[0].microbatch))]
 
 
-def equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
+def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
     """Return groups of interchangeable workers of a column, each with a stage that every micro-batch passes there."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
     groups = []
     for column in range(problem.grid.columns):
-        stage = problem.grid.stages_of(column)[0]
+        stage = problem.grid.stages_of_column(column)[0]
         kinds: dict[LiveWorker, list[Worker]] = {}
-        for worker in problem.holders[stage]:
+        for worker in problem.holders_by_slice[stage]:
             kinds.setdefault(problem.workers[worker], []).append(worker)
         groups += [(equal, stage) for equal in kinds.values() if len(equal) > 1]
     return groups
 
 
-class Renaming:
+class CanonicalNames:
     """Names of a plan's micro-batches and workers that satisfy the model's symmetry breaking."""
 
     def __init__(self, problem: Problem, plan: Solution) -> None:
         self._batches: dict[MicroBatch, MicroBatch] = {}
         self._workers: dict[Worker, Worker] = {}
-        for batches in interchangeable(problem):
-            stage = problem.grid.path(batches[0].microbatch)[0]
-            starts = {batch: plan.starts[OpKind.F, stage, *batch] for batch in batches}
+        for batches in find_interchangeable(problem):
+            stage = problem.grid.stages_of_microbatch(batches[0].microbatch)[0]
+            starts = {batch: plan.start_by_key[OpKind.F, stage, *batch] for batch in batches}
             self._batches |= dict(zip(batches, sorted(batches, key=starts.__getitem__), strict=True))
-        for equal, stage in equal_workers(problem):
-            used = [plan.hosts[Unit(stage, *self.batch(*batch))] for batch in interchangeable(problem)[0]]
+        for equal, stage in find_equal_workers(problem):
+            used = [plan.hosts[Unit(stage, *self.original_microbatch(*batch))]
+                    for batch in find_interchangeable(problem)[0]]
             first_use = {worker: used.index(worker) if worker in used else len(used) for worker in equal}
             self._workers |= dict(zip(sorted(equal, key=first_use.__getitem__), equal, strict=True))
 
-    def batch(self, pipeline: int, microbatch: int) -> MicroBatch:
+    def original_microbatch(self, pipeline: int, microbatch: int) -> MicroBatch:
         """Return the micro-batch of the plan that gets this name."""
         return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
 
-    def worker(self, worker: Worker) -> Worker:
+    def canonical_worker(self, worker: Worker) -> Worker:
         """Return the name that a worker of the plan gets."""
         return self._workers.get(worker, worker)
 
 
 POLL_SECONDS = 0.05
 
-PROVED = "what CP-SAT proved"
+BOUND_DESCRIPTION = "what CP-SAT proved"
 """Description of the bounds that CP-SAT proves."""
 
 
@@ -342,8 +347,9 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
         self._progress(round(self.objective_value))
 
 
-def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget, progress: Callable[[int], None],
-            params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
+def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
+                     progress: Callable[[int], None],
+                     params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search within the budget for a shorter plan than `hint`. Return the best plan, its period, and the proven bound.
 
     The same seed gives the same result whenever optimality is proven in time: with one search thread, only the end
@@ -351,45 +357,45 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     different entries.)
     """
     hint_period = solution_period(hint)
-    model, variables = _model(problem, lower_bound, hint_period)
+    model, variables = _build_model(problem, lower_bound, hint_period)
     _give_hint(model, problem, variables, hint, hint_period)
-    solver, status = _solve(model, variables, budget, params, _OnSolution(progress))
+    solver, status = _run_solver(model, variables, budget, params, _OnSolution(progress))
     if status == cp_model.UNKNOWN:
         return hint, hint_period, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
-    solution = _read(hint.arrays, variables, solver)
+    solution = _read_solution(hint.arrays, variables, solver)
     new_period = solution_period(solution)
     assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
     return solution, new_period, min(bound, new_period)
 
 
-def excludes(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
+def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
     """Return whether it is proven within the budget that no plan has a shorter period."""
-    model, variables = _model(problem, 0, period - 1)
-    return _solve(model, variables, budget, params)[1] == cp_model.INFEASIBLE
+    model, variables = _build_model(problem, 0, period - 1)
+    return _run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
-def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
+def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
     """Return a model that minimises the period between `shortest` and `longest`, and its variables."""
     model = cp_model.CpModel()
-    variables = Variables(model, problem, _horizon(problem, longest))
+    variables = Variables(model, problem, _latest_possible_end(problem, longest))
     constraints = Constraints(model, problem, variables)
     constraints.add_rules()
-    constraints.add_implied()
+    constraints.add_implied_constraints()
     model.add(variables.period >= shortest)
     model.add(variables.period <= longest)
     model.minimize(variables.period)
     return model, variables
 
 
-def _solve(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
-           on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
+                on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """Run the solver in another thread, so that this thread can stop the search."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
-    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+    for name, limit in budget.clock.solver_limits(budget.seconds_left).items():
         setattr(parameters, name, limit)
     parameters.catch_sigint_signal = False
     parameters.random_seed = budget.seed
@@ -399,14 +405,14 @@ def _solve(model: cp_model.CpModel, variables: Variables, budget: Budget, params
         running = pool.submit(solver.solve, model, on_solution)
         while not running.done():
             wait([running], timeout=POLL_SECONDS)
-            if budget.stopped:
+            if budget.is_stopped:
                 solver.stop_search()  # repeated: a search that has just begun may miss it
         status = running.result()
-    budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
+    budget.clock.count_steps(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
     return solver, status
 
 
-def _horizon(problem: Problem, period: int) -> int:
+def _latest_possible_end(problem: Problem, period: int) -> int:
     """Return a time by which all ops of any plan with at most this period end, if its first op starts at 0.
 
     Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is the F of some
@@ -418,52 +424,52 @@ def _horizon(problem: Problem, period: int) -> int:
 
 
 def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, period: int) -> None:
-    shift = min(hint.starts.values())
+    shift = min(hint.start_by_key.values())
     first = [variables.horizon] * problem.grid.columns
     last = [0] * problem.grid.columns
-    renaming = Renaming(problem, hint)
+    renaming = CanonicalNames(problem, hint)
     for key, variable in variables.start.items():
         kind, stage, *named = key
-        batch = renaming.batch(*named)
-        start = hint.starts[kind, stage, *batch] - shift
+        batch = renaming.original_microbatch(*named)
+        start = hint.start_by_key[kind, stage, *batch] - shift
         model.add_hint(variable, start)
         host = hint.hosts[Unit(stage, *batch)]
-        end = start + problem.cost(kind, stage, host)
+        end = start + problem.op_ticks(kind, stage, host)
         end_variable = variables.end[key]
         if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # equal if the op takes 0
             model.add_hint(end_variable, end)
         column = problem.column_of[stage]
         first[column], last[column] = min(first[column], start), max(last[column], end)
-    for (unit, host), literal in variables.on.items():
-        runs = hint.hosts[Unit(unit.slice, *renaming.batch(unit.pipeline, unit.microbatch))]
-        model.add_hint(literal, renaming.worker(runs) == host)
-    for column, tied in enumerate(problem.tied):
+    for (unit, host), literal in variables.host_literals.items():
+        runs = hint.hosts[Unit(unit.slice, *renaming.original_microbatch(unit.pipeline, unit.microbatch))]
+        model.add_hint(literal, renaming.canonical_worker(runs) == host)
+    for column, tied in enumerate(problem.reduction_root):
         last[tied] = max(last[tied], last[column])
-    for column, tied in enumerate(problem.tied):
+    for column, tied in enumerate(problem.reduction_root):
         model.add_hint(variables.first[column], first[column])
         model.add_hint(variables.last[column], last[tied])
     model.add_hint(variables.period, period)
 
 
-def _read(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver) -> Solution:
+def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver) -> Solution:
     rows = []
     for unit in variables.units:
-        choices = [host for host, literal in variables.literals(unit)
+        choices = [host for host, literal in variables.iterate_literals(unit)
                    if literal is None or solver.boolean_value(literal)]
         assert len(choices) == 1, f"CP-SAT chose hosts {choices} for {unit}"
         rows.append(arrays.row_of[choices[0]])
-    keys = list(arrays.keys())
+    keys = list(arrays.iterate_op_keys())
     starts = {key: solver.value(variables.start[key]) for key in keys}
-    order = sorted(range(len(keys)), key=lambda op: _flow(arrays.problem, keys[op], starts))
-    return arrays.assigned(ints(rows)).solution(ints(order), ints(list(starts.values())))
+    order = sorted(range(len(keys)), key=lambda op: _flow_sort_key(arrays.problem, keys[op], starts))
+    return arrays.with_assignment(to_ints(rows)).make_solution(to_ints(order), to_ints(list(starts.values())))
 
 
-def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
+def _flow_sort_key(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
     """Return a sort key for simultaneous ops, the same on all workers: older micro-batches first.
 
     Any such order is free of cycles: an op that another one waits for at the same instant comes before it.
     """
     kind, stage, pipeline, microbatch = key
-    entered = starts[OpKind.F, problem.grid.path(microbatch)[0], pipeline, microbatch]
+    entered = starts[OpKind.F, problem.grid.stages_of_microbatch(microbatch)[0], pipeline, microbatch]
     forward = kind is OpKind.F
     return (starts[key], entered, pipeline, microbatch, not forward, stage if forward else -stage, kind is OpKind.W)

@@ -14,124 +14,142 @@ from typing import Literal, get_args
 import msgspec
 
 from slipstream.planner.budget import LAYOUT_STEPS, Budget, SearchEnd
-from slipstream.planner.loops import plain
+from slipstream.planner.loops import is_plain_python
 from slipstream.planner.model.bounds import strongest_bound
-from slipstream.planner.model.decompose import decompose, undivided
+from slipstream.planner.model.decompose import decompose, make_whole_piece
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.improvement import anneal, evidence, improve, list_schedules, provable
-from slipstream.planner.search.incumbent import Incumbent, Proposals, Solved, divided, ordered, with_solved
+from slipstream.planner.search.improvement import (
+    describe_gap,
+    find_provable_pieces,
+    improve_by_annealing,
+    improve_by_list_schedules,
+    improve_candidate,
+)
+from slipstream.planner.search.incumbent import (
+    CandidateSource,
+    Incumbent,
+    SolvedPiece,
+    divide_problem,
+    order_pieces,
+    with_solved_pieces,
+)
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
-LITTLE = 0.1
+MIN_SHARE_LEFT = 0.1
 """Share of the time: list schedules that end with less than this left have used up their time."""
 
 
-def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Incumbent:
+def find_best_candidate(given: Problem | CandidateSource, method: Method, budget: Budget,
+                        params: SearchParams = DEFAULTS) -> Incumbent:
     """Return the best candidate that the method finds within the budget, for one problem or for all proposals.
 
     Raises NoPlanError if no proposal has room for the micro-batches in flight.
     """
-    proposals = given if isinstance(given, Proposals) else Proposals(first=given)
+    proposals = given if isinstance(given, CandidateSource) else CandidateSource(first=given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"
-        return _baseline(proposals.first, method, params)
-    return _Engine(proposals, budget, params, greedy=method == "greedy").best()
+        return _make_baseline(proposals.first, method, params)
+    return _Engine(proposals, budget, params, greedy=method == "greedy").run()
 
 
-def _baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbent:
-    divide = not problem.failed or problem.operations > params.blocks.largest_baseline
-    pieces = decompose(problem, params.pieces) if divide else (undivided(problem),)
-    return ordered(problem, pieces, BASELINES[method], strongest_bound(problem), method)
+def _make_baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbent:
+    divide = not problem.failed or problem.operation_count > params.blocks.largest_baseline
+    pieces = decompose(problem, params.pieces) if divide else (make_whole_piece(problem),)
+    return order_pieces(problem, pieces, BASELINES[method], strongest_bound(problem), method)
 
 
 class _Engine:
     """One search over candidates."""
 
-    def __init__(self, proposals: Proposals, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
+    def __init__(self, proposals: CandidateSource, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
         self._params, self._layouts, self._several = params, params.layouts, proposals.layouts is not None
-        self._found: list[Incumbent] = []
+        self._candidates: list[Incumbent] = []
         self._began = budget.clock.now()
 
-    def best(self) -> Incumbent:
+    def run(self) -> Incumbent:
         """Run the search and return the best candidate. Raises NoPlanError if there is none."""
         budget, several, proposals = self._budget, self._several, self._proposals
-        first = None if proposals.first is None else divided(
+        first = None if proposals.first is None else divide_problem(
             proposals.first, proposals.bound, shedding=not self._greedy, params=self._params.pieces)
         blocks = self._params.blocks
         if first is not None:
-            finish_seconds = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
-            budget = budget.until(budget.deadline - finish_seconds)
+            finish_seconds = min(blocks.finish_share * budget.seconds_left,
+                                 blocks.finish_seconds * first.operation_count)
+            budget = budget.with_deadline(budget.deadline - finish_seconds)
         share = self._layouts.share if several else self._params.lists.share
-        lists = budget if self._greedy else budget.share(share)
+        lists = budget if self._greedy else budget.with_share(share)
         if first is not None:
             first_share = self._layouts.first_share_move if proposals.moving else self._layouts.first_share_fixed
-            self._add(first, lists.share(first_share if several else 1.0))
+            self._add_candidate(first, lists.with_share(first_share if several else 1.0))
         if several:
             self._add_layouts(lists)
-        if not self._found:
+        if not self._candidates:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
-        if not self._greedy and not plain():
+        if not self._greedy and not is_plain_python():
             if several:
-                self._improve_small(budget.share(self._layouts.small_share))
-            self._restart(budget)
-            self._anneal(budget)
-        best = self._best
+                self._improve_small(budget.with_share(self._layouts.small_share))
+            self._restart_promising(budget)
+            self._anneal_promising(budget)
+        best = self._best_candidate
         if budget.solved is not None:
-            budget.solved.extend(map(Solved, (piece.problem for piece in best.pieces), best.solutions, best.periods))
-        fixed = min((known.seconds for known in self._found if not known.moved), default=None)
+            budget.solved.extend(map(SolvedPiece, (piece.problem for piece in best.pieces), best.solutions,
+                                     best.periods))
+        fixed = min((known.period_seconds for known in self._candidates if not known.moved), default=None)
         return msgspec.structs.replace(
-            best, evidence=evidence(best, budget.clock, budget.clock.now() - self._began),
-            fixed_period=fixed if best.moved else None, end=self._end(best, budget),
+            best, evidence=describe_gap(best, budget.clock, budget.clock.now() - self._began),
+            fixed_period=fixed if best.moved else None, end=self._find_search_end(best, budget),
             ran=", ".join(budget.tally.techniques))
 
-    def _end(self, best: Incumbent, budget: Budget) -> SearchEnd:
+    def _find_search_end(self, best: Incumbent, budget: Budget) -> SearchEnd:
         """Return the reason why the search ended.
 
         List schedules without annealing end early if random steps find nothing better for long. Annealing continues
         while any candidate may improve.
         """
-        needs = LITTLE * (budget.deadline - self._began) if self._greedy else 0.0
-        goes_on = not self._greedy and self._promising()
-        return budget.end(best.period, best.bound.ticks, needs) or (budget.clock.end if goes_on else SearchEnd.STALE)
+        needs = MIN_SHARE_LEFT * (budget.deadline - self._began) if self._greedy else 0.0
+        goes_on = not self._greedy and self._rank_promising()
+        return budget.end_reason(best.period, best.bound.ticks, needs) \
+            or (budget.clock.limit_reason if goes_on else SearchEnd.STALE)
 
     @property
-    def _best(self) -> Incumbent:
-        return min(self._found, key=lambda known: known.rank)
+    def _best_candidate(self) -> Incumbent:
+        return min(self._candidates, key=lambda known: known.rank)
 
     # --- Propose, and order each ---
 
-    def _add(self, known: Incumbent, budget: Budget) -> None:
+    def _add_candidate(self, known: Incumbent, budget: Budget) -> None:
         """Make a few list schedules of a candidate and keep it, unless all get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
-            candidate = list_schedules(known, budget, self._params.lists, steps)
-            self._found.append(with_solved(candidate, budget.solved or ()))
+            candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
+            self._candidates.append(with_solved_pieces(candidate, budget.solved or ()))
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
         assert proposals.layouts is not None
-        candidates = proposals.layouts(params.fine_rate * budget.seconds)
-        remaining = self._layouts_within(budget.seconds)
+        candidates = proposals.layouts(params.fine_rate * budget.seconds_left)
+        remaining = self._max_layouts(budget.seconds_left)
         # If layers may move, examine the first layout even without time: it is usually the best.
         least = remaining - 1 if proposals.moving else remaining
-        while remaining and not self._over(budget) and (not self._found or remaining > least or budget.seconds > 0):
+        while remaining and not self._is_over(budget) \
+                and (not self._candidates or remaining > least or budget.seconds_left > 0):
             try:
                 candidate = next(candidates, None)
             except LookupError as error:
-                if not self._found:
+                if not self._candidates:
                     raise NoPlanError(str(error)) from None
                 return
             if candidate is None:
                 return
-            budget.clock.count(LAYOUT_STEPS * proposals.units)
-            self._add(candidate, budget.share(min(1.0, params.first / remaining)))
+            budget.clock.count_steps(LAYOUT_STEPS * proposals.units)
+            self._add_candidate(candidate, budget.with_share(min(1.0, params.first / remaining)))
             remaining -= 1
 
-    def _layouts_within(self, seconds: float) -> int:
+    def _max_layouts(self, seconds: float) -> int:
         """Return the number of layouts to examine in this time: always the same if annealing follows."""
         params = self._layouts
         if not self._greedy:
@@ -146,26 +164,27 @@ class _Engine:
         A search with layers in place has only such a candidate, and a search over more layouts must not return a worse
         plan.
         """
-        for known in self._promising():
-            small = not known.moved and provable(known, self._params.cp_sat)
-            if small and strongest_bound(known.problem).ticks * known.problem.tick_seconds < self._best.seconds:
-                self._replace(known, improve(known, budget, self._params))
+        for known in self._rank_promising():
+            small = not known.moved and find_provable_pieces(known, self._params.cp_sat)
+            if small and strongest_bound(known.problem).ticks * known.problem.tick_seconds \
+                    < self._best_candidate.period_seconds:
+                self._replace_candidate(known, improve_candidate(known, budget, self._params))
 
-    def _restart(self, budget: Budget) -> None:
+    def _restart_promising(self, budget: Budget) -> None:
         """Take random steps from the best list schedules of the most promising layouts, then of fewer.
 
         Large layouts use two threads: most of the time is spent in compiled loops, which release the GIL.
         """
         params = self._layouts
-        largest = max((known.problem.operations for known in self._promising() if known.moved), default=0)
+        largest = max((known.problem.operation_count for known in self._rank_promising() if known.moved), default=0)
         rounds = params.large_restarts if largest > params.largest_annealed else params.restarts
         for number, (count, part) in enumerate(rounds):
-            ranked = [known for known in self._promising() if known.moved][:count]
+            ranked = [known for known in self._rank_promising() if known.moved][:count]
             if not ranked:
                 return
-            within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
+            within = msgspec.structs.replace(budget.with_share(part), seed=budget.seed + number)
             first_half, second_half = (ranked[::2], ranked[1::2]) if largest > params.largest_alone else (ranked, [])
-            second_budget = within.beside()
+            second_budget = within.fork()
             with ThreadPoolExecutor(1) as thread:
                 running = thread.submit(self._restart_each, second_half, second_budget)
                 self._restart_each(first_half, within)
@@ -173,40 +192,43 @@ class _Engine:
             within.join(second_budget)
 
     def _restart_each(self, some: Sequence[Incumbent], budget: Budget) -> None:
-        for known, share in self._in_turn(some, budget):
-            if budget.seconds > 0:
-                self._replace(known, list_schedules(known, share, self._params.lists, self._layouts.restart_steps))
+        for known, share in self._split_budget(some, budget):
+            if budget.seconds_left > 0:
+                self._replace_candidate(known, improve_by_list_schedules(known, share, self._params.lists,
+                                                                         self._layouts.restart_steps))
 
-    def _anneal(self, budget: Budget) -> None:
+    def _anneal_promising(self, budget: Budget) -> None:
         """Anneal the most promising candidates in turns, fewer each time, then improve the best one."""
         for count, share in self._layouts.halvings:
-            ranked = self._promising()[:count]
+            ranked = self._rank_promising()[:count]
             if len(ranked) < 2:
                 break
-            for known, turn in self._in_turn(ranked, budget.share(share)):
-                better = anneal(known, turn, self._params.annealing)
-                self._replace(known, msgspec.structs.replace(better, gained=max(0.0, known.seconds - better.seconds)))
-        final = self._promising()[:1]
-        if final and not self._over(budget):
-            self._replace(final[0], improve(final[0], budget, self._params))
+            for known, turn in self._split_budget(ranked, budget.with_share(share)):
+                better = improve_by_annealing(known, turn, self._params.annealing)
+                self._replace_candidate(known,
+                                        msgspec.structs.replace(better, gained=max(0.0, known.period_seconds
+                                                                                   - better.period_seconds)))
+        final = self._rank_promising()[:1]
+        if final and not self._is_over(budget):
+            self._replace_candidate(final[0], improve_candidate(final[0], budget, self._params))
 
-    def _in_turn(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
+    def _split_budget(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
         """Yield each candidate with an equal share of the time, until some candidate reaches its bound."""
         for number, known in enumerate(some):
-            if self._over(budget):
+            if self._is_over(budget):
                 return
-            yield known, budget.share(1 / (len(some) - number))
+            yield known, budget.with_share(1 / (len(some) - number))
 
-    def _promising(self) -> list[Incumbent]:
+    def _rank_promising(self) -> list[Incumbent]:
         """Return the candidates that may still improve, the best expected period first."""
-        return sorted((known for known in self._found if known.open),
-                      key=lambda known: known.expected(self._layouts.again))
+        return sorted((known for known in self._candidates if known.can_improve),
+                      key=lambda known: known.expected_rank(self._layouts.again))
 
-    def _over(self, budget: Budget) -> bool:
+    def _is_over(self, budget: Budget) -> bool:
         """Return whether some candidate has reached its bound, or the search was stopped."""
-        return budget.stopped or any(not known.open for known in self._found)
+        return budget.is_stopped or any(not known.can_improve for known in self._candidates)
 
-    def _replace(self, known: Incumbent, better: Incumbent) -> None:
+    def _replace_candidate(self, known: Incumbent, better: Incumbent) -> None:
         if better.period > known.period:
             better = msgspec.structs.replace(known, gained=better.gained)
-        self._found[self._found.index(known)] = better
+        self._candidates[self._candidates.index(known)] = better

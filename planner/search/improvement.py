@@ -7,41 +7,41 @@ from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, SearchParams
 from slipstream.planner.search.incumbent import Incumbent
-from slipstream.planner.search.list_search import search
+from slipstream.planner.search.list_search import search_list_schedules
 from slipstream.schedules.schedule import Scope
 
 # --- List schedules ---------------------------------------------------------------------------------------------------
 
 
-def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
-                   steps: int | None = None) -> Incumbent:
+def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
+                              steps: int | None = None) -> Incumbent:
     """Return the candidate with the best of many list schedules of each piece, at most `steps` of them at random.
 
     The search of a piece ends when its period is at most that of the longest piece. If there are several pieces, only
     the final period of the whole is reported.
     """
-    candidate = _each_alone(known, budget, params, params.most_steps if steps is None else steps)
+    candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
-        _report("list scheduler", candidate.period, known, budget)
+        _report_period("list scheduler", candidate.period, known, budget)
     return candidate
 
 
-def _report(method: str, period: int, known: Incumbent, budget: Budget) -> None:
+def _report_period(method: str, period: int, known: Incumbent, budget: Budget) -> None:
     seconds, bound = (ticks * known.problem.tick_seconds for ticks in (period, known.bound.ticks))
-    budget.progress.found(method, seconds, bound)
+    budget.progress.report_plan(method, seconds, bound)
 
 
-def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
-    order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
+def _search_each_piece(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
+    order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operation_count)
     results: dict[int, tuple[Solution, int]] = {}
     longest = 0
     for number, index in enumerate(order):
         problem = known.pieces[index].problem
-        remaining = sum(known.pieces[other].problem.operations for other in order[number:])
-        piece_budget = budget.share(problem.operations / remaining)
-        results[index] = search(
+        remaining = sum(known.pieces[other].problem.operation_count for other in order[number:])
+        piece_budget = budget.with_share(problem.operation_count / remaining)
+        results[index] = search_list_schedules(
             problem, max(known.bound.ticks, longest), piece_budget, params, steps,
-            lambda period: _report("list scheduler", period, known, budget) if len(order) == 1 else None)
+            lambda period: _report_period("list scheduler", period, known, budget) if len(order) == 1 else None)
         longest = max(longest, results[index][1])
     solutions, periods = zip(*(results[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)
@@ -50,11 +50,11 @@ def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int
 # --- Annealing, and CP-SAT --------------------------------------------------------------------------------------------
 
 
-def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
-           cycles: int | None = None) -> Incumbent:
+def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
+                         cycles: int | None = None) -> Incumbent:
     """Return the candidate after `cycles` cooling cycles of every critical piece (None: until the budget ends)."""
-    begin = params.begin_seconds * known.operations
-    if budget.end(known.period, known.bound.ticks, begin):
+    begin = params.begin_seconds * known.operation_count
+    if budget.end_reason(known.period, known.bound.ticks, begin):
         return known
     from slipstream.planner.search.annealing import anneal_pieces  # numba takes a third of a second to load
 
@@ -64,7 +64,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
         nonlocal best
         if made.period < best.period:
             best = made
-            _report("annealing", made.period, known, budget)
+            _report_period("annealing", made.period, known, budget)
 
     done = anneal_pieces(known, budget, params, cycles, report_if_better)
     report_if_better(done)
@@ -72,34 +72,34 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
         else best
 
 
-def provable(known: Incumbent, params: CpSatParams) -> list[int]:
+def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
     """Return the indices of the pieces that are small enough for CP-SAT. Its model requires layers held by column."""
     return [index for index, piece in enumerate(known.pieces)
-            if not piece.problem.assigned and piece.problem.operations_by_host <= params.largest_proof]
+            if not piece.problem.assigned and piece.problem.host_operation_count <= params.largest_proof]
 
 
-def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
+def improve_by_cpsat(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
     """Improve small pieces by CP-SAT, the longest first, which may also raise the bound."""
-    for index in sorted(provable(known, params), key=known.periods.__getitem__, reverse=True):
-        if known.periods[index] > known.target(index) and not budget.stopped:
-            known = _prove_piece(known, index, budget.share(params.proof_share), params)
+    for index in sorted(find_provable_pieces(known, params), key=known.periods.__getitem__, reverse=True):
+        if known.periods[index] > known.target_period(index) and not budget.is_stopped:
+            known = _prove_piece(known, index, budget.with_share(params.proof_share), params)
     return known
 
 
 def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
     from slipstream.planner.search import cpsat  # the solver takes a third of a second to load
 
-    problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
+    problem, period, target = _proof_problem(known, index, params), known.periods[index], known.target_period(index)
 
     def report(ticks: int) -> None:
         if ticks < period and len(known.pieces) == 1:  # the hint itself is not reported
-            _report("CP-SAT", ticks, known, budget)
+            _report_period("CP-SAT", ticks, known, budget)
 
-    solution, after, bound = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget,
-                                           progress=report, params=params)
-    budget.tally.add("CP-SAT: from the best plan", helped=int(after < period))
+    solution, after, bound = cpsat.improve_solution(problem, known.solutions[index], lower_bound=target, budget=budget,
+                                                    progress=report, params=params)
+    budget.tally.count_uses("CP-SAT: from the best plan", helped=int(after < period))
     candidate = known.with_piece(index, solution, after) if after < period else known
-    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
+    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.BOUND_DESCRIPTION)
     # Any plan of the whole, without the ops of other pieces, contains a plan of this piece: its bound holds for the
     # whole. This is not so if micro-batches of this piece may run on workers of other pieces.
     alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
@@ -108,37 +108,37 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
     return candidate
 
 
-def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
+def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
     """Return the problem of a piece, with all hosts that the whole problem allows if that is small enough."""
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
-    return shared if len(known.pieces) == 1 and shared.operations_by_host <= params.largest_proof else problem
+    return shared if len(known.pieces) == 1 and shared.host_operation_count <= params.largest_proof else problem
 
 
-def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
+def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
     """Return the candidate after annealing, and after CP-SAT in between if it has small pieces."""
-    if not provable(known, params.cp_sat):
-        return anneal(known, budget, params.annealing)
-    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
-    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
+    if not find_provable_pieces(known, params.cp_sat):
+        return improve_by_annealing(known, budget, params.annealing)
+    known = improve_by_annealing(known, budget, params.annealing, params.cp_sat.hint_cycles)
+    return improve_by_annealing(improve_by_cpsat(known, budget, params.cp_sat), budget, params.annealing)
 
 
 # --- Where the period is above the bound: whether more time is likely to help -----------------------------------------
 
 
-STALE = 0.5
+STALE_SHARE = 0.5
 """Share of annealing without an improvement, beyond which more annealing hardly helps."""
-FEWEST_CYCLES = 3
+MIN_CYCLES = 3
 """Number of cooling cycles below which a gap is probably due to the plan and not to the bound."""
 
 
-def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
+def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
     """Describe how long a better plan was searched for, whether more time may help, and what the bound counts."""
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
     tried = f"{known.orders:,} orders were tried"
-    if known.stale > STALE and known.cycles >= FEWEST_CYCLES:
-        return f"no improvement for the last {clock.described(known.stale * seconds)} ({tried}): this is probably " \
-               f"close to the best, and the bound a little low; {bound}"
+    if known.stale > STALE_SHARE and known.cycles >= MIN_CYCLES:
+        return f"no improvement for the last {clock.format_duration(known.stale * seconds)} ({tried}): this is " \
+               f"probably close to the best, and the bound a little low; {bound}"
     return f"still improving when the time was up ({tried}): try 5 times the limit; {bound}"

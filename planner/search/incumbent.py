@@ -53,30 +53,30 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Best period found with layers in place, in seconds, if layers move in this candidate."""
 
     @property
-    def seconds(self) -> float:
+    def period_seconds(self) -> float:
         """Period of the whole, in seconds."""
         return self.period * self.problem.tick_seconds
 
     @property
     def rank(self) -> tuple[float, int, int]:
         """Sort key, best first: period, then memory of moved layers, then number of ops."""
-        return self.seconds, self.moved, self.problem.operations
+        return self.period_seconds, self.moved, self.problem.operation_count
 
-    def expected(self, again: float) -> tuple[float, int, int]:
+    def expected_rank(self, again: float) -> tuple[float, int, int]:
         """Return `rank` with the period expected if more annealing gains `again` times as much as the last."""
-        return max(0.0, self.seconds - again * self.gained), *self.rank[1:]
+        return max(0.0, self.period_seconds - again * self.gained), *self.rank[1:]
 
     @property
-    def operations(self) -> int:
+    def operation_count(self) -> int:
         """Number of compute ops of all pieces. Each piece counts once, regardless of its copies."""
-        return sum(piece.problem.operations for piece in self.pieces)
+        return sum(piece.problem.operation_count for piece in self.pieces)
 
     @property
-    def open(self) -> bool:
+    def can_improve(self) -> bool:
         """True if a shorter plan may exist."""
         return self.period > self.bound.ticks
 
-    def target(self, index: int) -> int:
+    def target_period(self, index: int) -> int:
         """Return the period below which a piece need not go: the bound, or the longest of the other pieces."""
         return max([self.bound.ticks, *self.periods[:index], *self.periods[index + 1:]])
 
@@ -84,7 +84,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Return the candidate with other solutions of all pieces, on one clock if `deadlines` are given."""
         whole = periods[0] if len(self.pieces) == 1 else \
-            assemble.period(self.problem, solutions, deadlines)
+            assemble.compute_period(self.problem, solutions, deadlines)
         return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
                                        deadlines=deadlines)
 
@@ -95,13 +95,13 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         candidate = self.with_solutions(solutions, periods)
         return candidate if candidate.period <= self.period else self
 
-    def schedule(self, method: str = "") -> Schedule:
+    def make_schedule(self, method: str = "") -> Schedule:
         """Build the schedule of this candidate, with its bound. The default of `method` is `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
 
-class Solved(msgspec.Struct, frozen=True, eq=False):
+class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
     """A piece and its best solution, from a search that has ended."""
 
     problem: Problem
@@ -109,7 +109,7 @@ class Solved(msgspec.Struct, frozen=True, eq=False):
     period: int
 
 
-def with_solved(known: Incumbent, solved: Sequence[Solved]) -> Incumbent:
+def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incumbent:
     """Return the candidate with solutions of earlier searches for pieces that these make shorter."""
     for index, piece in enumerate(known.pieces):
         for earlier in solved:
@@ -118,8 +118,8 @@ def with_solved(known: Incumbent, solved: Sequence[Solved]) -> Incumbent:
     return known
 
 
-def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
-            params: PieceParams = DEFAULTS.pieces) -> Incumbent:
+def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
+                   params: PieceParams = DEFAULTS.pieces) -> Incumbent:
     """Return the pieces of a problem without solutions. The default bound is the strongest proven one.
 
     If all live workers have equal time, each keeps its own micro-batches: choosing hosts for all of them widens the
@@ -128,38 +128,39 @@ def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = Tr
     `Incumbent` for `moved`.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
-    searched = problem if problem.unequal_time or problem.assigned else \
+    searched = problem if problem.has_unequal_time or problem.assigned else \
         msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
     return Incumbent(problem=problem, pieces=decompose(searched, params), bound=bound or strongest_bound(problem),
                      moved=moved)
 
 
-def ordered(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution], bound: Bound | None = None,
-            ran: str = "") -> Incumbent:
+def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution],
+                 bound: Bound | None = None,
+                 ran: str = "") -> Incumbent:
     """Return the candidate with the solutions that the rule `order` makes of these pieces, each separately."""
     solutions = [order(piece.problem) for piece in pieces]
-    return Incumbent(problem=problem, pieces=tuple(pieces), bound=bound or Bound(0, problem.scope), ran=ran) \
+    return Incumbent(problem=problem, pieces=tuple(pieces), bound=bound or Bound(0, problem.bound_scope), ran=ran) \
         .with_solutions(solutions, [solution_period(solution) for solution in solutions])
 
 
 # --- What a search may choose from ------------------------------------------------------------------------------------
 
 
-Layouts = Callable[[float], Iterator[Incumbent]]
+LayoutSource = Callable[[float], Iterator[Incumbent]]
 """Callable that yields candidates without solutions, the most promising first, each built on demand.
 
 Its argument is `largest_fine`, see `planner.layout.candidates`. Raises LookupError if there are no candidates.
 """
 
 
-class Proposals(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
     """Sources of candidates for one search. A problem by itself is its only candidate."""
 
     first: Problem | None
     """Problem with layers in place; None if that has no plan."""
     bound: Bound | None = None
     """Bound in ticks of `first`, which must also hold for the layouts; None: the strongest bound of `first` is used."""
-    layouts: Layouts | None = None
+    layouts: LayoutSource | None = None
     units: int = 0
     """Number of units of the problem, for estimating the time of a layout."""
     moving: bool = False

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.loops import loops
-from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints
+from slipstream.planner.loops import kernel_loops
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
-from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, evenly
-from slipstream.planner.model.start_times import timed
+from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, choose_evenly
+from slipstream.planner.model.start_times import time_order
 from slipstream.schedules.schedule import OpKind, Worker
 
 # --- Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is timed --------------
@@ -26,22 +26,22 @@ AssignmentRule = Literal["least-loaded", "spread", "round-robin", "by-speed"]
 ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
-def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
+def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     """Choose hosts: the worker of the layout, else the pipeline's own if alive, else a peer by the rule.
 
-    The rule "by-speed" may also move micro-batches from live workers: see `_by_speed`.
+    The rule "by-speed" may also move micro-batches from live workers: see `_assign_by_speed`.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
     if rule == "by-speed":
-        return _by_speed(problem)
+        return _assign_by_speed(problem)
     hosts: dict[Unit, Worker] = {}
     rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):
         for pipeline, count in enumerate(problem.grid.microbatches):
             units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
-                     if stage in problem.grid.path(microbatch)]
-            own = problem.worker(stage, pipeline)
+                     if stage in problem.grid.stages_of_microbatch(microbatch)]
+            own = problem.home_worker(stage, pipeline)
             if own not in problem.failed:
                 hosts.update(dict.fromkeys(units, own))
             elif units:
@@ -49,16 +49,17 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     for units in rerouted.values():
         # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
-    lost = _lost(problem)
+    lost = _count_dead_workers(problem)
     if rule == "spread":
-        return hosts | _spread(problem, rerouted, lost)
+        return hosts | _assign_spread(problem, rerouted, lost)
     for stage, units in rerouted.items():
-        live = problem.holders[stage]
-        hosts |= _round_robin(live, units) if rule == "round-robin" else _least_loaded(problem, stage, units, lost)
+        live = problem.holders_by_slice[stage]
+        hosts |= _assign_round_robin(live, units) if rule == "round-robin" \
+            else _assign_least_loaded(problem, stage, units, lost)
     return hosts
 
 
-def _by_speed(problem: Problem) -> dict[Unit, Worker]:
+def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
     """Distribute each stage's micro-batches over its live workers to minimise the longest load.
 
     A worker keeps its own micro-batches up to its count. The others, evenly spaced over the iteration, go to workers
@@ -67,28 +68,28 @@ def _by_speed(problem: Problem) -> dict[Unit, Worker]:
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
     for stage in range(len(problem.grid.stages)):
-        ticks_of = _prices(problem, stage)
+        ticks_of = _ticks_by_pipeline(problem, stage)
         own = {pipeline: [Unit(stage, pipeline, microbatch) for microbatch in range(count)
-                          if stage in problem.grid.path(microbatch)]
+                          if stage in problem.grid.stages_of_microbatch(microbatch)]
                for pipeline, count in enumerate(problem.grid.microbatches)}
-        free = _counts(ticks_of, {host: len(own[host]) for host in ticks_of}, sum(map(len, own.values())))
+        free = _balance_counts(ticks_of, {host: len(own[host]) for host in ticks_of}, sum(map(len, own.values())))
         handed_on: list[Unit] = []
         for pipeline, units in own.items():
-            leaving_indices = evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
+            leaving_indices = choose_evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
             handed_on += [unit for index, unit in enumerate(units) if index in leaving_indices]
             stay = [unit for index, unit in enumerate(units) if index not in leaving_indices]
-            hosts.update(dict.fromkeys(stay, problem.worker(stage, pipeline)))
+            hosts.update(dict.fromkeys(stay, problem.home_worker(stage, pipeline)))
             if pipeline in free:
                 free[pipeline] -= len(stay)
         for unit in sorted(handed_on, key=lambda unit: (unit.microbatch, unit.pipeline)):
             host = min((host for host in free if free[host]), key=lambda host: (foreign[host], -free[host], host))
-            hosts[unit] = problem.worker(stage, host)
+            hosts[unit] = problem.home_worker(stage, host)
             free[host] -= 1
             foreign[host] += 1
     return hosts
 
 
-def _counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
+def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
     """Return the number of units of each host that minimises the longest load. Ties go to hosts with own units."""
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
@@ -100,12 +101,12 @@ def _counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dic
     return counts
 
 
-def _round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:
+def _assign_round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:
     """Assign units to one peer after the other, regardless of their load: ReCycle's rule (SOSP 2024)."""
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
-def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
+def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
     """Assign each unit to the peer whose pipeline runs the fewest re-routed units at all stages, if that peer has time.
 
     Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
@@ -116,41 +117,41 @@ def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence
     rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, Worker] = {}
     for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
-        price = _prices(problem, stage)
+        price = _ticks_by_pipeline(problem, stage)
         least = window_bound(problem, problem.column_of[stage])
         loads = {host: price[host] * problem.grid.microbatches[host] for host in price}
         busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
         room = max(bound - least, 0) + busiest
         for unit in rerouted[stage]:
             host = min(price, key=lambda host: (loads[host] + price[host] > room, rerouted_to[host], loads[host], host))
-            hosts[unit] = problem.worker(stage, host)
+            hosts[unit] = problem.home_worker(stage, host)
             loads[host] += price[host]
             rerouted_to[host] += 1
     return hosts
 
 
-def _lost(problem: Problem) -> list[int]:
+def _count_dead_workers(problem: Problem) -> list[int]:
     """Return the number of dead workers of each pipeline."""
-    here = Counter(pipeline for live in problem.live_by_column for pipeline in live)
+    here = Counter(pipeline for live in problem.live_pipelines_by_column for pipeline in live)
     return [problem.grid.columns - here[pipeline] for pipeline in range(problem.grid.pipelines)]
 
 
-def _prices(problem: Problem, stage: int) -> dict[int, int]:
+def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
     """Return the ticks that a micro-batch takes on each pipeline's worker of a stage."""
-    return {host.pipeline: sum(problem.cost(kind, stage, host) for kind in problem.kinds)
-            for host in problem.holders[stage]}
+    return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
+            for host in problem.holders_by_slice[stage]}
 
 
-def _least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
+def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
     """Assign each unit to the peer that finishes first; ties go to pipelines with fewer dead workers."""
-    ticks_of = _prices(problem, stage)
+    ticks_of = _ticks_by_pipeline(problem, stage)
     live = sorted(ticks_of, key=lambda host: (lost[host], host))
     loads = [(ticks_of[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)
     hosts = {}
     for unit in units:
         load, order, host = heapq.heappop(loads)
-        hosts[unit] = problem.worker(stage, host)
+        hosts[unit] = problem.home_worker(stage, host)
         heapq.heappush(loads, (load + ticks_of[host], order + len(live), host))
     return hosts
 
@@ -159,12 +160,12 @@ def _least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequenc
 
 
 ForwardOrder = Literal["deepest", "oldest"]
-Rerouted = Literal["in turn", "first", "last"]
+ReroutedTurn = Literal["in turn", "first", "last"]
 
 
-STEPS = 64
+STEPS_PER_PLACE = 64
 """Resolution of priorities: a micro-batch's place in the turn is rounded to 1 / STEPS."""
-RANKS_KEPT = 32
+MAX_CACHED_PRIORITIES = 32
 """Number of cached priority arrays. Neighbouring rules share them, but there are thousands of random steps."""
 Floats = NDArray[np.float64]
 
@@ -173,7 +174,7 @@ class StuckError(Exception):
     """Raised when micro-batches wait for each other's memory: workers hold too many layers for their room."""
 
 
-class Places(NamedTuple):
+class PlaceChange(NamedTuple):
     """Change of one micro-batch's place in the turn."""
 
     pipeline: int
@@ -203,9 +204,9 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Priority of micro-batches on longer routes: they go ahead by this multiple of the extra time of their route."""
     gradient_advance: float = 0.0
     """Priority of gradients on longer routes, as `advance` for forwards."""
-    places: tuple[Places, ...] = ()
+    places: tuple[PlaceChange, ...] = ()
     """Changes of the place in the turn of single micro-batches."""
-    gradient_places: tuple[Places, ...] = ()
+    gradient_places: tuple[PlaceChange, ...] = ()
     """Changes of the place in the turn of the gradients of single micro-batches."""
     forward_order: ForwardOrder = "deepest"
     """Preferred F: "oldest" is the lowest micro-batch, "deepest" the one furthest along its chain."""
@@ -216,7 +217,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """
     load_share: float = 1.0
     """Share of a worker's extra load added to `in_flight`: with x % more units, this share of x % more."""
-    rerouted: Rerouted = "in turn"
+    rerouted: ReroutedTurn = "in turn"
     """Priority of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or "in turn".
 
     "first" is good if the broken pipeline, which waits for several peers, sets the pace.
@@ -233,17 +234,18 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
+def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
     """Return the 1F1B limits of micro-batches in flight, times `slope`, plus `extra`.
 
     They are high at early stages, whose gradients come back late.
     """
-    return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.ahead)
+    return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.stages_remaining)
 
 
-def shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
+def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
     """Return a share of the usual time of each slice's F, in ticks."""
-    return tuple(math.ceil(share * problem.usual(OpKind.F, number)) for number in range(len(problem.layers_of)))
+    return tuple(math.ceil(share * problem.usual_ticks(OpKind.F, number))
+                 for number in range(len(problem.layers_by_slice)))
 
 
 class ListScheduler:
@@ -251,28 +253,30 @@ class ListScheduler:
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
-        problem, ops, reserved = arrays.problem, arrays.ops, reserved_memory(arrays)
-        stash = [problem.stash(number) for number in range(len(problem.layers_of))]
-        capacity = [problem.room(worker) for worker in arrays.workers]
-        self._kernel = kernel = loops()
-        self._memory = kernel.MemoryLimits(capacity=ints(capacity),
-                                     room=ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
+        problem, ops, reserved = arrays.problem, arrays.ops, compute_reserved_memory(arrays)
+        stash = [problem.stash_memory(number) for number in range(len(problem.layers_by_slice))]
+        capacity = [problem.activation_room(worker) for worker in arrays.workers]
+        self._kernel = kernel = kernel_loops()
+        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity),
+                                     room=to_ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         chains = range(problem.grid.chains)
         self._first = [first[chain == number] for number in chains] if reserved.chains_in_turn else [first]
-        self._forward = ints([problem.usual(OpKind.F, number) for number in range(len(problem.layers_of))])
+        self._forward = to_ints([problem.usual_ticks(OpKind.F, number)
+                                 for number in range(len(problem.layers_by_slice))])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
-        self._ranks: dict[tuple[Rerouted, float, tuple[Places, ...]], Ints] = {}
-        self._made: tuple[Ints, Ints] | None = None
+        self._cached_priorities: dict[tuple[ReroutedTurn, float, tuple[PlaceChange, ...]], Ints] = {}
+        self._last_order_and_starts: tuple[Ints, Ints] | None = None
 
-    def order(self, rule: DispatchRule) -> Ints:
-        """Return all ops in the order in which they start under a rule. Raises StuckError; see `reserved_memory`."""
+    def order_ops(self, rule: DispatchRule) -> Ints:
+        """Return all ops in the order in which they start under a rule. Raises StuckError; see
+        `compute_reserved_memory`."""
         dispatch = self._kernel.Dispatch(
-            rank=self._rank(rule.rerouted, rule.advance, rule.places),
-            gradient_rank=self._rank(rule.rerouted, rule.gradient_advance, rule.gradient_places),
-            slots=self._slots(rule), lookahead=rule.lookahead,
-            forward_wait=self._forward_wait(rule), deepest_first=rule.forward_order == "deepest",
+            rank=self._priorities(rule.rerouted, rule.advance, rule.places),
+            gradient_rank=self._priorities(rule.rerouted, rule.gradient_advance, rule.gradient_places),
+            slots=self._in_flight_slots(rule), lookahead=rule.lookahead,
+            forward_wait=self._forward_wait_ticks(rule), deepest_first=rule.forward_order == "deepest",
             eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
@@ -281,7 +285,7 @@ class ListScheduler:
             raise StuckError
         return order
 
-    def _forward_wait(self, rule: DispatchRule) -> Ints:
+    def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
         """Return the ticks that an F waits for a gradient, before and after the worker's first: shape [2, slices].
 
         They follow the usual time of an F, which may be exceeded on a slow worker.
@@ -289,42 +293,42 @@ class ListScheduler:
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:
             usual = rule.forward_lookahead * self._forward
-            first = usual if rule.fill_wait is None else ints(rule.fill_wait)
+            first = usual if rule.fill_wait is None else to_ints(rule.fill_wait)
             self._waits[key] = np.ceil([first, usual]).astype(np.int64)
         return self._waits[key]
 
-    def _rank(self, rerouted: Rerouted, advance: float, places: tuple[Places, ...]) -> Ints:
+    def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
         """Return the priority of each unit; see `_ranks`."""
         key = rerouted, advance, places
-        if key not in self._ranks:
-            if len(self._ranks) == RANKS_KEPT:
-                self._ranks.clear()
-            longer = self._longer if advance else None
-            self._ranks[key] = _ranks(self.arrays, longer, *key)
-        return self._ranks[key]
+        if key not in self._cached_priorities:
+            if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
+                self._cached_priorities.clear()
+            longer = self._extra_route_time if advance else None
+            self._cached_priorities[key] = _compute_priorities(self.arrays, longer, *key)
+        return self._cached_priorities[key]
 
     @cached_property
-    def _longer(self) -> Floats:
-        return _longer(self.arrays)
+    def _extra_route_time(self) -> Floats:
+        return _compute_extra_route_time(self.arrays)
 
-    def period(self, rule: DispatchRule) -> int:
-        """Return the period of a rule, in ticks. Afterwards, `solution` returns the plan of this rule."""
-        order = self.order(rule)
-        period, start = timed(self.arrays, order)
-        self._made = order, start
+    def evaluate_rule(self, rule: DispatchRule) -> int:
+        """Return the period of a rule, in ticks. Afterwards, `last_solution` returns the plan of this rule."""
+        order = self.order_ops(rule)
+        period, start = time_order(self.arrays, order)
+        self._last_order_and_starts = order, start
         return period
 
-    def solution(self) -> Solution:
+    def last_solution(self) -> Solution:
         """Return the last plan that `period` made."""
-        return self.arrays.solution(*self.made)
+        return self.arrays.make_solution(*self.last_order_and_starts)
 
     @property
-    def made(self) -> tuple[Ints, Ints]:
+    def last_order_and_starts(self) -> tuple[Ints, Ints]:
         """Order and start ticks of the last plan that `period` made."""
-        assert self._made is not None
-        return self._made
+        assert self._last_order_and_starts is not None
+        return self._last_order_and_starts
 
-    def _slots(self, rule: DispatchRule) -> Ints:
+    def _in_flight_slots(self, rule: DispatchRule) -> Ints:
         """Return the maximum number of micro-batches in flight: shape [workers, slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
@@ -335,8 +339,8 @@ class ListScheduler:
         return slots
 
 
-def _ranks(arrays: ProblemArrays, longer: Floats | None, rerouted: Rerouted, advance: float,
-           places: Sequence[Places]) -> Ints:
+def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
+                        places: Sequence[PlaceChange]) -> Ints:
     """Return the priority of each unit: older micro-batches first, those of several pipelines in turn.
 
     Micro-batches on longer routes (`_longer`) count as older (`DispatchRule.advance`), and so do single ones
@@ -346,16 +350,16 @@ def _ranks(arrays: ProblemArrays, longer: Floats | None, rerouted: Rerouted, adv
     older = np.zeros(len(number)) if longer is None else advance * longer
     for change in places:
         older[(pipeline == change.pipeline) & (number == change.microbatch)] += change.places
-    _, ranks = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
+    _, ranks = np.unique(np.round((number - older) * STEPS_PER_PLACE) * arrays.problem.grid.pipelines + pipeline,
                          return_inverse=True)
     if rerouted == "in turn":
         return ranks
-    home = ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == pipeline
+    home = to_ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == pipeline
     later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
     return ranks + later * int(ranks.max() + 1)
 
 
-def _longer(arrays: ProblemArrays) -> Floats:
+def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
     """Return how much longer each unit's route is than the shortest one, forward and back.
 
     The unit of time is what the busiest worker needs for a micro-batch. An op waits on average for half of another one
@@ -389,23 +393,23 @@ class ReservedMemory(NamedTuple):
     """True if all micro-batches of one chain must finish before those of the next begin."""
 
 
-def reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
+def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
     """Return the memory to reserve so that a list schedule does not get stuck.
 
     This is a guarantee if layers are held by column; for other layouts a schedule may still get stuck.
     """
-    return _by_worker(arrays) if arrays.problem.assigned else _by_column(arrays.problem)
+    return _reserve_by_worker(arrays) if arrays.problem.assigned else _reserve_by_column(arrays.problem)
 
 
-def _by_worker(arrays: ProblemArrays) -> ReservedMemory:
+def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
     """Reserve, under this assignment, room for the largest of the deeper slices that the worker runs, too.
 
     All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this,
     each F waits only for its own room.
     """
     problem = arrays.problem
-    count = len(problem.layers_of)
-    most = tuple(map(problem.hold, range(count)))
+    count = len(problem.layers_by_slice)
+    most = tuple(map(problem.peak_memory, range(count)))
     run: list[set[int]] = [set() for _ in arrays.workers]
     for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
         run[row].add(number)
@@ -413,70 +417,72 @@ def _by_worker(arrays: ProblemArrays) -> ReservedMemory:
     ample = True
     for worker, numbers in zip(arrays.workers, run, strict=True):
         for number in numbers:
-            first = problem.layers_of[number][0]
-            deeper = max((most[other] for other in numbers if problem.layers_of[other][0] > first), default=0)
+            first = problem.layers_by_slice[number][0]
+            deeper = max((most[other] for other in numbers if problem.layers_by_slice[other][0] > first), default=0)
             needed[number] = max(needed[number], most[number] + deeper)
-        ample = ample and all(needed[number] <= problem.room(worker) for number in numbers)
+        ample = ample and all(needed[number] <= problem.activation_room(worker) for number in numbers)
     if ample:
         return ReservedMemory(most, tuple(needed), chains_in_turn=False)
-    return ReservedMemory(tuple(map(problem.activation, range(count))), most, chains_in_turn=False)
+    return ReservedMemory(tuple(map(problem.activation_memory, range(count))), most, chains_in_turn=False)
 
 
-def _by_column(problem: Problem) -> ReservedMemory:
+def _reserve_by_column(problem: Problem) -> ReservedMemory:
     """Reserve room for all stashes in flight, and for one more at each deeper stage, if memory allows.
 
-    No I then ever waits for room. Otherwise reserve the least with which a plan exists (`Problem.least_room`). With so
+    No I then ever waits for room. Otherwise reserve the least with which a plan exists (`Problem.min_room`). With so
     little room, micro-batches in opposite directions would block each other, so that chains take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
-    most = tuple(map(problem.hold, stages))
-    ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of(problem.column_of[stage])
-                                    if grid.original(other) > grid.original(stage)) for stage in stages)
-    room = [min((problem.room(Worker(pipeline, column)) for pipeline in live), default=0)
-            for column, live in enumerate(problem.live_by_column)]
+    most = tuple(map(problem.peak_memory, stages))
+    ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of_column(problem.column_of[stage])
+                                    if grid.original_stage(other) > grid.original_stage(stage)) for stage in stages)
+    room = [min((problem.activation_room(Worker(pipeline, column)) for pipeline in live), default=0)
+            for column, live in enumerate(problem.live_pipelines_by_column)]
     if problem.memory is None or (all(ample[stage] <= room[problem.column_of[stage]] for stage in stages)
-                                  and not _starves(problem, room)):
+                                  and not _can_starve(problem, room)):
         return ReservedMemory(most, ample, chains_in_turn=False)
-    return ReservedMemory(tuple(map(problem.activation, stages)), tuple(map(problem.least_room, stages)),
+    return ReservedMemory(tuple(map(problem.activation_memory, stages)), tuple(map(problem.min_room, stages)),
                     chains_in_turn=True)
 
 
-def _starves(problem: Problem, room: Sequence[int]) -> bool:
+def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
     """Return whether reserving stashes, where larger than activations, lets too few micro-batches start.
 
     This happens with activation recomputation: little is held until I, and then as much as without it.
     """
     grid = problem.grid
     return grid.chains == 1 and any(
-        problem.stash(stage) > problem.activation(stage)
-        and room[problem.column_of[stage]] < (grid.depth - stage) * problem.stash(stage)
+        problem.stash_memory(stage) > problem.activation_memory(stage)
+        and room[problem.column_of[stage]] < (grid.depth - stage) * problem.stash_memory(stage)
         for stage in range(grid.depth))
 
 
 # --- What others run: orders to compare with, by the same list scheduler under their rules ----------------------------
 
 
-def one_f_one_b(problem: Problem) -> Solution:
+def schedule_1f1b(problem: Problem) -> Solution:
     """Return the solution of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
 
     Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or split.
     """
-    return _list(problem, DispatchRule(forward_order="oldest", eager_weights=True, in_flight=in_flight(problem)))
+    return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", eager_weights=True,
+                                                   in_flight=scale_in_flight_limits(problem)))
 
 
-def recycle(problem: Problem) -> Solution:
+def schedule_recycle(problem: Problem) -> Solution:
     """Return the solution of ReCycle's rule (SOSP 2024): round-robin assignment, own micro-batches in 1F1B order.
 
     Re-routed micro-batches and weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer
     grows with the number of micro-batches that it runs.
     """
-    return _list(problem, DispatchRule(forward_order="oldest", rerouted="last", in_flight=in_flight(problem)))
+    return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", rerouted="last",
+                                                   in_flight=scale_in_flight_limits(problem)))
 
 
-BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": one_f_one_b, "recycle": recycle}
+BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": schedule_1f1b, "recycle": schedule_recycle}
 
 
-def _list(problem: Problem, rule: DispatchRule) -> Solution:
-    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
-    scheduler.period(rule)
-    return scheduler.solution()
+def _schedule_by_rule(problem: Problem, rule: DispatchRule) -> Solution:
+    scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "round-robin")))
+    scheduler.evaluate_rule(rule)
+    return scheduler.last_solution()

@@ -19,7 +19,7 @@ from slipstream.planner.budget import (
     Budget,
 )
 from slipstream.planner.model.arrays import ProblemArrays, Solution
-from slipstream.planner.model.bounds import whole_fill
+from slipstream.planner.model.bounds import compute_whole_fill
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
@@ -29,29 +29,29 @@ from slipstream.planner.search.list_scheduler import (
     DispatchRule,
     ForwardOrder,
     ListScheduler,
-    Places,
-    Rerouted,
+    PlaceChange,
+    ReroutedTurn,
     StuckError,
-    assign,
-    in_flight,
-    shares_of_forward,
+    assign_hosts,
+    scale_forward_ticks,
+    scale_in_flight_limits,
 )
 
 # --- Dispatch rules that are worth a try: a shortlist, a grid, and random neighbours of a rule ------------------------
 
 
-def shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
+def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
     """Yield promising pairs of (index of an assignment rule, dispatch rule).
 
     The first ones follow from the fill bound; the others often come close to the best of the grid.
     """
-    if fill := whole_fill(problem):
+    if fill := compute_whole_fill(problem):
         wait = tuple(ticks + 1 for ticks in fill.idle)
         for lookahead in (0.0, 1.0, 0.5):
             yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
     if problem.assigned:
         for order, before, first, after, advance, gradient_advance in params.shortlist_of_layouts:
-            yield 0, DispatchRule(forward_order=order, lookahead=before, fill_wait=shares_of_forward(problem, first),
+            yield 0, DispatchRule(forward_order=order, lookahead=before, fill_wait=scale_forward_ticks(problem, first),
                                   forward_lookahead=after, advance=advance, gradient_advance=gradient_advance)
     for assignment, limits, lookahead, make_room in params.shortlist:
         rule = DispatchRule(ignore_transfers=True)
@@ -60,64 +60,64 @@ def shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, Dispa
             rule = DispatchRule(
                 lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
                 make_room=make_room and problem.memory is not None and problem.backward == "split",
-                in_flight=in_flight(problem, slope, extra))
-        if problem.unequal_time:
+                in_flight=scale_in_flight_limits(problem, slope, extra))
+        if problem.has_unequal_time:
             yield ASSIGNMENT_RULES.index("by-speed"), rule
         yield 0 if problem.assigned else assignment, rule
 
 
-def grid(problem: Problem) -> Iterator[DispatchRule]:
+def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
     """Yield dispatch rules that are the best for some problem, the most often successful first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
-    turns: tuple[Rerouted, ...] = ("in turn", "first") if problem.failed else ("in turn",)
+    turns: tuple[ReroutedTurn, ...] = ("in turn", "first") if problem.failed else ("in turn",)
     for ignore, order, room, rerouted in itertools.product((True, False), orders, rooms, turns):
         yield DispatchRule(forward_order=order, ignore_transfers=ignore, make_room=room, rerouted=rerouted)
     modes = ((False, 0.0), (False, 1.0), (True, 0.0))
     for slope, extra, lookahead, (ignore, forward_lookahead), room in itertools.product(
             (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
         yield DispatchRule(lookahead=lookahead, forward_lookahead=forward_lookahead, ignore_transfers=ignore,
-                           make_room=room, in_flight=in_flight(problem, slope, extra))
+                           make_room=room, in_flight=scale_in_flight_limits(problem, slope, extra))
 
 
-def changed(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+def change_rule(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
     """Return a neighbour of a rule, which differs in one field or two."""
-    rule = _changed_once(problem, rule, random, params)
-    return _changed_once(problem, rule, random, params) if random.random() < params.changes_twice else rule
+    rule = _change_field(problem, rule, random, params)
+    return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
 
-def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+def _change_field(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
     which = params.changes_of_layouts if problem.assigned else params.changes
     if not (problem.failed or problem.assigned):
         which = tuple(change for change in which if change[0] not in ("load_share", "rerouted")) or which
     names, weights = zip(*which, strict=True)
     name = random.choices(names, weights)[0]
-    return msgspec.structs.replace(rule, **{name: _drawn(problem, rule, name, random, params)})
+    return msgspec.structs.replace(rule, **{name: _draw_value(problem, rule, name, random, params)})
 
 
-def _drawn(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
+def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
     """Draw another value of this field of a rule."""
     if name in ("places", "gradient_places"):
-        return _with_other_place(problem, getattr(rule, name), random, params)
+        return _change_place(problem, getattr(rule, name), random, params)
     if name in ("advance", "gradient_advance"):
         return random.randint(params.least_advance, params.most_advance) / params.fractions
     if name in ("lookahead", "forward_lookahead"):
         return random.randint(0, params.fractions) / params.fractions
     if name == "fill_wait":
-        return _other_waits(problem, rule, random, params)
+        return _change_waits(problem, rule, random, params)
     if name == "in_flight":
-        return _other_limits(problem, rule, random)
+        return _change_limits(problem, rule, random)
     if name == "load_share":
         return random.choice(params.load_shares)
     if name == "rerouted":
-        return random.choice(get_args(Rerouted))
+        return random.choice(get_args(ReroutedTurn))
     return not getattr(rule, name)
 
 
-def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
+def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
     """Change the limit of micro-batches in flight on some consecutive stages."""
     stages = len(problem.grid.stages)
-    limits = list(rule.in_flight or in_flight(problem, 2.0, 0))
+    limits = list(rule.in_flight or scale_in_flight_limits(problem, 2.0, 0))
     first = random.randrange(stages)
     step = random.choice((-2, -1, 1, 2))
     for stage in range(first, random.randrange(first, stages) + 1):
@@ -125,25 +125,25 @@ def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -
     return tuple(limits)
 
 
-def _with_other_place(problem: Problem, places: Sequence[Places], random: random.Random,
-                      params: ListParams) -> tuple[Places, ...]:
+def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
+                  params: ListParams) -> tuple[PlaceChange, ...]:
     """Change the place of one micro-batch in the turn."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
     known = {(change.pipeline, change.microbatch): change.places for change in places}
     known[pipeline, microbatch] = known.get((pipeline, microbatch), 0.0) + random.choice(params.places)
-    return tuple(Places(*who, more) for who, more in sorted(known.items()) if more)
+    return tuple(PlaceChange(*who, more) for who, more in sorted(known.items()) if more)
 
 
-def _other_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
+def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
     """Change the wait for the first gradient, on all slices or on some consecutive ones."""
-    waits = list(rule.fill_wait or shares_of_forward(problem, rule.forward_lookahead))
+    waits = list(rule.fill_wait or scale_forward_ticks(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
         first = random.randrange(end)
         end = random.randrange(first, end) + 1
-    waits[first:end] = shares_of_forward(problem, random.randint(0, params.fractions) / params.fractions)[first:end]
+    waits[first:end] = scale_forward_ticks(problem, random.randint(0, params.fractions) / params.fractions)[first:end]
     return tuple(waits)
 
 
@@ -153,10 +153,10 @@ def _other_waits(problem: Problem, rule: DispatchRule, random: random.Random, pa
 TRIED_RULES, TRIED_STEPS, TRIED_ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
 """Labels of the attempts that the tally counts."""
-Tell = Callable[[int], None]
+PeriodCallback = Callable[[int], None]
 
 
-class _Tried(NamedTuple):
+class _Attempt(NamedTuple):
     """A dispatch rule under an assignment, with its period."""
 
     period: int
@@ -165,10 +165,10 @@ class _Tried(NamedTuple):
     scheduler: ListScheduler
 
 
-class _Best:
+class _SearchState:
     """The best plan so far, and the dispatch rule from which random steps start."""
 
-    def __init__(self, problem: Problem, bound: int, budget: Budget, tell: Tell) -> None:
+    def __init__(self, problem: Problem, bound: int, budget: Budget, tell: PeriodCallback) -> None:
         self.problem = problem
         self._budget, self._clock = budget, budget.clock
         self._began = self._clock.now()
@@ -176,81 +176,82 @@ class _Best:
         self._bound = bound
         self._tell = tell
         self._slowest = 0.0
-        self.at: _Tried | None = None
+        self.current: _Attempt | None = None
         """Rule from which the next random step starts."""
         self.period: int | None = None
-        self.found: Solution | None = None
+        self.solution: Solution | None = None
 
-    def offer(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Tried | None:
+    def try_rule(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Attempt | None:
         """Try a dispatch rule, count it in the tally as `why`, and start the next steps from it if it is no worse.
 
         Return None if it gets stuck.
         """
         began, before = self._clock.now(), self.period
-        self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
+        self._clock.count_steps(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
-            period = scheduler.period(rule)
+            period = scheduler.evaluate_rule(rule)
         except StuckError:
-            self._budget.tally.add(why)
+            self._budget.tally.count_uses(why)
             return None
         self._slowest = max(self._slowest, self._clock.now() - began)
-        self._take(period, scheduler.solution)
-        self._budget.tally.add(why, helped=int(self.period != before))
-        attempt = _Tried(period, rule, scheduler)
-        if self.at is None or period <= self.at.period:
-            self.at = attempt
+        self._keep_if_better(period, scheduler.last_solution)
+        self._budget.tally.count_uses(why, helped=int(self.period != before))
+        attempt = _Attempt(period, rule, scheduler)
+        if self.current is None or period <= self.current.period:
+            self.current = attempt
         return attempt
 
-    def _take(self, period: int, solution: Callable[[], Solution]) -> None:
+    def _keep_if_better(self, period: int, solution: Callable[[], Solution]) -> None:
         """Keep a plan if it is better than the best."""
         if self.period is None or period < self.period:
-            self.found, self.period = solution(), period
+            self.solution, self.period = solution(), period
             self._tell(period)
 
     def offer_solution(self, solution: Solution) -> None:
         """Keep a plan that was made elsewhere if it is better than the best."""
-        self._take(solution_period(solution), lambda: solution)
+        self._keep_if_better(solution_period(solution), lambda: solution)
 
     @property
-    def spent(self) -> float:
+    def share_spent(self) -> float:
         """Share of the time that has passed; 0 before there is a plan."""
         return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
-    def closed(self) -> bool:
+    def has_reached_bound(self) -> bool:
         """True if the best plan has reached the bound."""
         return self.period is not None and self.period <= self._bound
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if there is a plan and the search must end: by the bound, the time, or a request to stop."""
-        return self.period is not None and self._budget.end(self.period, self._bound, self._slowest) is not None
+        return self.period is not None and self._budget.end_reason(self.period, self._bound, self._slowest) is not None
 
-    def scheduler(self, arrays: ProblemArrays) -> ListScheduler:
+    def make_scheduler(self, arrays: ProblemArrays) -> ListScheduler:
         """Return a list scheduler of an assignment, counting its steps."""
-        self._clock.count(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
+        self._clock.count_steps(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
         return ListScheduler(arrays)
 
 
-def search(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists, steps: int | None = None,
-           tell: Tell = lambda _: None) -> tuple[Solution, int]:
+def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists,
+                          steps: int | None = None,
+                          tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
     """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
 
     The callback `tell` receives the period, in ticks, of each better plan. `steps` limits the random steps. Raises
     StuckError if all schedules get stuck.
     """
-    best = _Best(problem, bound, budget, tell)
+    best = _SearchState(problem, bound, budget, tell)
     starts = _try_grid(best, params)
-    if best.found is None:
+    if best.solution is None:
         raise StuckError
-    most = max(params.fewest_steps, params.most_ops // problem.operations)
+    most = max(params.fewest_steps, params.most_ops // problem.operation_count)
     most = min(params.most_steps if steps is None else steps, most)
     _random_steps(best, starts, random.Random(budget.seed), most, params)
-    assert best.found is not None and best.period is not None
-    return best.found, best.period
+    assert best.solution is not None and best.period is not None
+    return best.solution, best.period
 
 
-def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
+def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
     """Try the grid under every assignment while there is time, and the baselines. Return the best rules.
 
     Random steps start from these. With routes given, only the shortlist is tried unless it gets stuck: random steps
@@ -260,60 +261,63 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     schedulers: list[ListScheduler | None] = []
     exchanging, is_over = _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
-        (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
+        (index, rule) for rule in iterate_rule_grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.assigned:
-        others = itertools.takewhile(lambda _: best.found is None, others)
-    attempts: list[_Tried] = []
-    for index, rule in itertools.chain(shortlist(problem, params), others):
-        if (scheduler := _scheduler(best, schedulers, index)) and (attempt := best.offer(scheduler, rule, TRIED_RULES)):
+        others = itertools.takewhile(lambda _: best.solution is None, others)
+    attempts: list[_Attempt] = []
+    for index, rule in itertools.chain(iterate_shortlist(problem, params), others):
+        if (scheduler := _get_scheduler(best, schedulers, index)) \
+                and (attempt := best.try_rule(scheduler, rule, TRIED_RULES)):
             attempts.append(attempt)
-        if is_over := best.over or (exchanging and best.spent > params.grid_share):
+        if is_over := best.is_over or (exchanging and best.share_spent > params.grid_share):
             break
-    if best.found is None or (not problem.assigned and (
-            not is_over or (not best.closed and problem.operations <= params.largest_untimed))):
+    if best.solution is None or (not problem.assigned and (
+            not is_over or (not best.has_reached_bound and problem.operation_count <= params.largest_untimed))):
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
     return sorted(attempts, key=lambda attempt: attempt.period)[:params.starts]
 
 
-def _scheduler(best: _Best, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
+def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
     """Return the list scheduler of an assignment rule, or None if an earlier rule gives the same assignment.
 
     Schedulers are built on demand: a first plan needs only one. `made` holds those of the first rules.
     """
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
-        gives = problem.unequal_time if rule == "by-speed" else not made or (problem.failed and not problem.assigned)
-        hosts = assign(problem, rule) if gives else {}
+        gives = problem.has_unequal_time if rule == "by-speed" else not made \
+            or (problem.failed and not problem.assigned)
+        hosts = assign_hosts(problem, rule) if gives else {}
         is_duplicate = not hosts or any(hosts == earlier.arrays.hosts for earlier in made if earlier)
-        made.append(None if is_duplicate else best.scheduler(ProblemArrays(problem, hosts)))
+        made.append(None if is_duplicate else best.make_scheduler(ProblemArrays(problem, hosts)))
     return made[index]
 
 
-def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, steps: int, params: ListParams) -> None:
+def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random.Random, steps: int,
+                  params: ListParams) -> None:
     """Change the dispatch rule or its assignment in small random steps, keeping changes that are no worse.
 
     If nothing better is found for long, the steps start again from one of the best rules (random restarts): how far
     they come depends more on the first steps than on their number.
     """
-    if best.at is None:  # only the baselines did not get stuck
+    if best.current is None:  # only the baselines did not get stuck
         return
     exchanging = _can_exchange(best.problem)
     before, stale, stale_starts = best.period, 0, 0
     for _ in range(steps):
-        if best.over or stale_starts == params.stale_starts:
+        if best.is_over or stale_starts == params.stale_starts:
             return
-        at = best.at
+        at = best.current
         if exchanging and random.random() < params.assignment_steps:
-            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, TRIED_ASSIGNMENTS)
+            best.try_rule(best.make_scheduler(_exchange_hosts(at.scheduler.arrays, random)), at.rule, TRIED_ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random, params), TRIED_STEPS)
-        stale = 0 if best.at.period != at.period else stale + 1
+            best.try_rule(at.scheduler, change_rule(best.problem, at.rule, random, params), TRIED_STEPS)
+        stale = 0 if best.current.period != at.period else stale + 1
         if stale == params.stale_steps:
             stale_starts = 0 if best.period != before else stale_starts + 1
             before, stale = best.period, 0
-            best.at = random.choice(starts)
+            best.current = random.choice(starts)
 
 
 def _can_exchange(problem: Problem) -> bool:
@@ -321,7 +325,7 @@ def _can_exchange(problem: Problem) -> bool:
     return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 
-def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
+def _exchange_hosts(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
     """Exchange workers of re-routed units, at one stage or at all, so that all workers keep their load.
 
     The exchange is over the whole iteration, which finds other pairs of pipelines, or between neighbours, which finds a
@@ -329,7 +333,7 @@ def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}
-    for unit in np.flatnonzero(arrays.ops.worker != arrays.home).tolist():
+    for unit in np.flatnonzero(arrays.ops.worker != arrays.home_rows).tolist():
         rerouted.setdefault(int(slices[unit]), []).append(unit)
     if not rerouted:
         return arrays
@@ -344,4 +348,4 @@ def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
             if random.random() < 0.5:
                 workers[place:place + 2] = reversed(workers[place:place + 2])
         hosts[units] = workers
-    return arrays.assigned(hosts)
+    return arrays.with_assignment(hosts)

@@ -19,16 +19,22 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.planner.budget import CountCallback
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive, windows_of
+from slipstream.planner.normalise import (
+    WindowBounds,
+    candidate_vacancies,
+    normal_form,
+    slow_while_alive,
+    window_bounds_of,
+)
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
-from slipstream.planner.report import Transition, transition
-from slipstream.planner.tables.folder import FinishedPart, NodesOfEntry, TableFolder, make_part, no_plan
+from slipstream.planner.report import Transition, compute_transition
+from slipstream.planner.tables.folder import FinishedPart, NodesOfEntry, TableFolder, make_no_plan_part, make_part
 from slipstream.planner.tables.process_pool import run_all
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Program, Schedule, Seat, Worker
@@ -36,18 +42,18 @@ from slipstream.schedules.tables.file import Basis, Index, TableError, decode_en
 from slipstream.schedules.tables.pattern import (
     Pattern,
     count_key,
+    failure_patterns,
     pattern_key,
     pattern_of,
-    patterns,
     pipeline_classes,
-    representative,
+    representative_failures,
     settled_key,
 )
 
 # --- Fewer failures are never slower than more, and layers moved never slower than in place ---------------------------
 
 
-def improved(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
+def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
     """Return the parts for counts 0 to `most` that plans of other parts improve, by key.
 
     Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All parts of
@@ -55,33 +61,34 @@ def improved(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None =
     """
     better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
-        for key, others in _sources(failures, slow):
+        for key, others in _source_keys(failures, slow):
             own = parts.get(key)
             for other in others:
                 source = better.get(other, parts.get(other))
-                if own is None or source is None or own.reason or source.reason or _period(source) >= _period(own):
+                if own is None or source is None or own.reason or source.reason \
+                        or _period_seconds(source) >= _period_seconds(own):
                     continue
-                if (taken_over := _taken_over(own, source)) is not None:
+                if (taken_over := _take_over_plan(own, source)) is not None:
                     better[key] = own = taken_over
     return better
 
 
-def _sources(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
+def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
     """Return the keys for a count, each with the keys of parts whose plans also serve it."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
 
 
-def _period(part: FinishedPart) -> float:
+def _period_seconds(part: FinishedPart) -> float:
     return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
 
 
-def _taken_over(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
+def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """Return the plan of another part as one for this part's number of failures; None if it is not valid for that."""
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
-        standing_by = with_a_worker_standing_by(schedule)
+        standing_by = with_standby_worker(schedule)
         if standing_by is None:
             return None
         schedule = standing_by
@@ -92,7 +99,7 @@ def _taken_over(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     return make_part(own.basis, own.entry.key, schedule.with_bound(bound, own.entry.bound_scope), moved)
 
 
-def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
+def with_standby_worker(schedule: Schedule) -> Schedule | None:
     """Return the schedule with one failed worker fewer, which only reduces gradients and steps; None if that breaks a
     rule.
 
@@ -115,7 +122,7 @@ def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
 
 
 MAX_ENTRIES = 20_000
-MAX_SINGLE = 64
+MAX_SINGLE_PATTERNS = 64
 """Number of patterns of one failure up to which each is planned in place by default, one for each stage."""
 
 
@@ -179,7 +186,7 @@ class Share(NamedTuple):
         return share
 
 
-WHOLE = Share()
+WHOLE_TABLE = Share()
 
 
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +208,8 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
     """Build a table of all entries; see `build_share`."""
-    built = build_share(job, job_text, folder, options, WHOLE, max_failures=max_failures, exact=exact, by_node=by_node,
+    built = build_share(job, job_text, folder, options, WHOLE_TABLE, max_failures=max_failures, exact=exact,
+                        by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
     assert isinstance(built, BuiltTable)
     return built
@@ -225,8 +233,8 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
     tasks = all_tasks(job, max_failures, exact=exact, by_node=by_node, settled=settled)
     nodes = {task.key: task.nodes for task in tasks if task.nodes}
     keys = [task.key for task in tasks]
-    table_folder = _opened(folder, basis, share)
-    index = table_folder.published(keys, nodes)
+    table_folder = _open_folder(folder, basis, share)
+    index = table_folder.published_index(keys, nodes)
     missing: list[EntryTask] = []
     if index is None:
         finished = table_folder.reopen()
@@ -235,48 +243,50 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
         missing = [task for task in share_tasks if task.key not in finished]
         progress(len(share_tasks) - len(missing), len(share_tasks))
         if missing and executor is None:
-            ready()  # here, and not in every process
+            ensure_compiled()  # here, and not in every process
         with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError),
                              executor=executor)) as results:
             for done, (_, part) in enumerate(results, 1):
-                table_folder.add(part)
+                table_folder.add_part(part)
                 progress(len(share_tasks) - len(missing) + done, len(share_tasks))
-        finished_count = table_folder.count(keys)
+        finished_count = table_folder.count_finished(keys)
         if finished_count < len(keys):
-            index = table_folder.published_by_others(keys, nodes)
+            index = table_folder.find_published_index(keys, nodes)
             if index is None:
                 return UnfinishedTable(entries=len(keys), finished=finished_count, planned=len(missing),
                                        seconds=time.monotonic() - began)
         else:
-            index = _publish(table_folder, tasks, nodes, job_text, share, max_failures=max_failures, exact=exact,
-                             settled=settled)
-    return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
+            index = _publish_table(table_folder, tasks, nodes, job_text, share, max_failures=max_failures, exact=exact,
+                                   settled=settled)
+    return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began,
+                      bytes=table_folder.count_bytes())
 
 
-def _opened(folder: Path, basis: Basis, share: Share) -> TableFolder:
+def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
     """Open the folder of a table; try again once if the process of another share has published it meanwhile. Publishing
     removes files, after which the finished table is found."""
     try:
         return TableFolder(folder, basis)
     except TableError:
-        if share == WHOLE:
+        if share == WHOLE_TABLE:
             raise
         return TableFolder(folder, basis)
 
 
-def _publish(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share, *,
-             max_failures: int, exact: bool, settled: bool) -> Index:
+def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
+                   *,
+                   max_failures: int, exact: bool, settled: bool) -> Index:
     """Write the table. Several shares that end together may write at once: all write the same bytes, and a share that
     finds files removed finds the table published."""
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     try:
-        parts, most = folder.parts([task.key for task in counts]), max(task.failures for task in counts)
+        parts, most = folder.read_parts([task.key for task in counts]), max(task.failures for task in counts)
         for slow in {task.slow for task in counts}:
-            for part in improved(parts, most, slow).values():
-                folder.add(part)
+            for part in improve_parts(parts, most, slow).values():
+                folder.add_part(part)
         return folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled, nodes=nodes)
     except TableError:
-        index = None if share == WHOLE else folder.published_by_others(keys, nodes)
+        index = None if share == WHOLE_TABLE else folder.find_published_index(keys, nodes)
         if index is None:
             raise
         return index
@@ -285,7 +295,7 @@ def _publish(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntr
 def basis_of(job: Job, options: PlanOptions) -> Basis:
     """Return the basis that all entries of the job's table have in common. Raises NoPlanError if the job has no plan at
     all."""
-    problem = options.problem(job)
+    problem = options.make_problem(job)
     return Basis(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                  memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer, method=options.method,
                  time_limit=float(options.time_limit), seed=options.seed, steps=options.steps,
@@ -317,8 +327,8 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
              if failures or slow is None for task in [EntryTask(count_key(failures, slow), failures, slow=slow)]}
     if exact:
         tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
-    single = [] if exact or not max_failures else [*islice(_pattern_tasks(job, 1), MAX_SINGLE + 1)]
-    tasks |= {task.key: task for task in single if len(single) <= MAX_SINGLE}
+    single = [] if exact or not max_failures else [*islice(_pattern_tasks(job, 1), MAX_SINGLE_PATTERNS + 1)]
+    tasks |= {task.key: task for task in single if len(single) <= MAX_SINGLE_PATTERNS}
     for task in of_nodes:
         tasks[task.key] = task  # where the pattern is there already, its place stays
     settling = [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
@@ -331,8 +341,8 @@ def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
-    tasks = (EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes))
-             for failures in range(1, max_failures + 1) for pattern in patterns(failures, job.stages, classes))
+    tasks = (EntryTask(pattern_key(pattern, classes), failures, representative_failures(pattern, classes))
+             for failures in range(1, max_failures + 1) for pattern in failure_patterns(failures, job.stages, classes))
     for number, task in enumerate(tasks, max_failures + 2):
         if number > MAX_ENTRIES:
             raise _too_many(max_failures)
@@ -356,7 +366,7 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
         pattern = pattern_of((worker for number in chosen for worker in job.nodes[number]), classes)
         lost.setdefault(pattern, []).append(chosen)
     for pattern, nodes in lost.items():
-        failed = representative(pattern, classes)
+        failed = representative_failures(pattern, classes)
         yield EntryTask(pattern_key(pattern, classes), len(failed), failed, nodes=tuple(nodes))
 
 
@@ -372,42 +382,44 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Planner of entries in one process. Results computed for one entry (`Windows`) are stored for the next."""
+    """Planner of entries in one process. Results computed for one entry (`WindowBounds`) are stored for the next."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
         self._options = options
         self._basis = basis
-        self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, windows_of(job, options))}
+        self._alive: dict[Worker | None, tuple[Job, WindowBounds]] = {None: (job, window_bounds_of(job, options))}
         """Job and its windows by the slow worker that is down: None for the job as it is."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
         """Plan an entry."""
         try:
-            schedule = self._settled(task) if task.settled else self._at_once(task)
+            schedule = self._plan_settled(task) if task.settled else self._plan_at_once(task)
         except NoPlanError as error:
-            return no_plan(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
-        return make_part(self._basis, task.key, schedule, transition(schedule, self._job) if task.settled else None)
+            return make_no_plan_part(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
+        return make_part(self._basis, task.key, schedule, compute_transition(schedule, self._job) if task.settled
+                         else None)
 
-    def _at_once(self, task: EntryTask) -> Schedule:
+    def _plan_at_once(self, task: EntryTask) -> Schedule:
         if task.failed is not None:
             return plan_only(self._options, self._job, task.failed).schedule
-        job, windows = self._while_alive(task.slow)
+        job, windows = self._job_while_alive(task.slow)
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
-    def _settled(self, task: EntryTask) -> Schedule:
+    def _plan_settled(self, task: EntryTask) -> Schedule:
         """Plan the settled schedule of an entry. For a number of failures, the vacant roles are those that seem best:
         which ones they are matters little."""
-        job, windows = self._while_alive(task.slow)
-        failed = task.failed or next(iter(candidates(job, windows, task.failures, self._options.params.roles)), None)
+        job, windows = self._job_while_alive(task.slow)
+        failed = task.failed \
+            or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
         if failed is None:
             raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
-    def _while_alive(self, slow: Worker | None) -> tuple[Job, Windows]:
+    def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
         """Return the job in which this failed slow worker is not slow, and its windows. Otherwise its role would be
         reserved for a worker of its speed."""
         if slow not in self._alive:
             job = slow_while_alive(self._job, [slow] if slow else [])
-            self._alive[slow] = job, windows_of(job, self._options)
+            self._alive[slow] = job, window_bounds_of(job, self._options)
         return self._alive[slow]

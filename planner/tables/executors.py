@@ -16,7 +16,7 @@ class ExecutorError(ValueError):
 
 
 @contextmanager
-def executor_of(name: str | None) -> Iterator[Executor | None]:
+def open_executor(name: str | None) -> Iterator[Executor | None]:
     """Provide the executor named "mpi" or "dask://HOST:PORT"; None means processes of this machine.
 
     Raises ExecutorError if it is unknown or not available.
@@ -24,17 +24,17 @@ def executor_of(name: str | None) -> Iterator[Executor | None]:
     if name is None:
         yield None
     elif name == "mpi":
-        with _mpi() as executor:
+        with _open_mpi() as executor:
             yield executor
     elif name.startswith("dask://"):
-        with _dask("tcp" + name.removeprefix("dask")) as executor:
+        with _open_dask("tcp" + name.removeprefix("dask")) as executor:
             yield executor
     else:
         raise ExecutorError(f"{name!r} is no executor; expected mpi or dask://HOST:PORT")
 
 
 @contextmanager
-def _mpi() -> Iterator[Executor]:
+def _open_mpi() -> Iterator[Executor]:
     try:
         from mpi4py.futures import MPIPoolExecutor
     except ModuleNotFoundError as error:
@@ -46,7 +46,7 @@ def _mpi() -> Iterator[Executor]:
 
 
 @contextmanager
-def _dask(address: str) -> Iterator[Executor]:
+def _open_dask(address: str) -> Iterator[Executor]:
     try:
         from distributed import Client
     except ModuleNotFoundError as error:

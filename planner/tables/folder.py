@@ -31,11 +31,11 @@ from slipstream.schedules.tables.file import (
     TableError,
     compress,
     decompress,
-    digest,
     encode_document,
     encode_entry,
     entry_file,
     read_index,
+    sha256_digest,
     with_digest,
 )
 from slipstream.schedules.tables.pattern import settled_key
@@ -44,25 +44,26 @@ from slipstream.schedules.tables.table import Table
 # --- The index as text for a reader -----------------------------------------------------------------------------------
 
 
-HEAD = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
-SETTLED = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
+COLUMNS = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
+SETTLED_COLUMNS = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
 """Headings of further columns, after the period and the throughput, if the table has settled entries."""
-NODES = "nodes down"
+NODES_COLUMN = "nodes down"
 """Heading of the column before the key, if the table is by node."""
-LEFT = ("answer", "status", "roles down", NODES, "key")
+LEFT_ALIGNED = ("answer", "status", "roles down", NODES_COLUMN, "key")
 
 
 def index_markdown(index: Index) -> str:
     """Return the index as a Markdown table with aligned columns, and text that explains it."""
     rows = {row.key: row for row in index.entries}
     by_node = any(row.nodes for row in index.entries)
-    head = (*HEAD[:4], *(SETTLED if index.settled else ()), *HEAD[4:-1], *((NODES,) if by_node else ()), HEAD[-1])
-    lines = [head, *(_cells(row, rows, by_node=by_node, settled=index.settled) for row in index.entries
+    head = (*COLUMNS[:4], *(SETTLED_COLUMNS if index.settled else ()), *COLUMNS[4:-1],
+            *((NODES_COLUMN,) if by_node else ()), COLUMNS[-1])
+    lines = [head, *(_row_cells(row, rows, by_node=by_node, settled=index.settled) for row in index.entries
                      if not row.key.startswith(settled_key("")))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = ["| " + " | ".join(cell.ljust(width) if name in LEFT else cell.rjust(width)
+    text = ["| " + " | ".join(cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
                               for name, cell, width in zip(head, line, widths, strict=True)) + " |" for line in lines]
-    rule = "|" + "|".join("-" * (width + 1) + ("-" if name in LEFT else ":")
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if name in LEFT_ALIGNED else ":")
                           for name, width in zip(head, widths, strict=True)) + "|"
     basis = index.basis
     title = f"# {basis.job}: {basis.grid.pipelines} pipelines x {basis.grid.columns} stages"
@@ -82,10 +83,10 @@ def index_markdown(index: Index) -> str:
     return "\n".join([title, "", about, "", text[0], rule, *text[1:]]) + "\n"
 
 
-def _cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -> tuple[str, ...]:
-    nodes = (_shortened("+".join(map(str, chosen)) for chosen in row.nodes),) if by_node else ()
-    last = (_shortened(map(str, row.failed)), *nodes, row.key)
-    answer = _settled(rows.get(settled_key(row.key))) if settled else ()
+def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -> tuple[str, ...]:
+    nodes = (_shorten_names("+".join(map(str, chosen)) for chosen in row.nodes),) if by_node else ()
+    last = (_shorten_names(map(str, row.failed)), *nodes, row.key)
+    answer = _settled_cells(rows.get(settled_key(row.key))) if settled else ()
     kind = "roles moved" if row.failures and row.key.startswith("count-") else "at once"
     if row.period is None or row.throughput is None or row.fault_scaled is None or row.gap is None:
         return (str(row.failures), kind, "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
@@ -93,15 +94,15 @@ def _cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -
             f"{row.gap:.2%}", row.status, *last)
 
 
-def _shortened(names: Iterable[str]) -> str:
+def _shorten_names(names: Iterable[str]) -> str:
     """Join names to a cell of at most 60 characters."""
     text = " ".join(names) or "-"
     return text if len(text) <= 60 else text[:text.rindex(" ", 0, 57)] + " ..."
 
 
-def _settled(row: Row | None) -> tuple[str, ...]:
+def _settled_cells(row: Row | None) -> tuple[str, ...]:
     if row is None or row.period is None or row.throughput is None:
-        return ("-",) * len(SETTLED)
+        return ("-",) * len(SETTLED_COLUMNS)
     moved = "?" if row.bytes_moved is None else f"{row.bytes_moved / 1e9:.3g}"
     seconds = "?" if row.seconds_to_move is None else f"{row.seconds_to_move:.3g}"
     return f"{row.period:.6g}", f"{row.throughput:.2%}", "?" if row.gap is None else f"{row.gap:.2%}", moved, seconds
@@ -145,7 +146,8 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
                 failures=len(schedule.failed), moved=moved)
 
 
-def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int) -> FinishedPart:
+def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *,
+                      failures: int) -> FinishedPart:
     """Return the part for failures for which no plan can exist."""
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
@@ -155,13 +157,13 @@ def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, 
 def encode_part(part: FinishedPart) -> bytes:
     """Return the bytes of a part's file."""
     part = msgspec.structs.replace(part, sha256="")
-    return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=digest(msgspec.json.encode(part)))))
+    return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256_digest(msgspec.json.encode(part)))))
 
 
 def decode_part(data: bytes, source: str) -> FinishedPart:
     """Read a part. Raises TableError if it is not valid or does not match its digest."""
     part = _KIND.decode(decompress(data, source), source)
-    if digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
+    if sha256_digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
         raise TableError(f"{source}: changed since it was written: its digest does not match")
     return part
 
@@ -177,29 +179,29 @@ class TableFolder:
         if (path / INDEX).exists():
             self._require_same(read_index(path).basis, path / INDEX)
             self._table = Table.load(path)
-        self._finished = {self._read_part(part).entry.key for part in self._parts()}
+        self._finished = {self._read_part(part).entry.key for part in self._part_paths()}
 
-    def published(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
+    def published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
         """Return the index of the finished table if it has exactly these entries, for these nodes; else None."""
         wanted = [(key, nodes.get(key, ())) for key in keys]
         if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
         return self._table.index
 
-    def published_by_others(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return `published` of the folder as it is now, since the process of another share may have finished the
+    def find_published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
+        """Return `published_index` of the folder as it is now, since the process of another share may have finished the
         table.
 
         If it is finished, the remaining parts are removed.
         """
         if not (self._path / INDEX).exists():
             return None
-        index = TableFolder(self._path, self._basis).published(keys, nodes)
+        index = TableFolder(self._path, self._basis).published_index(keys, nodes)
         if index is not None:
             shutil.rmtree(self._path / PARTS, ignore_errors=True)
         return index
 
-    def count(self, keys: Sequence[str]) -> int:
+    def count_finished(self, keys: Sequence[str]) -> int:
         """Return how many of these entries are finished, by this process or another one."""
         return sum(self._part_path(key).exists() for key in keys)
 
@@ -210,17 +212,17 @@ class TableFolder:
         if self._table is not None:
             for row in self._table.rows():
                 if row.key not in self._finished:
-                    self.add(self._part_of(self._table, row))
+                    self.add_part(self._part_of_row(self._table, row))
             (self._path / INDEX).unlink(missing_ok=True)  # another share may have done so
             self._table = None
         return frozenset(self._finished)
 
-    def add(self, part: FinishedPart) -> None:
+    def add_part(self, part: FinishedPart) -> None:
         """Write the file of a finished entry. Raises OSError."""
         write_atomically(self._part_path(part.entry.key), encode_part(part))
         self._finished.add(part.entry.key)
 
-    def parts(self, keys: Sequence[str]) -> dict[str, FinishedPart]:
+    def read_parts(self, keys: Sequence[str]) -> dict[str, FinishedPart]:
         """Return the finished entries with these keys. Raises TableError."""
         return {key: self._read_part(self._part_path(key)) for key in keys}
 
@@ -237,15 +239,16 @@ class TableFolder:
         for key in keys:
             part = self._read_part(self._part_path(key))
             fault_free = fault_free or part.entry.period_ticks * part.entry.tick_seconds(part.basis)
-            row = msgspec.structs.replace(_row(part, fault_free), nodes=nodes.get(key, ()))
+            row = msgspec.structs.replace(_index_row(part, fault_free), nodes=nodes.get(key, ()))
             if part.reason is None:
-                files[entry_file(key)] = data = encode_document(_document(part, numbers))
-                row = msgspec.structs.replace(row, sha256=digest(data))
+                files[entry_file(key)] = data = encode_document(_entry_document(part, numbers))
+                row = msgspec.structs.replace(row, sha256=sha256_digest(data))
             rows.append(row)
         programs = compress(encode_document(Programs(programs=tuple(msgspec.Raw(text) for text in numbers))))
         index = with_digest(Index(
-            basis=self._basis, max_failures=max_failures, exact=exact, settled=settled, job_sha256=digest(job_text),
-            programs_sha256=digest(programs), entries=tuple(rows)))
+            basis=self._basis, max_failures=max_failures, exact=exact, settled=settled,
+            job_sha256=sha256_digest(job_text),
+            programs_sha256=sha256_digest(programs), entries=tuple(rows)))
         files |= {JOB: job_text, PROGRAMS: programs, READABLE_INDEX: index_markdown(index).encode()}
         for name, data in files.items():
             write_atomically(self._path / name, data)
@@ -256,22 +259,22 @@ class TableFolder:
         shutil.rmtree(self._path / PARTS, ignore_errors=True)
         return index
 
-    def size(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes of all files of the finished table."""
         files = [self._path / name for name in (INDEX, READABLE_INDEX, JOB, PROGRAMS)]
         return sum(path.stat().st_size for path in (*files, *(self._path / ENTRIES).iterdir()))
 
-    def _part_of(self, table: Table, row: Row) -> FinishedPart:
+    def _part_of_row(self, table: Table, row: Row) -> FinishedPart:
         if row.reason is not None:
-            return no_plan(self._basis, row.key, row.failed, row.reason, failures=row.failures)
+            return make_no_plan_part(self._basis, row.key, row.failed, row.reason, failures=row.failures)
         moved = None if row.layers_moved is None else \
             Transition(layers=row.layers_moved, bytes=row.bytes_moved, seconds=row.seconds_to_move)
-        return make_part(self._basis, row.key, table.entry(row.key), moved)
+        return make_part(self._basis, row.key, table.checked_schedule(row.key), moved)
 
     def _part_path(self, key: str) -> Path:
         return self._path / PARTS / (Path(entry_file(key)).name + ".gz")
 
-    def _parts(self) -> list[Path]:
+    def _part_paths(self) -> list[Path]:
         folder = self._path / PARTS
         return sorted(path for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
 
@@ -293,7 +296,7 @@ class TableFolder:
                                  "folder")
 
 
-def _document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
+def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
     """Return the entry with the numbers that its programs have in the whole table; new ones are added to `numbers`."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
@@ -301,7 +304,7 @@ def _document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
     return EntryDocument(**fields)
 
 
-def _row(part: FinishedPart, fault_free: float) -> Row:
+def _index_row(part: FinishedPart, fault_free: float) -> Row:
     entry, grid, tick = part.entry, part.basis.grid, part.entry.tick_seconds(part.basis)
     if part.reason is not None:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)

@@ -42,7 +42,7 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
         key = uuid4().hex
         submitted = {executor.submit(_run_elsewhere, key, function, task, refusals): task for task in pending}
         try:
-            yield from _results(submitted)
+            yield from _iterate_results(submitted)
         finally:
             for future in submitted:
                 future.cancel()
@@ -52,19 +52,19 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     context = get_context("fork" if fork else "spawn")
     theirs, ours = context.Pipe(duplex=False)
     with _safe_path():  # of the process that looks after the pool's semaphores, too
-        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin,
+        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _start_process,
                                    (theirs, ours if fork else None, function))
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
             running = {pool.submit(_run, task, refusals): task for task in pending}
-        yield from _results(running)
+        yield from _iterate_results(running)
     finally:
         ours.close()
         pool.shutdown(cancel_futures=True)
         theirs.close()
 
 
-def _results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
+def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
     """Iterate over (task, result) as futures finish. Raises PoolError for tasks that failed or whose process died."""
     for future in as_completed(running):
         try:
@@ -110,44 +110,44 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-_OF_PROCESS: list[Callable[[Any], Any]] = []
+_POOL_FUNCTIONS: list[Callable[[Any], Any]] = []
 """Function that a process of a pool runs, which may keep state: set once, before the first task."""
 
 
-def _begin(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
+def _start_process(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
     """Initialize a process of the pool: ignore Ctrl-C, store the function, and watch the caller's pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:
         callers.close()  # a forked process has that end too, and would keep it open
-    _OF_PROCESS.append(function)
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    _POOL_FUNCTIONS.append(function)
+    threading.Thread(target=_exit_on_close, args=(pipe,), daemon=True).start()
 
 
-def _end_with(pipe: Connection) -> None:
+def _exit_on_close(pipe: Connection) -> None:
     """End this process when the caller's end of a pipe is closed, even during a task."""
     pipe.poll(None)
     os._exit(1)
 
 
-_ELSEWHERE: dict[str, Callable[[Any], Any]] = {}
+_EXECUTOR_FUNCTIONS: dict[str, Callable[[Any], Any]] = {}
 """Function that a process of an executor runs, by the caller's key. Only the last one is stored, with its state, for
 its next task."""
 
 
 def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
                    ) -> tuple[Any, Exception | str | None]:
-    if key not in _ELSEWHERE:
-        _ELSEWHERE.clear()
-        _ELSEWHERE[key] = function
-    return _answer(_ELSEWHERE[key], task, refusals)
+    if key not in _EXECUTOR_FUNCTIONS:
+        _EXECUTOR_FUNCTIONS.clear()
+        _EXECUTOR_FUNCTIONS[key] = function
+    return _call_and_catch(_EXECUTOR_FUNCTIONS[key], task, refusals)
 
 
 def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Exception | str | None]:
-    return _answer(_OF_PROCESS[0], task, refusals)
+    return _call_and_catch(_POOL_FUNCTIONS[0], task, refusals)
 
 
-def _answer(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
-            ) -> tuple[Any, Exception | str | None]:
+def _call_and_catch(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
+                    ) -> tuple[Any, Exception | str | None]:
     """Run a task; return its result, or the refusal or traceback that it raised."""
     try:
         return function(task), None

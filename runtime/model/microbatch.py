@@ -20,10 +20,10 @@ class SamplesRead(NamedTuple):
     iteration: int
     samples: int
 
-    def before(self, iteration: int, samples_per_iteration: int) -> int:
+    def count_before(self, iteration: int, samples_per_iteration: int) -> int:
         """Return the number of samples that are read before an iteration of this run."""
         return self.samples + (iteration - self.iteration) * samples_per_iteration
 
 
-FROM_THE_START = SamplesRead(0, 0)
+NOTHING_READ = SamplesRead(0, 0)
 """Count of a run that does not continue an earlier one."""

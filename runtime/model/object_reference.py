@@ -17,7 +17,7 @@ def is_reference(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
 
 
-def search_here() -> Path:
+def search_working_directory() -> Path:
     """Append the working directory to Python's module search path, and return it."""
     here = Path.cwd()
     if str(here) not in sys.path:
@@ -34,25 +34,25 @@ def load_reference(key: str, name: str) -> Any:
     found first, or if the object is not callable.
     """
     module, _, attribute = name.partition(":")
-    here = search_here()
+    here = search_working_directory()
     subject, before = f"{key} is {name!r}", set(sys.modules)
-    _refuse_clash(subject, here, [module])
+    _require_no_clash(subject, here, [module])
     try:
         target: Any = importlib.import_module(module)
         modules_used = [value.__name__ for value in vars(target).values() if isinstance(value, ModuleType)]
         for part in attribute.split("."):
             target = getattr(target, part)
     except Exception as error:  # the user's module may raise anything
-        _refuse_clash(subject, here, [getattr(error, "name", None) or module])
+        _require_no_clash(subject, here, [getattr(error, "name", None) or module])
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{subject}, which cannot be imported: {reason}") from None
-    _refuse_clash(subject, here, [*modules_used, *sys.modules.keys() - before])
+    _require_no_clash(subject, here, [*modules_used, *sys.modules.keys() - before])
     if not callable(target):
         raise ConfigError(f"{subject}, a {type(target).__name__}; expected something to call")
     return target
 
 
-def _refuse_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
+def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
     """Raise ConfigError if a module is in the working directory, but one of the same name was found first."""
     for top in {name.partition(".")[0] for name in names}:
         local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)

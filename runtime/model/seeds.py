@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Generators:
+class GeneratorLock:
     """Lock for torch's default generators, which belong to the process and not to a thread.
 
     A thread holds it while it seeds the generators or may seed them, and while it changes torch's default dtype, which
@@ -31,17 +31,17 @@ class Generators:
 
     def __exit__(self, *_: object) -> None:
         with self._condition:
-            if self.mine:
+            if self.is_owned:
                 self._depth -= 1
                 if self._depth == 0:
-                    self.take_from(threading.get_ident())
+                    self.release_from(threading.get_ident())
 
     @property
-    def mine(self) -> bool:
+    def is_owned(self) -> bool:
         """True if the calling thread holds the lock and has not lost it."""
         return self._thread == threading.get_ident()
 
-    def take_from(self, thread: int) -> None:
+    def release_from(self, thread: int) -> None:
         """Release the lock if the given thread holds it, so that other threads can acquire it."""
         with self._condition:
             if self._thread == thread:
@@ -49,7 +49,7 @@ class Generators:
                 self._condition.notify_all()
 
 
-GENERATORS = Generators()
+GENERATOR_LOCK = GeneratorLock()
 """Lock of this process."""
 
 
@@ -62,48 +62,49 @@ def derive_seed(*parts: int | str) -> int:
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's default generators, of the CPU and of `device`, within the context; then restore their states."""
-    with seeding(device) as seed_them:
+    with restoring_generators(device) as seed_them:
         seed_them(seed)
         yield
 
 
 @contextmanager
-def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
+def restoring_generators(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds torch's default generators, of the CPU and of `device`; finally restore their states.
 
     The function may be called any number of times, because saving and restoring the states takes longer than seeding.
     """
-    generators = _generators(device)
+    generators = _default_generators(device)
 
     def seed_them(seed: int) -> None:
         for generator in generators:
             generator.manual_seed(seed)
 
-    with GENERATORS:
+    with GENERATOR_LOCK:
         states = [generator.get_state() for generator in generators]
         try:
             yield seed_them
         finally:
-            if GENERATORS.mine:
+            if GENERATOR_LOCK.is_owned:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
 
-def generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return the states of torch's default generators, of the CPU and of `device`. Must be called within `seeding`."""
-    return [generator.get_state() for generator in _generators(device)]
+def get_generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
+    """Return the states of torch's default generators, of the CPU and of `device`. Must be called within
+    `restoring_generators`."""
+    return [generator.get_state() for generator in _default_generators(device)]
 
 
 @contextmanager
-def drawing_from(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
+def with_generator_states(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
     """Set torch's default generators to earlier `states` within the context; then restore the states from before it."""
-    with seeding(device):
-        for generator, state in zip(_generators(device), states, strict=True):
+    with restoring_generators(device):
+        for generator, state in zip(_default_generators(device), states, strict=True):
             generator.set_state(state)
         yield
 
 
-def _generators(device: torch.device | None) -> list[torch.Generator]:
+def _default_generators(device: torch.device | None) -> list[torch.Generator]:
     """Return torch's default generators, of the CPU and of `device` if it is a GPU."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":

@@ -16,23 +16,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-          torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-          torch.bool: "BOOL"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+           torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+           torch.bool: "BOOL"}
 
 
 class TensorError(ValueError):
     """Bytes or a file without readable tensors. The message is one line."""
 
 
-class Written(NamedTuple):
+class FileDigest(NamedTuple):
     """Length and SHA-256 of a file's bytes, by which the file is recognised."""
 
     bytes: int
     sha256: str
 
 
-def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Encode tensors of any device, shape and layout as consecutive pieces of safetensors bytes.
 
     Contiguous CPU tensors are not copied: their piece is a view of their memory. The header is written here because
@@ -40,19 +40,19 @@ def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(
         tensors.items(), key=lambda one: -one[1].element_size())}  # so each is aligned, as the package wants it
-    if any(tensor.dtype not in _NAMES for tensor in ready.values()):
+    if any(tensor.dtype not in _DTYPES for tensor in ready.values()):
         return [save({name: tensor.clone() for name, tensor in ready.items()})]  # it refuses shared memory
     entries, end = {}, 0
     for name, tensor in ready.items():
         start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (start, end)}
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (start, end)}
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % 8)  # the format wants what follows aligned
     return [len(header).to_bytes(8, "little") + header,
             *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in ready.values() if tensor.numel())]
 
 
-def decode(data: bytes) -> dict[str, Tensor]:
+def decode_tensors(data: bytes) -> dict[str, Tensor]:
     """Return the tensors in safetensors bytes, on the CPU, copied once. Raises TensorError if there are none."""
     try:
         return load(data)
@@ -60,7 +60,7 @@ def decode(data: bytes) -> dict[str, Tensor]:
         raise TensorError(f"no tensors: {_one_line(error)}") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Write tensors to a file and flush it to the disk; return the length and hash of the file.
 
     If writing fails, the file is removed and OSError is raised. `save_file` of the safetensors package is not used: it
@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     size, digest = 0, hashlib.sha256()
     try:
         with path.open("wb") as file:
-            for piece in encode(tensors):
+            for piece in encode_tensors(tensors):
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece)
@@ -80,24 +80,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
         if isinstance(error, SafetensorError):
             raise OSError(_one_line(error)) from None
         raise
-    return Written(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest())
 
 
-def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file, on the CPU.
 
     Raises TensorError if the file is not in the safetensors format or differs from `expected`, and OSError if it cannot
     be read.
     """
     if expected is not None:
-        require_written(path, expected)
+        verify_file(path, expected)
     try:
         return load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise TensorError(f"{path}: no safetensors file: {_one_line(error)}") from None
 
 
-def require_written(path: Path, expected: Written) -> None:
+def verify_file(path: Path, expected: FileDigest) -> None:
     """Compare length and SHA-256 of a file with the expected ones. Raises TensorError if they differ, and OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

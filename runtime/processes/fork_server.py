@@ -2,8 +2,8 @@
 
 Requests and reports are lines of JSON over a socket, which is the server's standard input. When the socket closes,
 because the process that started the server has ended in any way, the server kills all processes that it has forked, and
-ends. If the server was asked to hold them, it first waits a while for another process to take it over (`adopt`),
-through a socket whose name was agreed on before.
+ends. If the server was asked to hold them, it first waits a while for another process to take it over
+(`adopt_fork_server`), through a socket whose name was agreed on before.
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
 main program again, in the server and in each process, so that a program without an `if __name__ == "__main__"` guard
@@ -28,27 +28,27 @@ from typing import Self
 import msgspec
 
 from slipstream.runtime.processes.fork_server_messages import (
-    Adopted,
     CleanUp,
-    End,
-    Hold,
-    Kill,
+    EndServer,
+    HoldProcesses,
     KillAll,
-    Lines,
+    KillProcess,
+    LineReader,
     ProcessEnded,
     ProcessSpec,
+    ProcessStarted,
     Request,
-    Started,
-    decode_news,
-    user_of,
+    ServerAdopted,
+    decode_report,
+    get_peer_user,
 )
-from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """Environment that keeps the fork server single-threaded. numpy's BLAS would start threads at import, and a process
 with threads is not safe to fork."""
-GONE = "the process that starts the workers has died"
+SERVER_GONE = "the process that starts the workers has died"
 ADOPT_SECONDS = 5.0
 """Time within which a fork server that waits to be adopted must answer. It does so at once."""
 KILL_SECONDS = 10.0
@@ -59,14 +59,14 @@ class ForkServerError(RuntimeError):
     """Error for a fork server that has ended, with all processes that it has forked. The message is one line."""
 
 
-def environment(**more: str) -> dict[str, str]:
+def build_environment(**more: str) -> dict[str, str]:
     """Return this process's environment, with a PYTHONPATH by which another process finds the modules of this program.
 
     The run's secret is left out: workers get it over a socket, and programs that they start need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**{key: value for key, value in os.environ.items() if key != VARIABLE}, "PYTHONPATH": path, **more}
+    return {**{key: value for key, value in os.environ.items() if key != SECRET_VARIABLE}, "PYTHONPATH": path, **more}
 
 
 class ForkServer:
@@ -80,55 +80,55 @@ class ForkServer:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
         # from the working directory (`runtime.model.object_reference` adds it if the job names code of its own).
         # Signals that schedulers send to all processes stay blocked there; a worker unblocks SIGTERM later.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_SCHEDULERS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL, env=environment(**ONE_THREAD), start_new_session=True)
+                stdout=subprocess.DEVNULL, env=build_environment(**ONE_THREAD_ENVIRONMENT), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._attach(ours, f"slipstream-{secrets.token_hex(16)}")
+        self._attach_connection(ours, f"slipstream-{secrets.token_hex(16)}")
 
-    def _attach(self, connection: socket.socket, name: str) -> None:
+    def _attach_connection(self, connection: socket.socket, name: str) -> None:
         """Use `connection` to talk to the server. `name` is the name by which the server can be adopted."""
         self._connection, self._name = connection, name
-        self._lines = Lines(connection.fileno())
+        self._lines = LineReader(connection.fileno())
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Note that was passed to `hold`."""
+        """Note that was passed to `hold_for_adoption`."""
         self.pids: dict[str, int] = {}
         """Process id by name, for each process whose start has been reported."""
 
-    def hold(self, seconds: float, note: str) -> str | None:
+    def hold_for_adoption(self, seconds: float, note: str) -> str | None:
         """Ask the server to keep its processes for `seconds` if this process dies, until another adopts them.
 
-        Returns the name by which `adopt` finds them; it is the same at each call, also if a process adopts them and
-        calls this again. The adopting process gets `note`. Returns None if the system is not Linux, which is needed.
-        Raises ForkServerError.
+        Returns the name by which `adopt_fork_server` finds them; it is the same at each call, also if a process adopts
+        them and calls this again. The adopting process gets `note`. Returns None if the system is not Linux, which is
+        needed. Raises ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None
-        self._ask(Hold(self._name, seconds, note))
+        self._send_request(HoldProcesses(self._name, seconds, note))
         self.note = note
         return self._name
 
-    def clean_up(self, target: str, path: Path | str) -> None:
+    def register_cleanup(self, target: str, path: Path | str) -> None:
         """Register a file or folder that `target`, a `module:function`, removes if this process is killed. Errors of
         that function are ignored. Raises ForkServerError."""
-        self._ask(CleanUp(target, str(path)))
+        self._send_request(CleanUp(target, str(path)))
 
-    def start(self, spec: ProcessSpec) -> None:
+    def start_process(self, spec: ProcessSpec) -> None:
         """Start a process. Raises ForkServerError."""
         self._alive.add(spec.name)
-        self._ask(spec)
+        self._send_request(spec)
 
-    def kill(self, name: str) -> None:
+    def kill_process(self, name: str) -> None:
         """Kill a process, even one that is stopped; do nothing if it has ended. Raises ForkServerError."""
-        self._ask(Kill(name))
+        self._send_request(KillProcess(name))
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         """Return whether a process has been started and its end has not been reported."""
         return name in self._alive
 
@@ -140,18 +140,18 @@ class ForkServer:
         """
         deadline = time.monotonic() + KILL_SECONDS
         try:
-            self._ask(KillAll())
+            self._send_request(KillAll())
             while self._alive:
                 if time.monotonic() > deadline:
                     if self._process is not None:
                         self._process.kill()
-                    raise ForkServerError(GONE)
+                    raise ForkServerError(SERVER_GONE)
                 self.poll(1.0)
         except ForkServerError:  # the processes have ended with the server
             self._alive.clear()
             self.pids.clear()
 
-    def names(self) -> list[str]:
+    def list_alive(self) -> list[str]:
         """Return the names of the processes that are alive."""
         return sorted(self._alive)
 
@@ -164,17 +164,17 @@ class ForkServer:
         server has ended."""
         ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
-            ended_processes = self._learn(self._lines.read())
+            ended_processes = self._apply_reports(self._lines.read_lines())
             if self._lines.closed:
-                raise ForkServerError(GONE)
+                raise ForkServerError(SERVER_GONE)
         return ended_processes
 
-    def _learn(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
+    def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
         """Update the known processes from reports of the server, and return the processes that have ended."""
         ended = []
         for line in lines:
-            news = decode_news(line)
-            if isinstance(news, Started):
+            news = decode_report(line)
+            if isinstance(news, ProcessStarted):
                 self.pids[news.name] = news.pid
             elif isinstance(news, ProcessEnded):
                 self._alive.discard(news.name)
@@ -186,7 +186,7 @@ class ForkServer:
         """End the fork server and all processes that it has forked."""
         deadline = time.monotonic() + KILL_SECONDS
         with contextlib.suppress(ForkServerError):
-            self._ask(End())
+            self._send_request(EndServer())
             while time.monotonic() < deadline:
                 self.poll(1.0)  # raises once the server is gone
         self._selector.close()
@@ -201,43 +201,44 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: Request) -> None:
+    def _send_request(self, request: Request) -> None:
         data = msgspec.json.encode(request) + b"\n"
         try:
             while data:
                 data = data[self._connection.send(data):]
         except OSError:
-            raise ForkServerError(GONE) from None
+            raise ForkServerError(SERVER_GONE) from None
 
 
 class AdoptedForkServer(ForkServer):
-    """Fork server that was started by a process which has died since. `adopt` creates it."""
+    """Fork server that was started by a process which has died since. `adopt_fork_server` creates it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        self._attach(connection, name)
+        self._attach_connection(connection, name)
         deadline = time.monotonic() + ADOPT_SECONDS
         first_lines: list[bytes] = []
         while not first_lines:
             if self._lines.closed or not self._selector.select(max(0.0, deadline - time.monotonic())):
-                raise ForkServerError(GONE)
-            first_lines = self._lines.read()
-        news = decode_news(first_lines[0])
-        assert isinstance(news, Adopted)
+                raise ForkServerError(SERVER_GONE)
+            first_lines = self._lines.read_lines()
+        news = decode_report(first_lines[0])
+        assert isinstance(news, ServerAdopted)
         self.note = news.note
         self._alive.update(news.alive)
-        self._learn(first_lines[1:])  # this process has not known any of them alive, so ends need not be reported
+        # this process has not known any of them alive, so ends need not be reported
+        self._apply_reports(first_lines[1:])
 
 
-def adopt(name: str) -> AdoptedForkServer | None:
-    """Take over a fork server and the processes that it holds, by the name that `ForkServer.hold` returned. Returns
-    None if the server is gone. Both ends accept only processes of the same user."""
+def adopt_fork_server(name: str) -> AdoptedForkServer | None:
+    """Take over a fork server and the processes that it holds, by the name that `ForkServer.hold_for_adoption`
+    returned. Returns None if the server is gone. Both ends accept only processes of the same user."""
     if not sys.platform.startswith("linux"):
         return None
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(ADOPT_SECONDS)
         connection.connect(f"\0{name}")
-        if user_of(connection) == os.getuid():
+        if get_peer_user(connection) == os.getuid():
             connection.settimeout(None)
             return AdoptedForkServer(connection, name)
     except (OSError, ForkServerError):

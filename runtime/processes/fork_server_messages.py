@@ -26,7 +26,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
     """Modules of this program that take long to import. The server imports them once for all processes."""
 
 
-class Kill(msgspec.Struct, frozen=True, tag=True):
+class KillProcess(msgspec.Struct, frozen=True, tag=True):
     """Request to kill a process, if it is alive."""
 
     name: str
@@ -36,7 +36,7 @@ class KillAll(msgspec.Struct, frozen=True, tag=True):
     """Request to kill all processes that have been forked until now."""
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
     """Request to keep the processes alive if the launcher dies. The server then waits for another launcher to connect
     to a socket of this name, and sends it the note."""
 
@@ -54,18 +54,18 @@ class CleanUp(msgspec.Struct, frozen=True, tag=True):
     path: str
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class EndServer(msgspec.Struct, frozen=True, tag=True):
     """Request to kill all processes and to end the server."""
 
 
-class Adopted(msgspec.Struct, frozen=True, tag=True):
-    """First message to a launcher that has taken over. A `Started` follows for each process that is alive."""
+class ServerAdopted(msgspec.Struct, frozen=True, tag=True):
+    """First message to a launcher that has taken over. A `ProcessStarted` follows for each process that is alive."""
 
     note: str
     alive: tuple[str, ...]
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class ProcessStarted(msgspec.Struct, frozen=True, tag=True):
     """Report that a process has been forked."""
 
     name: str
@@ -80,13 +80,13 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
     """Exit status as in subprocess: the exit code, or minus the signal."""
 
 
-Request = ProcessSpec | Kill | KillAll | Hold | CleanUp | End
-News = Started | ProcessEnded | Adopted
+Request = ProcessSpec | KillProcess | KillAll | HoldProcesses | CleanUp | EndServer
+ServerReport = ProcessStarted | ProcessEnded | ServerAdopted
 decode_request: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
-decode_news: Callable[[bytes], News] = msgspec.json.Decoder(News).decode
+decode_report: Callable[[bytes], ServerReport] = msgspec.json.Decoder(ServerReport).decode
 
 
-class Lines:
+class LineReader:
     """Reader that splits the bytes from a socket into complete lines."""
 
     def __init__(self, descriptor: int) -> None:
@@ -94,7 +94,7 @@ class Lines:
         self._rest = b""
         self.closed = False
 
-    def read(self) -> list[bytes]:
+    def read_lines(self) -> list[bytes]:
         """Read from the socket once, and return the lines that are complete. Blocks unless the socket is ready."""
         try:
             data = os.read(self._descriptor, 65536)
@@ -105,7 +105,7 @@ class Lines:
         return lines
 
 
-def user_of(connection: socket.socket) -> int:
+def get_peer_user(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket (Linux)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]

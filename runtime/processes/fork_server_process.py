@@ -18,21 +18,21 @@ from pathlib import Path
 import msgspec
 
 from slipstream.runtime.processes.fork_server_messages import (
-    Adopted,
     CleanUp,
-    End,
-    Hold,
-    Kill,
-    Lines,
-    News,
+    EndServer,
+    HoldProcesses,
+    KillProcess,
+    LineReader,
     ProcessEnded,
     ProcessSpec,
-    Started,
+    ProcessStarted,
+    ServerAdopted,
+    ServerReport,
     decode_request,
+    get_peer_user,
     load_target,
-    user_of,
 )
-from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.process_title import name_process
 
 IDLE_SECONDS = 600.0
@@ -43,14 +43,14 @@ class _Server:
     """Loop that serves one launcher, and then each launcher that adopts the processes it holds."""
 
     def __init__(self) -> None:
-        self._asked = Lines(0)
+        self._asked = LineReader(0)
         self._control = 0
         """Descriptor of the connection to the launcher."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         self._alive: dict[int, int] = {}
         """Process id by the pipe that closes when the process ends."""
-        self._hold: Hold | None = None
+        self._hold: HoldProcesses | None = None
         self._listener: socket.socket | None = None
         self._launcher: socket.socket | None = None
         """Connection to a launcher that has adopted this server."""
@@ -59,9 +59,9 @@ class _Server:
 
     def serve(self) -> None:
         try:
-            self._serve_one()
-            while self._adopted():
-                self._serve_one()
+            self._serve_launcher()
+            while self._wait_for_adoption():
+                self._serve_launcher()
         finally:
             self._kill_all()
             for pid in self._alive.values():
@@ -70,16 +70,16 @@ class _Server:
                 with contextlib.suppress(Exception):  # no launcher is left to report it to
                     load_target(request.target)(request.path)
 
-    def _serve_one(self) -> None:
+    def _serve_launcher(self) -> None:
         """Serve one launcher until its connection closes."""
         while not self._asked.closed:
             for key, _ in self._selector.select(IDLE_SECONDS):
                 if key.fd == self._control:
-                    self._answer()
+                    self._handle_requests()
                 else:
                     self._report_end(key.fd, key.data)
 
-    def _adopted(self) -> bool:
+    def _wait_for_adoption(self) -> bool:
         """Wait for another launcher after the first is gone, while any process is alive. Return whether one has
         connected."""
         hold, listener = self._hold, self._listener
@@ -93,28 +93,29 @@ class _Server:
                 for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                     if key.fileobj is not listener:
                         self._report_end(key.fd, key.data)
-                    elif self._accept(listener, hold):
+                    elif self._accept_launcher(listener, hold):
                         return True
             return False
         finally:
             self._selector.unregister(listener)
 
-    def _accept(self, listener: socket.socket, hold: Hold) -> bool:
+    def _accept_launcher(self, listener: socket.socket, hold: HoldProcesses) -> bool:
         connection, _ = listener.accept()
-        if user_of(connection) != os.getuid():
+        if get_peer_user(connection) != os.getuid():
             connection.close()
             return False
         if self._launcher is not None:
             self._launcher.close()
         self._launcher = connection
         self._control = connection.fileno()
-        self._asked = Lines(self._control)
+        self._asked = LineReader(self._control)
         self._selector.register(self._control, selectors.EVENT_READ)
         names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
-        self._tell(Adopted(hold.note, tuple(name for name, _ in names)), *(Started(*item) for item in names))
+        self._send_reports(ServerAdopted(hold.note, tuple(name for name, _ in names)),
+                           *(ProcessStarted(*item) for item in names))
         return True
 
-    def _held(self, hold: Hold) -> None:
+    def _start_holding(self, hold: HoldProcesses) -> None:
         before, self._hold = self._hold, hold
         if before is not None and before.name == hold.name:  # the socket of this name is already open
             return
@@ -124,22 +125,22 @@ class _Server:
         self._listener.bind(f"\0{hold.name}")
         self._listener.listen()
 
-    def _tell(self, *news: News) -> None:
+    def _send_reports(self, *news: ServerReport) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: its connection will be read as closed next
             os.write(self._control, b"".join(msgspec.json.encode(message) + b"\n" for message in news))
 
-    def _answer(self) -> None:
-        for line in self._asked.read():
+    def _handle_requests(self) -> None:
+        for line in self._asked.read_lines():
             request = decode_request(line)
             if isinstance(request, ProcessSpec):
-                self._fork(request)
-            elif isinstance(request, Kill):
-                self._kill(request.name)
-            elif isinstance(request, Hold):
-                self._held(request)
+                self._fork_process(request)
+            elif isinstance(request, KillProcess):
+                self._kill_process(request.name)
+            elif isinstance(request, HoldProcesses):
+                self._start_holding(request)
             elif isinstance(request, CleanUp):
                 self._clean_up[request] = None
-            elif isinstance(request, End):
+            elif isinstance(request, EndServer):
                 self._hold, self._asked.closed = None, True
                 self._clean_up.clear()  # the launcher is alive, and removes them itself
             else:
@@ -150,12 +151,12 @@ class _Server:
         for pid in self._alive.values():
             os.kill(pid, signal.SIGKILL)
 
-    def _kill(self, name: str) -> None:
+    def _kill_process(self, name: str) -> None:
         for pipe, pid in self._alive.items():
             if self._selector.get_key(pipe).data == name:
                 os.kill(pid, signal.SIGKILL)
 
-    def _fork(self, spec: ProcessSpec) -> None:
+    def _fork_process(self, spec: ProcessSpec) -> None:
         for module in spec.imports:
             with contextlib.suppress(Exception):  # the process meets the same error, and logs it
                 importlib.import_module(module)
@@ -163,24 +164,24 @@ class _Server:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(spec, parent)
+            self._run_child(spec, parent)
         # The process has the only other end, so the pipe closes when it dies, however it dies.
         os.close(theirs)
         self._alive[ours] = pid
         self._selector.register(ours, selectors.EVENT_READ, spec.name)
-        self._tell(Started(spec.name, pid))
+        self._send_reports(ProcessStarted(spec.name, pid))
 
-    def _become(self, spec: ProcessSpec, parent: int) -> None:
+    def _run_child(self, spec: ProcessSpec, parent: int) -> None:
         """Run the forked process to its end. Never returns."""
         status = 1
         try:
-            _die_with(parent)
+            _die_with_parent(parent)
             for descriptor in self._alive:
                 os.close(descriptor)
             for inherited in (self._listener, self._launcher):
                 if inherited is not None:
                     inherited.close()
-            _redirect(Path(spec.log), spec.append)
+            _redirect_output(Path(spec.log), spec.append)
             status = load_target(spec.target)(spec.task.encode())
         except BaseException:
             traceback.print_exc()
@@ -193,10 +194,10 @@ class _Server:
         self._selector.unregister(pipe)
         os.close(pipe)
         _, status = os.waitpid(self._alive.pop(pipe), 0)
-        self._tell(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
+        self._send_reports(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
 
-def _redirect(log: Path, append: bool) -> None:
+def _redirect_output(log: Path, append: bool) -> None:
     """Connect standard input to the null device, and standard output and error to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
@@ -207,9 +208,9 @@ def _redirect(log: Path, append: bool) -> None:
     os.dup2(1, 2)
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Have the system kill this process when the fork server dies (Linux only)."""
-    signal_at_death_of_parent(signal.SIGKILL)
+    request_parent_death_signal(signal.SIGKILL)
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
 
@@ -219,7 +220,7 @@ def main() -> None:
     from slipstream.runtime.worker import main as worker
 
     name_process("fork server")
-    worker.warm_up()
+    worker.import_slow_modules()
     gc.freeze()  # otherwise the collector would write to, and so copy, all memory that the processes share
     try:
         _Server().serve()

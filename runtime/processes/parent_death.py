@@ -7,7 +7,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def signal_at_death_of_parent(number: signal.Signals) -> None:
+def request_parent_death_signal(number: signal.Signals) -> None:
     """Ask the system to send this process a signal when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

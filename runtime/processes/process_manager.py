@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from slipstream.runtime.errors import CoordinatorFailedError, RunError
-from slipstream.runtime.processes.faults import Crashes, Faults
 from slipstream.runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
-from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
+from slipstream.runtime.processes.restart_policy import CrashTimes, FaultHistory
+from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, format_process_name, parse_process_name
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_coordinator import WorkerEnded
 from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
 from slipstream.schedules.schedule import Worker
 
@@ -50,16 +50,16 @@ class NodeProcesses:
         self._places = {worker: index for index, worker in enumerate(workers)}
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
-        self._ending: dict[Worker, Ended] = {}
+        self._ending: dict[Worker, WorkerEnded] = {}
         """First end of a process, for each worker of which a process has ended and another is still alive."""
 
     @contextmanager
-    def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
+    def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
         """Start this node's workers for the duration of a block, and kill all that are left at its end. Raises
         RunError. With `found`, the workers of a continuing run are alive already, and none is started."""
         try:
             for worker in () if found else tuple(self._places):
-                self.do(StartWorker(worker, restarted=restarted))
+                self.execute_command(StartWorker(worker, restarted=restarted))
             yield
         except CoordinatorFailedError:
             raise  # another coordinator continues with the workers that are alive
@@ -71,44 +71,45 @@ class NodeProcesses:
             raise
         self._fork_server.kill_all()
 
-    def do(self, command: StartWorker | KillWorker) -> None:
+    def execute_command(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
-            self._kill(worker)
-        elif not self._lives(worker):
+            self._kill_worker(worker)
+        elif not self._is_alive(worker):
             for rank in self._ranks:
-                self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, rank), self._settings,
-                                                   command.restarted, rank).process())
+                self._fork_server.start_process(WorkerSpec(worker, self._coordinator, self.assign_gpu(worker, rank),
+                                                           self._settings,
+                                                           command.restarted, rank).build_process_spec())
 
-    def alive(self) -> list[Worker]:
+    def list_alive(self) -> list[Worker]:
         """Return the workers that have been started and have not ended."""
-        return [worker for worker in self._places if self._lives(worker)]
+        return [worker for worker in self._places if self._is_alive(worker)]
 
-    def card(self, worker: Worker, rank: int = 0) -> int | None:
+    def assign_gpu(self, worker: Worker, rank: int = 0) -> int | None:
         """Return the index of the GPU for a worker's process; None if there are no GPUs."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
-    def _kill(self, worker: Worker) -> None:
+    def _kill_worker(self, worker: Worker) -> None:
         for rank in self._ranks:
-            self._fork_server.kill(process_name(worker, rank))
+            self._fork_server.kill_process(format_process_name(worker, rank))
 
-    def _lives(self, worker: Worker) -> bool:
-        return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
+    def _is_alive(self, worker: Worker) -> bool:
+        return any(self._fork_server.is_alive(format_process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
         """Return the descriptor for a selector: it is readable when `poll` has something to report."""
         return self._fork_server.fileno()
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerEnded]:
         """Return the workers of this node that have ended. Raises ForkServerError."""
         for process in self._fork_server.poll(0):
-            worker = worker_named(process.name)
-            self._ending.setdefault(worker, Ended(worker, process.status))
-        ended = [worker for worker in self._ending if not self._lives(worker)]
+            worker = parse_process_name(process.name)
+            self._ending.setdefault(worker, WorkerEnded(worker, process.status))
+        ended = [worker for worker in self._ending if not self._is_alive(worker)]
         for worker in self._ending.keys() - ended:
-            self._kill(worker)
+            self._kill_worker(worker)
         return [self._ending.pop(worker) for worker in ended]
 
 
@@ -135,8 +136,8 @@ class ProcessManager:
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 faults_per_hour: int = 0, crashes: Crashes = (),
-                 keep: Callable[[Crashes], None] = lambda _: None) -> None:
+                 faults_per_hour: int = 0, crashes: CrashTimes = (),
+                 keep: Callable[[CrashTimes], None] = lambda _: None) -> None:
         self._local = local
         self._nodes = nodes
         self._workers_of: dict[int, list[Worker]] = defaultdict(list)
@@ -147,18 +148,18 @@ class ProcessManager:
         """Last iteration that has begun."""
         self._dead = set(absent)
         self._failures = list(failures)
-        self._faults = Faults.after(faults_per_hour, crashes)
+        self._faults = FaultHistory.from_crashes(faults_per_hour, crashes)
         self._keep = keep
         self._again: dict[Worker, float] = {}
         """Time at which each crashed worker is to be started again."""
         self._send: SendToAgent = lambda *_: None
         self._note: Callable[[str], None] = lambda _: None
 
-    def running(self, *, found: bool) -> AbstractContextManager[None]:
-        """Keep the workers of node 0 running for the duration of a block; see `NodeProcesses.running`."""
-        return self._local.running(found=found)
+    def run_workers(self, *, found: bool) -> AbstractContextManager[None]:
+        """Keep the workers of node 0 running for the duration of a block; see `NodeProcesses.run_workers`."""
+        return self._local.run_workers(found=found)
 
-    def connect(self, send: SendToAgent, note: Callable[[str], None]) -> None:
+    def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
         """Set the function that reaches the agents of other nodes, and the one that is called with a line about each
         crash."""
         self._send, self._note = send, note
@@ -167,64 +168,64 @@ class ProcessManager:
         """Return the descriptor for a selector: it is readable when `poll` has something to report."""
         return self._local.fileno()
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WorkerEnded]:
         """Return the workers of node 0 that have ended. Raises ForkServerError."""
         return self._local.poll()
 
-    def workers_of(self, node: int) -> Sequence[Worker]:
+    def get_node_workers(self, node: int) -> Sequence[Worker]:
         """Return the workers of a node."""
         return self._workers_of.get(node, ())
 
-    def node_started(self, node: int) -> None:
+    def record_node_started(self, node: int) -> None:
         """Record that a node has joined and starts its workers."""
-        self._dead.difference_update(self.workers_of(node))
+        self._dead.difference_update(self.get_node_workers(node))
 
-    def node_found(self, node: int, alive: Collection[Worker]) -> None:
+    def record_node_adopted(self, node: int, alive: Collection[Worker]) -> None:
         """Record that a node has joined which followed a previous coordinator, with `alive` of its workers. Its other
         workers count as crashed: the previous coordinator may have been about to start them again."""
-        workers = set(self.workers_of(node))
+        workers = set(self.get_node_workers(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
         for worker in sorted(missing):
-            self._crashed(worker)
+            self._record_crash(worker)
 
-    def start_missing(self) -> None:
+    def start_missing_workers(self) -> None:
         """Start the workers of node 0 that are dead, after node 0 itself has been restarted. Raises ForkServerError."""
-        for worker in sorted(set(self.workers_of(0)) & self._dead):
-            self._start(worker)
+        for worker in sorted(set(self.get_node_workers(0)) & self._dead):
+            self._start_worker(worker)
 
-    def kill(self, worker: Worker) -> None:
+    def kill_worker(self, worker: Worker) -> None:
         """Kill all processes of a worker, on whichever node they are. Raises ForkServerError."""
-        self._do(KillWorker(worker))
+        self._execute_command(KillWorker(worker))
 
-    def ended(self, ended: Ended) -> None:
+    def handle_worker_end(self, ended: WorkerEnded) -> None:
         """Record that a worker has ended, and start it again if that is due. Raises ForkServerError."""
         worker = ended.worker
         self._dead.add(worker)
-        self._bring_back()
+        self._start_returning_workers()
         if ended.status and worker in self._dead:
-            self._crashed(worker)
+            self._record_crash(worker)
 
-    def _crashed(self, worker: Worker) -> None:
+    def _record_crash(self, worker: Worker) -> None:
         if worker in self._again:
             return
         now = time.monotonic()
-        self._faults, verdict = self._faults.add(worker, self.workers_of(self._nodes.get(worker, 0)), now)
-        self._keep(self._faults.crashes)
+        self._faults, verdict = self._faults.with_fault(worker, self.get_node_workers(self._nodes.get(worker, 0)), now)
+        self._keep(self._faults.crash_times)
         if verdict.pause_seconds is not None:
             self._again[worker] = now + verdict.pause_seconds
         if verdict.reason:
             self._note(verdict.reason)
 
-    def look(self) -> None:
+    def restart_due_workers(self) -> None:
         """Start the crashed workers whose pause is over. To be called at intervals. Raises ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
             del self._again[worker]
             if worker in self._dead:
-                self._start(worker)
+                self._start_worker(worker)
 
-    def begins(self, iteration: int) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """Kill the workers whose failure is due in an iteration that begins, for the first time or again. Raises
         ForkServerError."""
         due = [failure for failure in self._failures if failure.iteration <= iteration]
@@ -232,43 +233,43 @@ class ProcessManager:
         for failure in due:
             if failure.iteration == iteration:  # otherwise it was due under a previous coordinator
                 for worker in failure.workers:
-                    self.kill(worker)
+                    self.kill_worker(worker)
 
-    def committed(self, iteration: int) -> None:
+    def commit_iteration(self, iteration: int) -> None:
         """Begin the iteration after `iteration`: kill workers that are to fail, and start workers that are to return.
         Raises ForkServerError."""
-        self.begins(iteration + 1)
+        self.begin_iteration(iteration + 1)
         self._iteration = max(self._iteration, iteration + 1)
-        self._bring_back()
+        self._start_returning_workers()
 
-    def _bring_back(self) -> None:
+    def _start_returning_workers(self) -> None:
         for entry in sorted(self._returns, key=lambda entry: entry.worker):
             if entry.iteration <= self._iteration and entry.worker in self._dead:
                 self._returns.remove(entry)
-                self._start(entry.worker)
+                self._start_worker(entry.worker)
 
-    def _start(self, worker: Worker) -> None:
+    def _start_worker(self, worker: Worker) -> None:
         self._dead.remove(worker)
-        self._do(StartWorker(worker))
+        self._execute_command(StartWorker(worker))
 
-    def _do(self, command: StartWorker | KillWorker) -> None:
+    def _execute_command(self, command: StartWorker | KillWorker) -> None:
         node = self._nodes.get(command.worker, 0)
         if node == 0:
-            self._local.do(command)
+            self._local.execute_command(command)
         else:
             self._send(node, command)
 
 
-def find_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
+def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
     """Return the workers of a run whose launcher has died, if all their ranks are alive; kill the remaining ranks of
     others. Raises ForkServerError."""
     ranks_alive: dict[Worker, list[str]] = {}
-    for name in adopted.names():
-        ranks_alive.setdefault(worker_named(name), []).append(name)
+    for name in adopted.list_alive():
+        ranks_alive.setdefault(parse_process_name(name), []).append(name)
     incomplete = {name for names in ranks_alive.values() if len(names) < ranks for name in names}
     for name in incomplete:
-        adopted.kill(name)
+        adopted.kill_process(name)
     deadline = time.monotonic() + KILL_SECONDS
-    while incomplete.intersection(adopted.names()) and time.monotonic() < deadline:
+    while incomplete.intersection(adopted.list_alive()) and time.monotonic() < deadline:
         adopted.poll(1.0)
     return [worker for worker, names in ranks_alive.items() if len(names) == ranks]

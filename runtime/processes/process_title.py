@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROGRAM = "slipstream"
 PR_SET_NAME = 15
-_STARTS, _ENDS = 45, 46
+_ARGUMENTS_START, _ARGUMENTS_END = 45, 46
 """Fields of /proc/self/stat with the start and end of the arguments in memory, counted after the program's name."""
 
 
@@ -24,6 +24,6 @@ def name_process(role: str, details: str = "") -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, role.replace(" ", "-").encode())
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        start, end = int(fields[_STARTS]), int(fields[_ENDS])
+        start, end = int(fields[_ARGUMENTS_START]), int(fields[_ARGUMENTS_END])
         if 0 < start < end:
             ctypes.memmove(start, title.encode()[:end - start - 1].ljust(end - start, b"\0"), end - start)

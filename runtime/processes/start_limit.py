@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from slipstream.schedules.schedule import Worker
 
-STARTS = 60
-"""Largest number of starts of one worker in `SECONDS`. A single start takes most of a second."""
-SECONDS = 60.0
+MAX_STARTS = 60
+"""Largest number of starts of one worker in `WINDOW_SECONDS`. A single start takes most of a second."""
+WINDOW_SECONDS = 60.0
 
 
 class StartLimitError(RuntimeError):
@@ -20,15 +20,15 @@ class StartLimit:
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self._workers = frozenset(workers)
-        self._starts: defaultdict[Worker, deque[float]] = defaultdict(lambda: deque(maxlen=STARTS))
+        self._starts: defaultdict[Worker, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_STARTS))
 
-    def require(self, worker: Worker) -> None:
+    def count_start(self, worker: Worker) -> None:
         """Count a start of `worker`. Raises StartLimitError if it exceeds the limit, or the worker is not one of this
         node."""
         if worker not in self._workers:
             raise StartLimitError(f"node 0 wants to start worker {worker}, which is not one of this node")
         starts, now = self._starts[worker], time.monotonic()
-        if len(starts) == STARTS and now - starts[0] < SECONDS:
-            raise StartLimitError(f"node 0 wants to start worker {worker} more than {STARTS} times in "
-                                  f"{SECONDS:.0f} s")
+        if len(starts) == MAX_STARTS and now - starts[0] < WINDOW_SECONDS:
+            raise StartLimitError(f"node 0 wants to start worker {worker} more than {MAX_STARTS} times in "
+                                  f"{WINDOW_SECONDS:.0f} s")
         starts.append(now)

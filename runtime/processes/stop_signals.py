@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a job asks SLURM to send before its time is over or it is preempted (`sbatch --signal`). SLURM sends
 them to all processes or to some. Workers can ignore them: their launchers end the run."""
-FROM_SCHEDULERS = (signal.SIGTERM, *WARNINGS)
-SIGNALS = (signal.SIGINT, *FROM_SCHEDULERS)
-REPEATED_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
-OTHERS_REPEATED_SECONDS = 5.0
+SCHEDULER_SIGNALS = (signal.SIGTERM, *WARNING_SIGNALS)
+SIGNALS = (signal.SIGINT, *SCHEDULER_SIGNALS)
+REPEAT_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
+DEFAULT_REPEAT_SECONDS = 5.0
 """Interval within which a second signal counts as a repetition of the first.
 
 Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and torchrun do so with
@@ -44,7 +44,7 @@ class StopSignals:
         self._handled: float | None = None
 
     @contextmanager
-    def asking(self, ask: Callable[[], object]) -> Iterator[None]:
+    def call_at_first_signal(self, ask: Callable[[], object]) -> Iterator[None]:
         """Call `ask` at the first signal within a block, instead of raising RunStopped. The call happens in the main
         thread, at any moment."""
         self._ask = ask
@@ -53,10 +53,10 @@ class StopSignals:
         finally:
             self._ask = None
 
-    def handle(self, number: int, _: object) -> None:
+    def handle_signal(self, number: int, _: object) -> None:
         """Handle a signal. This is the function for `signal.signal`."""
         now = time.monotonic()
-        if self._handled is not None and now - self._handled < REPEATED_SECONDS.get(number, OTHERS_REPEATED_SECONDS):
+        if self._handled is not None and now - self._handled < REPEAT_SECONDS.get(number, DEFAULT_REPEAT_SECONDS):
             return
         self._handled = now
         if self._ask is None or self.received is not None:
@@ -66,13 +66,13 @@ class StopSignals:
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopSignals]:
+def handle_stop_signals() -> Iterator[StopSignals]:
     """Handle the signals until the end of the block. Only the main thread of a program receives any."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.handle) for number in SIGNALS}
+    before = {number: signal.signal(number, stop.handle_signal) for number in SIGNALS}
     try:
         yield stop
     finally:

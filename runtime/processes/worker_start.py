@@ -51,36 +51,36 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     rank: int = 0
     """Rank of this process within the worker, if the worker has several processes."""
 
-    def process(self) -> ProcessSpec:
+    def build_process_spec(self) -> ProcessSpec:
         """Return the request to the fork server that starts this process.
 
         It is sent over a socket that no other process reads, so that the secret is in no command line and no
         environment. A worker that returns appends to its log.
         """
-        return ProcessSpec(process_name(self.worker, self.rank), "slipstream.runtime.worker.main:main",
-                           msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
-                           imports=self._imports)
+        return ProcessSpec(format_process_name(self.worker, self.rank), "slipstream.runtime.worker.main:main",
+                           msgspec.json.encode(self).decode(), str(self.log_path), append=self.restarted,
+                           imports=self._slow_imports)
 
     @property
-    def _imports(self) -> tuple[str, ...]:
+    def _slow_imports(self) -> tuple[str, ...]:
         """Modules that take seconds to import, which the fork server imports once for all processes."""
         model = self.settings.config.model
         return (*((HUGGING_FACE,) if model.hugging_face is not None else ()),
                 *((TORCHTITAN,) if model.torchtitan is not None else ()))
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """Path of the file for the process's standard output and error."""
         of_rank = f"-rank-{self.rank}" if self.rank else ""
         return Path(self.settings.out) / "logs" / f"worker-{self.worker}{of_rank}.log"
 
 
-def process_name(worker: Worker, rank: int) -> str:
+def format_process_name(worker: Worker, rank: int) -> str:
     """Return the fork server's name for a worker's process. If the launcher has died, the name is all that is known of
     it."""
     return f"{worker}/{rank}" if rank else str(worker)
 
 
-def worker_named(name: str) -> Worker:
+def parse_process_name(name: str) -> Worker:
     """Return the worker that a process name belongs to."""
     return Worker.parse(name.partition("/")[0])

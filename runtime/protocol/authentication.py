@@ -27,19 +27,20 @@ Secret = NewType("Secret", bytes)
 Purpose = Literal["control", "layers"]
 """Purpose of a connection."""
 
-VARIABLE = "SLIPSTREAM_SECRET"
-FILE_VARIABLE = "SLIPSTREAM_SECRET_FILE"
-SPOKEN = b"slipstream 1"
+SECRET_VARIABLE = "SLIPSTREAM_SECRET"
+SECRET_FILE_VARIABLE = "SLIPSTREAM_SECRET_FILE"
+PROTOCOL_VERSION = b"slipstream 1"
 NONCE_BYTES = TAG_BYTES = 32
-GREETING_BYTES = len(SPOKEN) + NONCE_BYTES
+GREETING_BYTES = len(PROTOCOL_VERSION) + NONCE_BYTES
 HELLO_BYTES = NONCE_BYTES + TAG_BYTES
 """Number of bytes that are read from a peer before it has been authenticated."""
 HELLO_SECONDS = 10.0
 """Time that the other end may take for its part of the handshake."""
-LEAST_BYTES = 16
-MOST_BYTES = 4096
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
 """Largest size of a secret set by the user."""
-HOW = f"set {FILE_VARIABLE} to a file that only you can read (openssl rand -hex 32 > FILE; chmod 600 FILE)"
+SECRET_REMEDY = f"set {SECRET_FILE_VARIABLE} to a file that only you can read (openssl rand -hex 32 > FILE; " \
+    "chmod 600 FILE)"
 
 
 class AuthenticationError(Exception):
@@ -51,29 +52,29 @@ class SecretError(ValueError):
     """Error for a secret that is missing or unusable. The message is one line."""
 
 
-class Tags:
+class TagSequence:
     """Sequence of the tags for one direction of a connection, in the order of its messages."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
-    def next(self, digest: bytes) -> bytes:
+    def compute_next(self, digest: bytes) -> bytes:
         """Return the tag of the next message, whose SHA-256 is `digest`."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "little") + digest, "sha256")
 
-    def require(self, tag: bytes, digest: bytes) -> None:
+    def verify_next(self, tag: bytes, digest: bytes) -> None:
         """Raise AuthenticationError unless `tag` is the tag of the next message."""
-        if not hmac.compare_digest(tag, self.next(digest)):
+        if not hmac.compare_digest(tag, self.compute_next(digest)):
             raise AuthenticationError("a message was changed on its way")
 
 
-class Keys(NamedTuple):
+class ConnectionKeys(NamedTuple):
     """Tags for both directions of a connection, at one of its ends."""
 
-    sending: Tags
-    receiving: Tags
+    sending: TagSequence
+    receiving: TagSequence
 
 
 class Challenge:
@@ -83,77 +84,80 @@ class Challenge:
         self._secret = secret
         self._purpose = purpose
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self.greeting = SPOKEN + self._nonce
+        self.greeting = PROTOCOL_VERSION + self._nonce
 
-    def admit(self, hello: bytes) -> tuple[bytes, Keys]:
+    def verify_hello(self, hello: bytes) -> tuple[bytes, ConnectionKeys]:
         """Check the other end's hello, of `HELLO_BYTES`, and return this end's proof and keys. Raises
         AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, self._derive("connecting", nonce)):
+        if not hmac.compare_digest(proof, self._derive_key("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")
-        return self._derive("accepting", nonce), Keys(Tags(self._derive("to connecting", nonce)),
-                                                      Tags(self._derive("to accepting", nonce)))
+        return self._derive_key("accepting",
+                                nonce), ConnectionKeys(TagSequence(self._derive_key("to connecting", nonce)),
+                                                                    TagSequence(self._derive_key("to accepting",
+                                                                                                 nonce)))
 
-    def _derive(self, what: str, nonce: bytes) -> bytes:
-        return _derive(self._secret, self._purpose, what, self._nonce, nonce)
+    def _derive_key(self, what: str, nonce: bytes) -> bytes:
+        return _derive_key(self._secret, self._purpose, what, self._nonce, nonce)
 
 
-class Answer:
+class ChallengeAnswer:
     """Connecting end of a handshake, created from the greeting. It sends `hello` next. Raises AuthenticationError if
     the greeting is not one of this protocol."""
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
-        if not greeting.startswith(SPOKEN):
+        if not greeting.startswith(PROTOCOL_VERSION):
             raise AuthenticationError("what listens there is not Slipstream of this version")
-        their_nonce, our_nonce = greeting[len(SPOKEN):], secrets.token_bytes(NONCE_BYTES)
+        their_nonce, our_nonce = greeting[len(PROTOCOL_VERSION):], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:
-            return _derive(secret, purpose, what, their_nonce, our_nonce)
+            return _derive_key(secret, purpose, what, their_nonce, our_nonce)
 
         self.hello = our_nonce + derive("connecting")
-        self.keys = Keys(Tags(derive("to accepting")), Tags(derive("to connecting")))
+        self.keys = ConnectionKeys(TagSequence(derive("to accepting")), TagSequence(derive("to connecting")))
         self._expected = derive("accepting")
 
-    def require(self, proof: bytes) -> None:
+    def verify_proof(self, proof: bytes) -> None:
         """Raise AuthenticationError unless `proof` is the other end's proof."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 
 
-def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first: Callable[[Tags], bytes],
-              patience_seconds: float = 0.0) -> Keys:
+def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
+                            first: Callable[[TagSequence], bytes],
+                            patience_seconds: float = 0.0) -> ConnectionKeys:
     """Perform the connecting end's part of a handshake on a blocking socket, and return the keys.
 
     `first` returns the first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or
     takes longer than the larger of `HELLO_SECONDS` and `patience_seconds`.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
-    answer = Answer(secret, purpose, _read(connection, GREETING_BYTES, deadline))
+    answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))
     try:
         connection.sendall(answer.hello + first(answer.keys.sending))
-        proof = _read(connection, TAG_BYTES, deadline)
+        proof = _receive_exactly(connection, TAG_BYTES, deadline)
     except ConnectionError:
         raise AuthenticationError("it closed the connection: its secret is another one") from None
-    answer.require(proof)
+    answer.verify_proof(proof)
     return answer.keys
 
 
-def new_secret() -> Secret:
+def create_secret() -> Secret:
     """Return a new random secret for one run."""
     return Secret(secrets.token_bytes(32))
 
 
-def given_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
+def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
     """Return the secret that the environment contains, or that the file named by it contains. Returns None if neither
     variable is set. Raises SecretError."""
-    path, text = environment.get(FILE_VARIABLE), environment.get(VARIABLE)
+    path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
-        return _checked(_read_file(Path(path)), f"{FILE_VARIABLE}={path}")
-    return _checked(text.encode(), VARIABLE) if text else None
+        return _validate_secret(_read_secret_file(Path(path)), f"{SECRET_FILE_VARIABLE}={path}")
+    return _validate_secret(text.encode(), SECRET_VARIABLE) if text else None
 
 
-def _read_file(path: Path) -> bytes:
-    named = f"{FILE_VARIABLE}={path}"
+def _read_secret_file(path: Path) -> bytes:
+    named = f"{SECRET_FILE_VARIABLE}={path}"
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -161,26 +165,27 @@ def _read_file(path: Path) -> bytes:
                 raise SecretError(f"{named}: no file")
             if mode & 0o077:
                 raise SecretError(f"{named}: others can read or write it; chmod 600 {path}")
-            return file.read(MOST_BYTES + 1)
+            return file.read(MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise SecretError(f"{named}: cannot be read: {error.strerror}") from None
 
 
-def _checked(text: bytes, source: str) -> Secret:
+def _validate_secret(text: bytes, source: str) -> Secret:
     """Return a secret without surrounding whitespace, which is lost too easily. Raises SecretError if its size is
     wrong."""
     text = text.strip()
-    if not LEAST_BYTES <= len(text) <= MOST_BYTES:
-        raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {LEAST_BYTES} to {MOST_BYTES}, such as "
+    if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
+        raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "
+                          f"{MAX_SECRET_BYTES}, such as "
                           "openssl rand -hex 32 prints")
     return Secret(hashlib.sha256(text).digest())
 
 
-def _derive(secret: Secret, purpose: Purpose, what: str, accepting: bytes, connecting: bytes) -> bytes:
+def _derive_key(secret: Secret, purpose: Purpose, what: str, accepting: bytes, connecting: bytes) -> bytes:
     return hmac.digest(secret, f"{purpose}/{what}/".encode() + accepting + connecting, "sha256")
 
 
-def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         remaining_seconds = deadline - time.monotonic()
@@ -194,7 +199,7 @@ def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-class Refusals:
+class RefusalLog:
     """Log of refused connections that stays short: the first ten, then one for each power of ten."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

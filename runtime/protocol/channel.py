@@ -15,8 +15,14 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from slipstream.runtime.errors import first_line, reason_of
-from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Secret, Tags, introduce
+from slipstream.runtime.errors import describe_reason, first_line
+from slipstream.runtime.protocol.authentication import (
+    TAG_BYTES,
+    AuthenticationError,
+    Secret,
+    TagSequence,
+    authenticate_connection,
+)
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
 MAX_BYTES = 2**28
@@ -25,7 +31,7 @@ RETRY_SECONDS = 0.05
 """Time between two attempts to connect."""
 FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
 """Time limits of the first and later attempts to connect. Without an answer, the system would try for minutes."""
-TELL_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0
 """Interval between the lines that report that node 0 does not answer."""
 SILENT_SECONDS = 60
 """Time after which a peer counts as gone if its machine acknowledges nothing (Linux)."""
@@ -69,12 +75,12 @@ class Frame(NamedTuple):
     digest: bytes
     """SHA-256 of the message."""
 
-    def tagged(self, tags: Tags) -> bytes:
+    def with_tag(self, tags: TagSequence) -> bytes:
         """Return the bytes to send on one connection, with the next tag of `tags`."""
-        return self.data + tags.next(self.digest)
+        return self.data + tags.compute_next(self.digest)
 
 
-def frame(message: msgspec.Struct) -> Frame:
+def encode_frame(message: msgspec.Struct) -> Frame:
     """Encode a message as a frame. Raises ProtocolError if the message is too long."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
@@ -82,14 +88,14 @@ def frame(message: msgspec.Struct) -> Frame:
     return Frame(_LENGTH.pack(len(body)) + body, hashlib.sha256(body).digest())
 
 
-class Frames:
+class FrameParser:
     """Parser that splits the bytes of a connection into messages, and checks their tags."""
 
-    def __init__(self, tags: Tags) -> None:
+    def __init__(self, tags: TagSequence) -> None:
         self._tags = tags
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def parse_messages(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with these bytes. Raises ProtocolError if a message is too long or has
         a wrong tag."""
         self._rest += data
@@ -103,7 +109,7 @@ class Frames:
                 break
             body, tag = bytes(self._rest[start + _LENGTH.size:end]), bytes(self._rest[end:end + TAG_BYTES])
             try:
-                self._tags.require(tag, hashlib.sha256(body).digest())
+                self._tags.verify_next(tag, hashlib.sha256(body).digest())
             except AuthenticationError as error:
                 raise ProtocolError(str(error)) from None
             bodies.append(body)
@@ -124,15 +130,16 @@ class Channel(Generic[T]):
                  timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> None:
         self._decode = decode
         self._sending = threading.Lock()
-        self._socket = _connect(address, timeout_seconds, waiting)
+        self._socket = _connect_with_retries(address, timeout_seconds, waiting)
         self._early: list[T] = []
         try:
-            self._tags, receiving = introduce(self._socket, secret, "control", frame(hello).tagged,
-                                              min(timeout_seconds, ANSWER_SECONDS))
+            self._tags, receiving = authenticate_connection(self._socket, secret, "control",
+                                                            encode_frame(hello).with_tag,
+                                                            min(timeout_seconds, ANSWER_SECONDS))
         except (AuthenticationError, OSError) as error:
             self._socket.close()
-            raise RendezvousError(f"node 0 at {address} was reached, but {reason_of(error)}") from None
-        self._frames = Frames(receiving)
+            raise RendezvousError(f"node 0 at {address} was reached, but {describe_reason(error)}") from None
+        self._frames = FrameParser(receiving)
         self._socket.settimeout(ANSWER_SECONDS)
 
     def fileno(self) -> int:
@@ -140,19 +147,19 @@ class Channel(Generic[T]):
         return self._socket.fileno()
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """True if `read` returns at once although a selector sees nothing to read."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message. If node 0 is on this machine, the message has arrived when this returns. Raises
         RendezvousError."""
-        data = frame(message)
+        data = encode_frame(message)
         try:
             with self._sending:  # tags count the messages in the order in which they are sent
-                self._socket.sendall(data.tagged(self._tags))
+                self._socket.sendall(data.with_tag(self._tags))
         except OSError as error:
-            raise _gone(error) from None
+            raise _gone_error(error) from None
 
     def read(self) -> list[T]:
         """Wait for data, and return the messages that are complete with it. Raises RendezvousError at the end of the
@@ -163,21 +170,21 @@ class Channel(Generic[T]):
         try:
             data = self._socket.recv(_READ_BYTES)
         except OSError as error:
-            raise _gone(error) from None
+            raise _gone_error(error) from None
         if not data:
-            raise _gone("it ended, or has given this process up")
+            raise _gone_error("it ended, or has given this process up")
         try:
-            return [self._decode(body) for body in self._frames.feed(data)]
+            return [self._decode(body) for body in self._frames.parse_messages(data)]
         except ProtocolError as error:
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
-    def wait_for(self, *kinds: type[M]) -> M:
+    def read_first(self, *kinds: type[M]) -> M:
         """Return the coordinator's first message, which must be of one of these types. Raises RendezvousError if it is
         not, or does not come within `ANSWER_SECONDS`."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
             if time.monotonic() > deadline:
-                raise _gone("it takes too long to answer")
+                raise _gone_error("it takes too long to answer")
             self._early = self.read()
         first = self._early.pop(0)
         if not isinstance(first, kinds):
@@ -199,7 +206,7 @@ class Channel(Generic[T]):
         self._socket.close()
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Configure a socket to send small messages at once, and to notice when the other machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -209,26 +216,26 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
 
 
-def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
+def _connect_with_retries(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
     deadline, next_line, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
-            connection = _attempt(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
+            connection = _try_connect(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() >= next_line:
-                waiting(f"waiting for node 0 at {address}: {reason_of(error)}")
-                next_line = time.monotonic() + TELL_SECONDS
+                waiting(f"waiting for node 0 at {address}: {describe_reason(error)}")
+                next_line = time.monotonic() + PROGRESS_SECONDS
             attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
                 raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
-                                      f"{reason_of(error)}") from None
+                                      f"{describe_reason(error)}") from None
             time.sleep(RETRY_SECONDS)
             continue
         if connection is not None:
             return connection
 
 
-def _attempt(address: Rendezvous, seconds: float) -> socket.socket | None:
+def _try_connect(address: Rendezvous, seconds: float) -> socket.socket | None:
     """Try once to connect. Return the socket, or None if the caller must try again. Raises OSError, also if the other
     end is gone as soon as it was connected."""
     connection = socket.create_connection((address.host, address.port), seconds)
@@ -239,12 +246,12 @@ def _attempt(address: Rendezvous, seconds: float) -> socket.socket | None:
             connection.close()
             return None
         connection.settimeout(None)
-        keep_alive(connection)
+        enable_keepalive(connection)
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _gone(reason: OSError | str) -> RendezvousError:
-    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else reason_of(reason)}")
+def _gone_error(reason: OSError | str) -> RendezvousError:
+    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else describe_reason(reason)}")

@@ -16,13 +16,13 @@ from slipstream.runtime.protocol.channel import Channel
 from slipstream.runtime.protocol.rendezvous import RendezvousError
 
 
-class _Setup(Protocol):
+class _HasEpoch(Protocol):
     @property
     def epoch(self) -> int: ...
 
 
 M = TypeVar("M")
-S = TypeVar("S", bound=_Setup)
+S = TypeVar("S", bound=_HasEpoch)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
@@ -54,9 +54,9 @@ class CoordinatorLink(Generic[M, S]):
         return self._channel.fileno()
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """True if `read` returns at once although a selector sees nothing to read."""
-        return self._channel.pending
+        return self._channel.has_pending
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message. If the coordinator is gone, nothing happens except that `read` fails. Any thread may call
@@ -72,7 +72,7 @@ class CoordinatorLink(Generic[M, S]):
         """Wait for messages, and return them. Raises RendezvousError when the coordinator is gone."""
         return self._channel.read()
 
-    def follow_another(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
+    def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
         """Try once to connect to a new coordinator and to follow it.
 
         Before it is followed, `prepare` is called with its answer, and the result is returned. An answer of type `end`
@@ -81,7 +81,7 @@ class CoordinatorLink(Generic[M, S]):
         """
         channel = self._connect(hello, 0.0)
         try:
-            answer = channel.wait_for(type(self.setup), end)
+            answer = channel.read_first(type(self.setup), end)
             if isinstance(answer, end):
                 channel.close()
                 return answer

@@ -49,7 +49,7 @@ class Slowdown(msgspec.Struct, frozen=True):
     """Factor by which ops take longer, at least 1. 1 is the usual time."""
 
 
-def factor_at(slowdowns: Iterable[Slowdown], iteration: int) -> float:
+def find_slowdown_factor(slowdowns: Iterable[Slowdown], iteration: int) -> float:
     """Return the factor by which a worker with these slowdowns takes longer in an iteration."""
     begun = [slowdown for slowdown in slowdowns if slowdown.iteration <= iteration]
     return max(begun, key=lambda slowdown: slowdown.iteration).factor if begun else 1.0
@@ -74,17 +74,17 @@ class Injector:
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
         self._announce = announce
         self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
-        self.replace(injections)
+        self.replace_injections(injections)
         self.cut: Callable[[], None] = lambda: None
         """Function that breaks the worker's connections."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
         """Function that flips a random bit of the named kind of state."""
 
-    def replace(self, injections: Iterable[tuple[int, Injection]]) -> None:
+    def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
         """Replace the pending failures: a new node 0 may know of others."""
         self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
-    def at(self, iteration: int, place: Place) -> None:
+    def fail_if_due(self, iteration: int, place: Place) -> None:
         """Fail if a failure is due at this place of an iteration. Raises InjectedError and torch.OutOfMemoryError."""
         if not self._mine:
             return

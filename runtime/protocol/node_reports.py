@@ -17,31 +17,31 @@ from typing import Self
 
 import msgspec
 
-from slipstream.runtime.protocol.to_coordinator import Gathered, Ran, ReportOf
-from slipstream.runtime.protocol.to_node_agent import GoOn
+from slipstream.runtime.protocol.to_coordinator import GatheredReports, IterationReport, RankReport
+from slipstream.runtime.protocol.to_node_agent import ReportsAcknowledged
 from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
-AGENT_SECONDS = 10.0
+AGENT_ANSWER_SECONDS = 10.0
 """Time to wait for the agent to pass on an answer. After it, reports go to node 0 directly."""
 _MOST_BYTES = 2**20
 _PREFIX = "slipstream-"
-_REPORT, _ANSWER = msgspec.json.Decoder(ReportOf), msgspec.json.Decoder(Acknowledged)
+_REPORT, _ANSWER = msgspec.json.Decoder(RankReport), msgspec.json.Decoder(Acknowledged)
 
 
-class Gatherer:
+class ReportGatherer:
     """Agent's end: it receives the reports of the node's workers."""
 
     def __init__(self) -> None:
-        _remove_abandoned()
+        _remove_abandoned_folders()
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self.folder = self._folder.name
         """Path of the sockets' folder, which is removed at the end unless the agent is killed."""
         self.address = str(Path(self.folder, "agent"))
-        self._socket = _bound(self.address)
+        self._socket = _bind_socket(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
         """Address from which the last report of each process came, by rank."""
-        self._reports: list[ReportOf] = []
+        self._reports: list[RankReport] = []
         self._asked = False
         """True while node 0 has not answered."""
 
@@ -49,11 +49,11 @@ class Gatherer:
         """Return the descriptor for a selector."""
         return self._socket.fileno()
 
-    def begin(self) -> None:
+    def forget_unanswered(self) -> None:
         """Prepare for a new coordinator, which has not been sent anything yet."""
         self._asked = False
 
-    def gathered(self) -> list[Gathered]:
+    def collect_reports(self) -> list[GatheredReports]:
         """Receive reports, and return the message to send to node 0 now. The list is empty while node 0 has not
         answered."""
         with suppress(BlockingIOError):
@@ -65,9 +65,9 @@ class Gatherer:
         if self._asked or not self._reports:
             return []
         reports, self._reports, self._asked = tuple(self._reports), [], True
-        return [Gathered(reports)]
+        return [GatheredReports(reports)]
 
-    def answered(self, answer: GoOn) -> None:
+    def forward_answer(self, answer: ReportsAcknowledged) -> None:
         """Pass an answer of node 0 on to the workers."""
         self._asked = False
         for workers, message in answer.acknowledged:
@@ -84,45 +84,45 @@ class Gatherer:
         self._folder.cleanup()
 
 
-class Reporter:
+class ReportSender:
     """Worker's end: it sends the reports of one process.
 
     The function `directly` sends a report to node 0. The path `agent` is the address of the node's agent; None if the
     agent gathers no reports. Reports are sent by one thread, and acknowledgements are read by another.
     """
 
-    def __init__(self, rank: int, directly: Callable[[Ran], None], agent: str | None) -> None:
+    def __init__(self, rank: int, directly: Callable[[IterationReport], None], agent: str | None) -> None:
         self._rank = rank
         self._directly = directly
         self._socket: socket.socket | None = None
         if agent is not None:
-            self._socket = _bound(f"{agent}-{os.getpid()}")
+            self._socket = _bind_socket(f"{agent}-{os.getpid()}")
             self._socket.connect(agent)
         self.gathered = self._socket is not None
         """True if the last report went to the agent."""
         self.sent = 0.0
         """Time at which a report was last sent to the agent, by `time.monotonic`."""
 
-    def send(self, report: Ran) -> None:
+    def send(self, report: IterationReport) -> None:
         """Send a report: to the agent if possible, else to node 0."""
         if self.gathered:
             assert self._socket is not None
             with suppress(OSError):  # the agent is gone or stuck, or the report is too long, as with many ops
-                self._socket.send(msgspec.json.encode(ReportOf(self._rank, report)))
+                self._socket.send(msgspec.json.encode(RankReport(self._rank, report)))
                 self.sent = time.monotonic()
                 return
         self.send_directly(report)
 
-    def send_directly(self, report: Ran) -> None:
+    def send_directly(self, report: IterationReport) -> None:
         """Send a report to node 0, and all later reports, too."""
         self.gathered = False
         self._directly(report)
 
-    def sockets(self) -> list[socket.socket]:
+    def list_sockets(self) -> list[socket.socket]:
         """Return the sockets that receive acknowledgements, for a selector."""
         return [] if self._socket is None else [self._socket]
 
-    def read(self) -> list[Acknowledged]:
+    def read_acknowledgements(self) -> list[Acknowledged]:
         """Return the acknowledgements that have arrived."""
         acknowledgements = []
         with suppress(OSError):  # ends the loop when no datagram is left or the agent is gone
@@ -131,7 +131,7 @@ class Reporter:
         return acknowledgements
 
 
-def _remove_abandoned() -> None:
+def _remove_abandoned_folders() -> None:
     """Remove the folders of this user's agents that were killed: their sockets refuse connections."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/agent"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -142,7 +142,7 @@ def _remove_abandoned() -> None:
                     shutil.rmtree(path.parent)
 
 
-def _bound(address: str) -> socket.socket:
+def _bind_socket(address: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     bound.setblocking(False)
     bound.bind(address)

@@ -8,11 +8,11 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError
 
-from slipstream.runtime.errors import reason_of
+from slipstream.runtime.errors import describe_reason
 from slipstream.runtime.torch_private import TCPStore
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 BACKLOG = 4096
 """Number of connections that may wait to be accepted: all workers connect at once."""
 
@@ -41,17 +41,17 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return cls(host, int(port))
 
 
-def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
+def open_listener(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
     """Open the coordinator's listening socket, by default on a free port of loopback. Raises RendezvousError."""
     requested = rendezvous or Rendezvous(LOOPBACK, 0)
     try:
-        listener = _listen_at_any(requested)
+        listener = _listen_at_first_address(requested)
     except OSError as error:
-        raise RendezvousError(f"cannot listen at {requested}: {reason_of(error)}") from None
+        raise RendezvousError(f"cannot listen at {requested}: {describe_reason(error)}") from None
     return listener, Rendezvous(requested.host, listener.getsockname()[1])
 
 
-def _listen_at_any(wanted: Rendezvous) -> socket.socket:
+def _listen_at_first_address(wanted: Rendezvous) -> socket.socket:
     """Listen at the first of a name's addresses, of either family, that this machine has. Raises OSError."""
     first: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM):
@@ -64,18 +64,18 @@ def _listen_at_any(wanted: Rendezvous) -> socket.socket:
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
     """Open torch's key-value store, by default on a free port of loopback. Raises RendezvousError."""
-    listener, opened = listen(rendezvous)
+    listener, opened = open_listener(rendezvous)
     try:
-        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,
                         master_listen_fd=listener.detach()), opened
     except DistError as error:
-        raise RendezvousError(f"cannot listen at {opened}: {reason_of(error)}") from None
+        raise RendezvousError(f"cannot listen at {opened}: {describe_reason(error)}") from None
 
 
-def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
+def connect_store(rendezvous: Rendezvous, timeout: timedelta = CONNECT_TIMEOUT) -> TCPStore:
     """Connect to a key-value store, waiting for it to open. Raises RendezvousError."""
     try:
         return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:
         raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
-                              f"{reason_of(error)}") from None
+                              f"{describe_reason(error)}") from None

@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
-from slipstream.runtime.model.passed import Form, TensorForm, TupleForm
+from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.replay.transport import Transport
@@ -21,7 +21,7 @@ VERIFY_EVERY = 50
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """`runtime.model.passed.Form` as JSON."""
+    """`runtime.model.layer_values.Form` as JSON."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     """Shape and dtype of each tensor."""
@@ -29,19 +29,19 @@ class FormSpec(msgspec.Struct, frozen=True, array_like=True):
     """Field names of a tuple. None: the form is a single tensor."""
 
     @classmethod
-    def of(cls, form: Form) -> "FormSpec":
+    def from_form(cls, form: Form) -> "FormSpec":
         """Return the JSON form of `form`."""
         tensors = (form,) if isinstance(form, TensorForm) else form.tensors
         return cls(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
                    None if isinstance(form, TensorForm) else form.fields)
 
-    def form(self) -> Form:
+    def to_form(self) -> Form:
         """Return the form that this describes."""
-        tensors = tuple(TensorForm(shape, _dtype(dtype)) for shape, dtype in self.tensors)
+        tensors = tuple(TensorForm(shape, _parse_dtype(dtype)) for shape, dtype in self.tensors)
         return tensors[0] if self.fields is None else TupleForm(tensors, self.fields)
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to `JoinWorker`: settings of a worker besides the schedule. It prepares, and then sends `Ready`.
 
     It names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
@@ -53,7 +53,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     forget: bool = False
     """True if the worker's state is out of date, because the others have continued without it."""
     first_iteration: int
-    read: SamplesRead = FROM_THE_START
+    read: SamplesRead = NOTHING_READ
     """Number of samples that were read before some iteration, if earlier runs had other grids."""
     iterations: int
     """Number of iterations: one more than the number of the last."""
@@ -91,7 +91,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Slowdowns of this worker."""
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.runtime.protocol.channel import Decoder
-from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.runtime.replay.recorder import OpTime
-from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
+from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.measured_trace import MeasuredOp
 from slipstream.schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
-    """First message of a worker. The coordinator answers with the `Setup`, or with `Leave`."""
+    """First message of a worker. The coordinator answers with the `WorkerSetup`, or with `Leave`."""
 
     worker: Worker
     epoch: int = 0
@@ -37,7 +37,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     timeout. A worker that is silent for longer is given up."""
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class HeldState(msgspec.Struct, frozen=True, array_like=True):
     """State that a worker holds: layers, and the parts of parameters and optimizer state that it keeps up to date
     itself (`runtime.model.state.parts`)."""
 
@@ -49,20 +49,20 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """Iteration after which the worker has the whole parameters of its layers. None: it lacks some."""
 
 
-NOTHING_KEPT = Kept()
+NOTHING_HELD = HeldState()
 
 
-def kept_by_all(ranks: Sequence[Kept]) -> Kept:
+def intersect_held_state(ranks: Sequence[HeldState]) -> HeldState:
     """Return the state that all ranks of a worker hold. The ranks have the same partition, but some may have been
     stopped before they applied it, or before they stepped."""
     first = ranks[0]
     layers = frozenset.intersection(*(layers_in(kept.layers) for kept in ranks))
-    return Kept(joined_ranges((layer, layer + 1) for layer in layers),
-                tuple(part for part in first.parts if all(part in kept.parts for kept in ranks)),
-                first.whole_after if len({kept.whole_after for kept in ranks}) == 1 else None)
+    return HeldState(merge_ranges((layer, layer + 1) for layer in layers),
+                     tuple(part for part in first.parts if all(part in kept.parts for kept in ranks)),
+                     first.whole_after if len({kept.whole_after for kept in ranks}) == 1 else None)
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     """Report of a paused worker to a new coordinator: all that it knows of the run."""
 
     order: int
@@ -72,8 +72,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     iteration: int
     """Last iteration that the worker has stepped, or may have stepped. The worker can undo this iteration, but none up
     to `begun`."""
-    kept: Kept
-    validated: Factor | None
+    kept: HeldState
+    validated: StepFactor | None
     """Factor of the last iteration whose factor the worker knows."""
     pending: bool
     """True if the worker does not know the factor of `iteration` yet."""
@@ -99,12 +99,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     addresses: tuple[tuple[str, int], ...]
     """Addresses at which other workers may get layers from this one. Each rank uses the one of its own number."""
     folder: str | None = None
-    """Result of `runtime.run_folder.holder` for the node's --out: equal for all nodes that share the folder."""
-    known: Known | None = None
+    """Result of `runtime.run_folder.read_lock_holder` for the node's --out: equal for all nodes that share the
+    folder."""
+    known: RecoveryReport | None = None
     """Report for a new coordinator, if the worker has followed a previous one."""
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class TrainingStarted(msgspec.Struct, frozen=True, tag=True):
     """Report that a worker has connected to the other members, has its layers, and begins its first op. A recovery ends
     when the last member has sent it."""
 
@@ -124,12 +125,12 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
     """Sum at each rank."""
 
     @property
-    def what(self) -> tuple[int, int, int, bool]:
+    def compared_elements(self) -> tuple[int, int, int, bool]:
         """Identity of the elements: checksums with the same identity must have the same sums."""
         return self.layer, self.start, self.stop, self.state
 
 
-class Ran(msgspec.Struct, frozen=True, tag=True):
+class IterationReport(msgspec.Struct, frozen=True, tag=True):
     """Report that a worker has stepped its optimizer in an iteration, and waits for `Acknowledged`. The coordinator
     commits the iteration when all members have sent it."""
 
@@ -152,26 +153,26 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """Checksums of all that the worker held before its step, if copies are compared in this iteration."""
 
 
-class ReportOf(msgspec.Struct, frozen=True, array_like=True):
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """Report of one process of a worker, on its way through its node's agent (`node_reports`)."""
 
     rank: int
-    report: Ran
+    report: IterationReport
 
 
-class Gathered(msgspec.Struct, frozen=True, tag=True):
-    """Reports of a node's workers, in one message of its agent. Reports that arrive before it is answered (`GoOn`)
-    follow in the next one."""
+class GatheredReports(msgspec.Struct, frozen=True, tag=True):
+    """Reports of a node's workers, in one message of its agent. Reports that arrive before it is answered
+    (`ReportsAcknowledged`) follow in the next one."""
 
-    reports: tuple[ReportOf, ...]
+    reports: tuple[RankReport, ...]
 
 
-class Validated(msgspec.Struct, frozen=True, tag=True):
+class StepValidated(msgspec.Struct, frozen=True, tag=True):
     """Report of how all members made the step of an iteration, if steps depend on all gradients. The first member sends
     it."""
 
     order: int
-    factor: Factor
+    factor: StepFactor
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
@@ -180,8 +181,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     order: int
-    kept: Kept
-    validated: Factor | None
+    kept: HeldState
+    validated: StepFactor | None
     """Factor of the last iteration whose factor the worker knows."""
     reason: str | None
     """Error that ends the order for all members. None: the worker stopped as it was asked to."""
@@ -211,7 +212,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """Digest of each of the worker's parameters, by name. All holders of a parameter must report the same."""
 
 
-class Saved(msgspec.Struct, frozen=True, tag=True):
+class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     """Report that a worker has written its layers of a checkpoint, or has failed to, which a `Note` explains."""
 
     worker: Worker
@@ -238,7 +239,7 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     """Time by the clock that all processes of a machine share (`time.monotonic`)."""
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
+class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     """Answer to `ReportStatus`: the present activity of a worker."""
 
     worker: Worker
@@ -251,7 +252,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Rank of the process, if it is the only one of the worker that does not wait."""
 
 
-class Checkpoints(msgspec.Struct, frozen=True, tag=True):
+class ReadableCheckpoints(msgspec.Struct, frozen=True, tag=True):
     """Answer to `ReportCheckpoints`: the iterations that a worker can return to."""
 
     worker: Worker
@@ -264,7 +265,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     """Report that a worker ends because of an error of its own. The coordinator counts it as lost."""
 
     worker: Worker
@@ -273,7 +274,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """True if other workers would meet the same error. It then ends the run."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     """Report of a node agent that a worker's process has ended. On node 0, the fork server reports it without a
     message. The coordinator counts the worker as lost after it has handled the worker's last messages."""
 
@@ -282,10 +283,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Exit status as in subprocess: the exit code, or minus the signal."""
 
 
-FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Checkpoints
-              | Failed)
-FromNodeAgent = JoinNode | Leaving | Ended | Gathered
+FromWorker = (JoinWorker | Heartbeat | Ready | TrainingStarted | IterationReport | StepValidated | Paused
+              | FetchUpToDate | FetchFailed | Finished | CheckpointSaved | Note | Injected | Leaving | WorkerStatus
+              | ReadableCheckpoints
+              | WorkerFailed)
+FromNodeAgent = JoinNode | Leaving | WorkerEnded | GatheredReports
 ToCoordinator = FromWorker | FromNodeAgent
 
 decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

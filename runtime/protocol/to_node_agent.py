@@ -33,7 +33,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     restarted: bool = False
     """True if the run has continued without these workers."""
     epoch: int = 0
-    """Epoch of the coordinator, as in `runtime.protocol.setup.Setup`."""
+    """Epoch of the coordinator, as in `runtime.protocol.setup.WorkerSetup`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
@@ -60,8 +60,9 @@ class StillRunning(msgspec.Struct, frozen=True, tag=True):
     itself."""
 
 
-class GoOn(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Gathered`, also used for later acknowledgements of reports. The agent passes it on to the workers."""
+class ReportsAcknowledged(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `GatheredReports`, also used for later acknowledgements of reports. The agent passes it on to the
+    workers."""
 
     acknowledged: tuple[tuple[tuple[Worker, ...], Acknowledged], ...]
 
@@ -75,6 +76,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """True if node 0 starts the run again from the beginning, so that the agent must join it again."""
 
 
-ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | GoOn | RunEnded
+ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | ReportsAcknowledged | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

@@ -8,13 +8,13 @@ reports how far it got (`Paused`), and waits for the next order.
 import msgspec
 
 from slipstream.runtime.protocol.channel import Decoder
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.parts import Share
 from slipstream.schedules.schedule import Worker
+from slipstream.schedules.worker_programs import WorkerShare
 
 
-class Factor(msgspec.Struct, frozen=True, array_like=True):
+class StepFactor(msgspec.Struct, frozen=True, array_like=True):
     """Number by which the gradients of an iteration are multiplied. None: the iteration made no step. See
     `runtime.model.state.clipping`."""
 
@@ -22,7 +22,7 @@ class Factor(msgspec.Struct, frozen=True, array_like=True):
     factor: float | None
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
+class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Transfer of elements [start, stop) of a layer to `target`, which lacks them, from `source`."""
 
     target: Worker
@@ -36,31 +36,31 @@ class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
 """Address at which each rank of some workers listens (`runtime.worker.layer_sender`)."""
-NOTHING = msgspec.Raw(b"null")
-KEPT_CONTENTS = 64
-"""Number of `Content` messages that a worker stores, the latest ones. The coordinator knows which these are."""
+JSON_NULL = msgspec.Raw(b"null")
+MAX_STORED_CONTENTS = 64
+"""Number of `ScheduleContent` messages that a worker stores, the latest ones. The coordinator knows which these are."""
 
 
-class Content(msgspec.Struct, frozen=True, tag=True):
-    """Data of a schedule that a worker needs and has not received yet (`schedules.parts`). It is sent before the
-    `Assigned` that refers to it by its digest."""
+class ScheduleContent(msgspec.Struct, frozen=True, tag=True):
+    """Data of a schedule that a worker needs and has not received yet (`schedules.worker_programs`). It is sent before
+    the `AssignedShare` that refers to it by its digest."""
 
     digest: str
     data: msgspec.Raw
 
 
-class Assigned(msgspec.Struct, frozen=True, tag=True):
+class AssignedShare(msgspec.Struct, frozen=True, tag=True):
     """Work of a member in an order. It is sent before the `Train` of that order."""
 
     order: int
-    share: Share
+    share: WorkerShare
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Order to run iterations by a schedule, until the last one or until a message ends it.
 
     It is sent to all members and to all workers that want to join, when all are ready for the first time and whenever
-    members change. A member has already received its work (`Assigned`), and starts a generation
+    members change. A member has already received its work (`AssignedShare`), and starts a generation
     (`runtime.worker.generation`). Any other worker drops the layers that it has fetched.
     """
 
@@ -69,18 +69,18 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of the first iteration. All iterations before it are committed."""
     failed: tuple[Worker, ...] = ()
     """Workers of the grid that take no part. All others are members."""
-    schedule: msgspec.Raw = NOTHING
+    schedule: msgspec.Raw = JSON_NULL
     """Whole schedule, in runs that deal or evaluate data by it; else null."""
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     """Moves that are made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
     """Ranges that keep their partition although some of its members are gone, each with the members it was made for
-    (`runtime.model.state.parts.Cut.left`)."""
+    (`runtime.model.state.parts.StatePartition.after_losses`)."""
     addresses: Addresses = ()
     """Addresses of the sources of the moves."""
     fetch: int = 0
     """Number of the `Fetch` that has already brought layers to the members which need them. 0: none."""
-    factor: Factor | None = None
+    factor: StepFactor | None = None
     """Factor of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
     """Layers that each member reads when the run returns to a checkpoint because layers were lost; else None.
@@ -92,7 +92,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     @property
     def has_schedule(self) -> bool:
         """True if there is a whole schedule."""
-        return bytes(self.schedule) != bytes(NOTHING)
+        return bytes(self.schedule) != bytes(JSON_NULL)
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -105,8 +105,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Each layer, and the worker that writes it."""
     parameters: bool = True
     """True to write the final parameters. False: write a checkpoint only, as when the run ends early."""
-    factor: Factor | None = None
-    moves: tuple[Move, ...] = ()
+    factor: StepFactor | None = None
+    moves: tuple[LayerMove, ...] = ()
     """Moves of the elements that the writers lack."""
     addresses: Addresses = ()
     """Addresses of the sources of the moves."""
@@ -126,7 +126,7 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Ran`: begin the next iteration, or stop before it, as all members will."""
+    """Answer to `IterationReport`: begin the next iteration, or stop before it, as all members will."""
 
     order: int
     iteration: int
@@ -147,21 +147,23 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     order: int
     """Number of the order that is being trained."""
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     addresses: Addresses = ()
     """Addresses of the sources of the moves."""
 
 
 class ReportStatus(msgspec.Struct, frozen=True, tag=True):
-    """Request to report the present activity (`Status`), sent when no iteration has been committed for long."""
+    """Request to report the present activity (`WorkerStatus`), sent when no iteration has been committed for long."""
 
 
 class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
-    """Request to report the readable checkpoints (`Checkpoints`), sent when some layer has no holder any more."""
+    """Request to report the readable checkpoints (`ReadableCheckpoints`), sent when some layer has no holder any
+    more."""
 
 
 Order = Train | Finish
-ToWorker = (Setup | Content | Assigned | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
+ToWorker = (WorkerSetup | ScheduleContent | AssignedShare | Train | Finish | Leave | EndOrder | Acknowledged | Fetch
+            | ReportStatus
             | ReportCheckpoints)
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

@@ -4,7 +4,7 @@
     evaluation       computes the loss of validation data with the forwards of the schedule
     exchange         passes the result of an op to the next op, on the same worker or another
     session          one worker's communication in a generation: sends, receives, sums, aborts, commit points
-    links            process groups, created when a generation begins, and reused if nothing was aborted in them
+    group_cache            process groups, created when a generation begins, and reused if nothing was aborted in them
     sum_tree         sums of numbers over all processes
     transfers        tensors and sums in transfer
     backend          interface for creating and aborting process groups

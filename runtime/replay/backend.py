@@ -9,7 +9,7 @@ from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import Group, Store
 
 
-class Meeting(NamedTuple):
+class GroupRendezvous(NamedTuple):
     """Arguments with which the members of one process group find each other."""
 
     keys: GroupStore
@@ -30,29 +30,29 @@ class Backend(Protocol):
     """True if transfers are matched by their order instead of a tag. Then each pair of workers has one group for each
     direction, so that no send waits behind a receive."""
 
-    def making(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
+    def creating_groups(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
         """Return a context in which groups are created.
 
         The function `spared` returns the sockets that other threads open meanwhile.
         """
 
-    def group(self, meeting: Meeting) -> Group:
+    def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a process group, and return it when all members have joined. Raises RuntimeError."""
 
-    def reuse(self, group: Group) -> None:
+    def allow_reuse(self, group: Group) -> None:
         """Prepare a group that is not lost for use in another generation."""
 
-    def abort(self, groups: Collection[Group]) -> None:
+    def abort_groups(self, groups: Collection[Group]) -> None:
         """Abort all operations in these groups, from any thread, without waiting until they end."""
 
-    def lost(self, group: Group) -> str | None:
+    def failure_reason(self, group: Group) -> str | None:
         """Return why a group is no longer usable, here or at its other members; None if it is usable."""
 
-    def over(self, groups: Collection[Group]) -> bool:
+    def is_quiescent(self, groups: Collection[Group]) -> bool:
         """Return whether no pending operation of these groups can write to a tensor."""
 
-    def begun(self, group: Group) -> int:
+    def count_started(self, group: Group) -> int:
         """Return the number of operations that this member has started in the group since its creation."""
 
-    def close(self, groups: Collection[Group]) -> None:
+    def close_groups(self, groups: Collection[Group]) -> None:
         """Close groups that are no longer used."""

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from slipstream.runtime.config import ConfigError, LengthCosts, TrainingConfig
-from slipstream.runtime.model.data.data import Data, knows_costs, knows_lengths
-from slipstream.runtime.model.data.loss_weights import tokens_of
+from slipstream.runtime.model.data.data import Data, has_costs, has_lengths
+from slipstream.runtime.model.data.loss_weights import count_loss_tokens
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
 from slipstream.runtime.replay.placement import Placement
@@ -32,29 +32,30 @@ from slipstream.schedules.dealing.arrays import COSTS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """Interval at which a wait for a dealt iteration checks if the generation has ended."""
 
-CostsOf = Callable[[int], object]
+CostFunction = Callable[[int], object]
 """Function that returns the costs of an iteration, which should be `schedules.dealing.Costs`; they are checked when
 used."""
 
 
-def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[LayerRange]) -> CostsOf | None:
+def find_cost_function(data: Data, training: TrainingConfig,
+                       layers_by_stage: Sequence[LayerRange]) -> CostFunction | None:
     """Return the function that gives the costs of an iteration's samples.
 
     Returns None if no costs are known, or samples are not dealt. The costs come from the data, or follow from the
     lengths of their documents. The argument `layers_by_stage` has the model's layers of each stage.
     """
-    if training.deal_swaps and knows_costs(data):
+    if training.deal_swaps and has_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
-    if training.length_costs is None or not training.deal_swaps or not knows_lengths(data):
+    if training.length_costs is None or not training.deal_swaps or not has_lengths(data):
         return None
-    return _by_lengths(data, training.length_costs, layers_by_stage)
+    return _cost_function_by_length(data, training.length_costs, layers_by_stage)
 
 
-def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostsOf:
-    coefficients = np.array([coefficients_of(known, layers) for layers in layers_by_stage])
+def _cost_function_by_length(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostFunction:
+    coefficients = np.array([range_coefficients(known, layers) for layers in layers_by_stage])
 
     def costs(iteration: int) -> Costs:
         return costs_by_stage(data.lengths(iteration), coefficients)  # type: ignore[attr-defined]
@@ -62,16 +63,16 @@ def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerR
     return costs
 
 
-def stage_layers(grid: Grid, placement: Placement) -> list[LayerRange]:
+def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
     """Return the model's layers of each stage of one chain."""
-    return [placement.range_of(grid.layers_of(stage)) for stage in range(grid.depth)]
+    return [placement.model_range(grid.layers_of(stage)) for stage in range(grid.depth)]
 
 
-def costs_digest(data: Data, training: TrainingConfig) -> str:
+def digest_costs(data: Data, training: TrainingConfig) -> str:
     """Return a digest of all that decides how samples are dealt. Workers that train together must have equal
     digests."""
     digest = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
-    if training.deal_swaps and knows_costs(data):
+    if training.deal_swaps and has_costs(data):
         try:
             costs = np.asarray(data.costs(0), np.float64)  # type: ignore[attr-defined]
             digest.update(np.rint(costs * 1e6).astype(np.int64).tobytes())
@@ -80,27 +81,27 @@ def costs_digest(data: Data, training: TrainingConfig) -> str:
     return digest.hexdigest()
 
 
-def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
+def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
     """Raise ConfigError if the costs or token counts of the data's first iteration are unusable.
 
     Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is "tokens". Raises
     ConfigError, too, if `training.length_costs` has another number of layers than the model.
     """
     samples = schedule.grid.total_microbatches
-    if training.length_costs is not None and len(training.length_costs.forward) != placement.layers:
+    if training.length_costs is not None and len(training.length_costs.forward) != placement.layer_count:
         raise ConfigError(f"training.length_costs is of {len(training.length_costs.forward)} layers; the model has "
-                          f"{placement.layers}: `slipstream profile` measures them")
-    costs = costs_known(data, training, stage_layers(schedule.grid, placement))
+                          f"{placement.layer_count}: `slipstream profile` measures them")
+    costs = find_cost_function(data, training, layers_of_stages(schedule.grid, placement))
     if costs is not None:
         try:
             require_costs(costs(0), samples, schedule.grid.depth)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration 0: {error}") from None
     if training.loss_weights == "tokens":
-        tokens_of(data, 0, samples)
+        count_loss_tokens(data, 0, samples)
 
 
-class _Iteration(NamedTuple):
+class _DealtIteration(NamedTuple):
     """Samples of an iteration, by the number of each micro-batch name, and their costs, [samples, slices, 3]."""
 
     sample: list[int]
@@ -119,13 +120,13 @@ class DealtSamples:
                  require: Callable[[], None] = lambda: None) -> None:
         self._training = training
         self._require = require
-        self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
-                     for index in range(count)]
+        self._names = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
+                       for index in range(count)]
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
         self._schedule = schedule
-        self._ahead: tuple[int, Future[_Iteration]] | None = None
-        self._now: tuple[int, _Iteration] | None = None
-        self._costs = costs_known(data, training, stage_layers(schedule.grid, placement))
+        self._next_dealing: tuple[int, Future[_DealtIteration]] | None = None
+        self._current: tuple[int, _DealtIteration] | None = None
+        self._costs = find_cost_function(data, training, layers_of_stages(schedule.grid, placement))
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
@@ -133,54 +134,54 @@ class DealtSamples:
         """Return the sample of a micro-batch name in its iteration. Raises ConfigError if the costs are unusable."""
         if self._pool is None:
             return name
-        return Microbatch(name.iteration, *self._own[self._sample(name)])
+        return Microbatch(name.iteration, *self._names[self._sample_number(name)])
 
     @property
-    def deals(self) -> bool:
+    def is_dealing(self) -> bool:
         """True if costs are known, so that samples are dealt."""
         return self._pool is not None
 
-    def times_longer(self, op: Op, iteration: int) -> float:
+    def relative_duration(self, op: Op, iteration: int) -> float:
         """Return the expected duration of an op, relative to the usual one, by its sample's cost; 1 if it costs
         nothing."""
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
-        sample = self._sample(Microbatch(iteration, op.pipeline, op.microbatch))
-        costs, times = self._of(iteration).by_slice[sample, op.slice], self._schedule.times
+        sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
+        costs, times = self._get_dealt_iteration(iteration).by_slice[sample, op.slice], self._schedule.times
         kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
         ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
         taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
         return taken / sum(ticks) if taken > 0 else 1.0
 
-    def _sample(self, name: Microbatch) -> int:
-        return self._of(name.iteration).sample[self._first[name.pipeline] + name.index]
+    def _sample_number(self, name: Microbatch) -> int:
+        return self._get_dealt_iteration(name.iteration).sample[self._first[name.pipeline] + name.index]
 
-    def _of(self, iteration: int) -> "_Iteration":
-        if self._now is None or self._now[0] != iteration:
-            self._now = iteration, self._dealt(iteration)
-        return self._now[1]
+    def _get_dealt_iteration(self, iteration: int) -> "_DealtIteration":
+        if self._current is None or self._current[0] != iteration:
+            self._current = iteration, self._wait_for_dealing(iteration)
+        return self._current[1]
 
-    def begin(self, iteration: int) -> None:
+    def start_dealing(self, iteration: int) -> None:
         """Start to deal an iteration in the background."""
-        if self._pool is not None and (self._ahead is None or self._ahead[0] != iteration):
-            self._ahead = iteration, self._pool.submit(self._deal, iteration)
+        if self._pool is not None and (self._next_dealing is None or self._next_dealing[0] != iteration):
+            self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
     def close(self) -> None:
         """Stop dealing, and release the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _dealt(self, iteration: int) -> "_Iteration":
-        self.begin(iteration)
-        assert self._ahead is not None
-        dealing = self._ahead[1]
+    def _wait_for_dealing(self, iteration: int) -> "_DealtIteration":
+        self.start_dealing(iteration)
+        assert self._next_dealing is not None
+        dealing = self._next_dealing[1]
         while not dealing.done():
             self._require()
-            wait([dealing], LOOK_SECONDS)
+            wait([dealing], POLL_SECONDS)
         dealt = dealing.result()
-        self.begin(iteration + 1)
+        self.start_dealing(iteration + 1)
         return dealt
 
-    def _deal(self, iteration: int) -> "_Iteration":
+    def _deal_iteration(self, iteration: int) -> "_DealtIteration":
         assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
         try:
@@ -188,10 +189,10 @@ class DealtSamples:
             dealt = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return _Iteration([int(sample) for sample in dealt.sample], dealer.by_slice(costs))
+        return _DealtIteration([int(sample) for sample in dealt.sample], dealer.costs_by_slice(costs))
 
 
-def kinds_of(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
+def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
     """Return the kinds of work that an op on some layers contains.
 
     On layers that begin with layer 0, the whole backward belongs to W, and I contains no work.
@@ -201,13 +202,13 @@ def kinds_of(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
     return () if kind is OpKind.I and layers[0] == 0 else (kind,)
 
 
-def of_op(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
+def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
     """Return the cost coefficients of an op on some layers."""
-    by_layer = [one for part in kinds_of(kind, layers) for one in known.of(part)[slice(*layers)]]
+    by_layer = [one for part in work_kinds(kind, layers) for one in known.coefficients_for(part)[slice(*layers)]]
     a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
     return a, b, c
 
 
-def coefficients_of(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
+def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
     """Return the cost coefficients of F, I and W on some layers, [3, 3]."""
-    return [of_op(known, kind, layers) for kind in COSTS]
+    return [op_coefficients(known, kind, layers) for kind in COSTS]

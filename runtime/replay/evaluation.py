@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from slipstream.runtime.model.computing.slices import Slices
+from slipstream.runtime.model.computing.slices import WorkerSlices
 from slipstream.runtime.model.data.data import Microbatch
-from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import BeforeOp, Executor, Feed
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.check import check
-from slipstream.schedules.forwards import forwards_of
+from slipstream.schedules.forwards import schedule_forwards
 from slipstream.schedules.schedule import Schedule
 
 
@@ -30,13 +30,13 @@ class EvaluationMode:
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
 
-    def begin(self, modules: Iterable[nn.Module]) -> None:
+    def enter_mode(self, modules: Iterable[nn.Module]) -> None:
         """Put modules into evaluation mode."""
         self._modules = [submodule for module in modules for submodule in module.modules() if submodule.training]
         for submodule in self._modules:
             submodule.training = False
 
-    def end(self) -> None:
+    def leave_mode(self) -> None:
         """Restore the mode of each module; does nothing if that was done before."""
         modules, self._modules = self._modules, []
         for module in modules:
@@ -56,10 +56,10 @@ class Evaluation:
         Mode that the layers are put into during an evaluation.
     """
 
-    def __init__(self, schedule: Schedule, *, session: Session, slices: Slices, steps: Steps,
+    def __init__(self, schedule: Schedule, *, session: GenerationSession, slices: WorkerSlices, steps: StepController,
                  exchange: Callable[[Schedule, range], Exchange], feed: Feed, before_op: BeforeOp,
                  iterations: int, mode: EvaluationMode) -> None:
-        forwards = forwards_of(schedule)
+        forwards = schedule_forwards(schedule)
         violations = check(forwards, forwards=True)
         assert not violations, violations[0]
         self._iterations = iterations
@@ -77,16 +77,16 @@ class Evaluation:
 
         Raises CommunicationError, and any error of `before_op`.
         """
-        self._exchange.more(self._iterations)
+        self._exchange.add_iterations(self._iterations)
         total = 0.0
-        self._mode.begin(self._slices.holding.modules.values())
+        self._mode.enter_mode(self._slices.holding.modules.values())
         try:
             with torch.no_grad():
                 for _ in range(self._iterations):
-                    self._recorder.begin(self._done, traced=False)
+                    self._recorder.start_iteration(self._done, traced=False)
                     total += self._executor.evaluate(self._done)
                     self._done += 1
         finally:
-            self._mode.end()
+            self._mode.leave_mode()
         self._exchange.flush()
         return total / self._iterations

@@ -4,18 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from slipstream.runtime.model.computing.slices import SliceRunner, Slices
+from slipstream.runtime.model.computing.slices import SliceRunner, WorkerSlices
 from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.layer_values import Value
 from slipstream.runtime.model.layers.calling import Batch
-from slipstream.runtime.model.passed import Value
-from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.model.state.held_layers import HeldLayers
+from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Session
-from slipstream.schedules.graph import reducing_early
-from slipstream.schedules.precedence import consumers, op_key, waits
+from slipstream.runtime.replay.session import GenerationSession
+from slipstream.schedules.graph import with_early_reductions
+from slipstream.schedules.precedence import consumers_with_rules, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
 Feed = Callable[[Microbatch], Batch]
@@ -26,16 +26,16 @@ BeforeOp = Callable[[int, int, OpKind], None]
 iteration."""
 
 
-class _Step(NamedTuple):
+class _ProgramStep(NamedTuple):
     """An op of the program, with the arguments of its handler."""
 
     op: Op
-    run: "Callable[[Executor, _Step], None]"
+    handler: "Callable[[Executor, _ProgramStep], None]"
     runner: SliceRunner | None
     """Runner of the op's slice; None for A and O."""
-    takes: TensorName | None
+    input_name: TensorName | None
     """Input from another op; None if the op needs none."""
-    gives: TensorName | None
+    output_name: TensorName | None
     """Output that another op needs; None if no op does."""
 
 
@@ -54,17 +54,17 @@ class Executor:
     then all workers have passed on a result of this iteration, so no worker undoes the step before.
     """
 
-    def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
+    def __init__(self, schedule: Schedule, *, slices: WorkerSlices, steps: StepController, session: GenerationSession,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = lambda *_: None,
                  before_exchange: Callable[[], None] = lambda: None,
                  before_step: Callable[[int], None] = lambda _: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         ops = schedule.ops(session.worker)
-        if schedule.overlaps:
-            ops = reducing_early(schedule, ops)
-        self._program = [_step(schedule, op, slices) for op in ops]
+        if schedule.has_overlap:
+            ops = with_early_reductions(schedule, ops)
+        self._program = [_build_step(schedule, op, slices) for op in ops]
         self._split = schedule.backward == "split"
-        self._reduces_beside = _computes_after_reducing(self._program)
+        self._reduces_in_background = _computes_after_reducing(self._program)
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices, self._holding = slices, slices.holding
         self._steps = steps
@@ -89,10 +89,10 @@ class Executor:
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
-            self._forget_round()
+            self._discard_round()
         self._exchange.end_iteration()
-        self._session.commit_point()
-        self._steps.when_validated(partial(_note_whole, self._holding, self._steps, iteration))
+        self._session.reach_commit_point()
+        self._steps.when_validated(partial(_mark_gathered, self._holding, self._steps, iteration))
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
@@ -101,7 +101,7 @@ class Executor:
         self._run_program()
         self._exchange.end_iteration()
         loss = self._slices.take_loss()
-        self._session.commit_point()
+        self._session.reach_commit_point()
         return loss
 
     def _run_program(self) -> bool:
@@ -113,78 +113,78 @@ class Executor:
             kind = step.op.kind
             self._before_op(self._iteration, place, kind)
             if kind is OpKind.F:
-                self._steps.poll()
+                self._steps.validate_if_arrived()
             elif kind is not OpKind.O:
                 self._steps.validate()
-            elif self._steps.void:
+            elif self._steps.is_void:
                 self._before_exchange()
-                self.gather_again()
+                self.regather_parameters()
                 return False
-            (Executor._pass_empty if self._steps.void else step.run)(self, step)
+            (Executor._pass_zeros if self._steps.is_void else step.handler)(self, step)
         return True
 
-    def gather_again(self) -> None:
+    def regather_parameters(self) -> None:
         """Gather the parameters of a step again after a wrong guess; all workers do so at the same place.
 
         The parameters are whole only after a commit point, because the step may have been committed long ago. Raises
         CommunicationError.
         """
         assert self._steps.validated is not None
-        self._gather_all()
-        self._session.commit_point()
-        self._holding.gathered(self._steps.validated[0])
+        self._gather_parameters()
+        self._session.reach_commit_point()
+        self._holding.mark_gathered(self._steps.validated[0])
 
-    def _forget_round(self) -> None:
+    def _discard_round(self) -> None:
         self._void_rounds += 1
-        self._exchange.more()
+        self._exchange.add_iterations()
         self._exchange.end_iteration()
-        self._recorder.begin_again()
-        self._slices.discard()
-        self._steps.void = False
+        self._recorder.restart_iteration()
+        self._slices.discard_iteration()
+        self._steps.is_void = False
 
-    def _pass_empty(self, step: _Step) -> None:
+    def _pass_zeros(self, step: _ProgramStep) -> None:
         """Take the input and pass on zeros as the output of a void op, without computing."""
-        self._take(step)
-        if step.gives is not None:
+        self._take_input(step)
+        if step.output_name is not None:
             self._before_exchange()
-            self._exchange.give_empty(self._round, step.gives)
+            self._exchange.put_zeros(self._round_number, step.output_name)
 
-    def _forward(self, step: _Step) -> None:
-        runner, microbatch = self._runner(step), self._microbatch(step.op)
+    def _run_forward(self, step: _ProgramStep) -> None:
+        runner, microbatch = self._runner_of(step), self._sample_of_op(step.op)
         # Read while the activation is in transfer.
         batch = self._feed(microbatch) if runner.reads_batch and not runner.first else None
-        value = self._take(step)
-        with self._recorder.timing(step.op):
+        value = self._take_input(step)
+        with self._recorder.record_op(step.op):
             if value is None:
                 batch = self._feed(microbatch)
                 value = batch[0]
             target = batch[1] if batch is not None and runner.last else None
             output = runner.forward(microbatch, value, target, batch, split=self._split)
         if not self._trains:
-            runner.forget(microbatch)
-        self._give(step, output)
+            runner.drop_microbatch(microbatch)
+        self._put_output(step, output)
 
-    def _backward(self, step: _Step) -> None:
+    def _run_backward(self, step: _ProgramStep) -> None:
         """Run an I or a B."""
-        runner, microbatch = self._runner(step), self._microbatch(step.op)
+        runner, microbatch = self._runner_of(step), self._sample_of_op(step.op)
         run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
-        gradient = self._take(step)
-        with self._recorder.timing(step.op):
+        gradient = self._take_input(step)
+        with self._recorder.record_op(step.op):
             result = run(microbatch, gradient)
-        self._give(step, result)
+        self._put_output(step, result)
 
-    def _backward_weight(self, step: _Step) -> None:
-        with self._recorder.timing(step.op):
-            self._runner(step).backward_weight(self._microbatch(step.op))
+    def _run_backward_weight(self, step: _ProgramStep) -> None:
+        with self._recorder.record_op(step.op):
+            self._runner_of(step).backward_weight(self._sample_of_op(step.op))
 
-    def _all_reduce(self, step: _Step) -> None:
+    def _run_all_reduce(self, step: _ProgramStep) -> None:
         self._before_exchange()
-        if self._reduces_beside:
-            self._session.begin_beside(partial(self._reduce, step))
+        if self._reduces_in_background:
+            self._session.reduce_in_background(partial(self._reduce_gradients, step))
         else:
-            self._reduce(step)
+            self._reduce_gradients(step)
 
-    def _reduce(self, step: _Step) -> None:
+    def _reduce_gradients(self, step: _ProgramStep) -> None:
         """Reduce the gradients of an A.
 
         Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
@@ -193,89 +193,90 @@ class Executor:
         slice = step.op.slice
         assert slice is not None
         layers = self._slices.layers[slice]
-        with self._recorder.timing(step.op):
-            whole = self._holding.summed(layers)
-            if (cut := self._holding.sharded_cut(layers)) is not None:
+        with self._recorder.record_op(step.op):
+            whole = self._holding.gradients_to_sum(layers)
+            if (cut := self._holding.sharded_partition(layers)) is not None:
                 gradients, *whole = whole
-                self._parts.reduce(layers, gradients, cut, self._holding.copies(layers))
+                self._parts.reduce_gradients(layers, gradients, cut, self._holding.copy_buffers(layers))
             self._session.sum_over_sharers(layers, whole)
 
-    def _optimize(self, step: _Step) -> None:
+    def _run_optimizer(self, step: _ProgramStep) -> None:
         """Run an O: sum the gradients of shared parameters, step, and gather parameters.
 
         Shared gradients are summed first, and parameters gathered last: all workers that hold them are then at their O,
         and owe no other worker an output before it.
         """
         self._before_exchange()
-        self._session.wait_beside()
+        self._session.wait_for_reductions()
         self._before_step(self._iteration)
         self._loss = self._slices.take_loss()
-        with self._recorder.timing(step.op):
+        with self._recorder.record_op(step.op):
             for name in self._holding.shared_gradients:
-                self._session.sum_over_sharers(name, self._holding.summed(name))
+                self._session.sum_over_sharers(name, self._holding.gradients_to_sum(name))
             self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
             # Gather even if this worker knows that no step is made: others may have guessed one, and wait for its part.
-            self._gather_all()
+            self._gather_parameters()
 
-    def _gather_all(self) -> None:
+    def _gather_parameters(self) -> None:
         """Gather the parameters of all ranges, with all transfers in progress at the same time."""
-        self._holding.gathering(self._steps.iteration)
-        for finish in [self._parts.gather(*flat) for flat in self._holding.flat_parameters()]:
+        self._holding.mark_gathering(self._steps.iteration)
+        for finish in [self._parts.start_gather(*flat) for flat in self._holding.flat_parameters()]:
             finish()
-        self._holding.arrived()
+        self._holding.start_copy_steps()
 
-    def _runner(self, step: _Step) -> SliceRunner:
+    def _runner_of(self, step: _ProgramStep) -> SliceRunner:
         assert step.runner is not None
         return step.runner
 
-    def _microbatch(self, op: Op) -> Microbatch:
+    def _sample_of_op(self, op: Op) -> Microbatch:
         assert op.pipeline is not None and op.microbatch is not None
         return self._sample_of(Microbatch(self._iteration, op.pipeline, op.microbatch))
 
-    def _take(self, step: _Step) -> Value | None:
+    def _take_input(self, step: _ProgramStep) -> Value | None:
         """Return the input of an op, when it has arrived; None if the op has no input."""
-        if step.takes is None:
+        if step.input_name is None:
             return None
         self._before_exchange()
-        return self._exchange.take(self._round, step.takes)
+        return self._exchange.take_input(self._round_number, step.input_name)
 
-    def _give(self, step: _Step, value: Value | None) -> None:
-        if step.gives is not None:
+    def _put_output(self, step: _ProgramStep, value: Value | None) -> None:
+        if step.output_name is not None:
             assert value is not None
             self._before_exchange()
-            self._exchange.give(self._round, step.gives, value)
+            self._exchange.put_output(self._round_number, step.output_name, value)
 
     @property
-    def _round(self) -> int:
+    def _round_number(self) -> int:
         """Number of the round: the iteration, plus the rounds that were void."""
         return self._iteration + self._void_rounds
 
 
-def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
+def _build_step(schedule: Schedule, op: Op, slices: WorkerSlices) -> _ProgramStep:
     """Return the step of an op, with its input and output along the route of its micro-batch."""
     if op.slice is None or op.pipeline is None or op.microbatch is None:
-        return _Step(op, _HANDLERS[op.kind], None, None, None)
-    key, path = op_key(op), schedule.path(op.pipeline, op.microbatch)
-    takes = next((TensorName(rule.tensor, *key[1:]) for _, rule in waits(key, path) if rule.tensor), None)
-    gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers(key, path)
+        return _ProgramStep(op, _HANDLERS[op.kind], None, None, None)
+    key, path = op_key(op), schedule.route_of(op.pipeline, op.microbatch)
+    takes = next((TensorName(rule.tensor, *key[1:]) for _, rule in producers_with_rules(key, path) if rule.tensor),
+                 None)
+    gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers_with_rules(key, path)
                   if rule.tensor), None)
-    return _Step(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
+    return _ProgramStep(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
 
 
-def _computes_after_reducing(program: Sequence[_Step]) -> bool:
+def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
     """Return whether reductions can be hidden, because compute follows the first of them."""
     kinds = [step.op.kind for step in program]
     return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
 
 
-def _note_whole(holding: Holding, steps: Steps, iteration: int) -> None:
+def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
     """Mark gathered parameters as valid after a step was validated, if the guess was right."""
-    if not steps.wrong:
-        holding.gathered(iteration)
+    if not steps.was_wrong:
+        holding.mark_gathered(iteration)
 
 
-_HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {
-    OpKind.F: Executor._forward, OpKind.B: Executor._backward, OpKind.I: Executor._backward,
-    OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._optimize}
+_HANDLERS: Mapping[OpKind, Callable[[Executor, _ProgramStep], None]] = {
+    OpKind.F: Executor._run_forward, OpKind.B: Executor._run_backward, OpKind.I: Executor._run_backward,
+    OpKind.W: Executor._run_backward_weight, OpKind.A: Executor._run_all_reduce, OpKind.O: Executor._run_optimizer}
 """Handlers of the kinds of ops, not bound to an executor: otherwise it would refer to itself, and would keep tensors
 and connections of an ended generation until Python's garbage collector runs."""

@@ -12,55 +12,55 @@ from typing import cast
 from torch import Tensor
 from torch.distributed import Work
 
-from slipstream.runtime.replay.backend import Meeting
-from slipstream.runtime.replay.sockets import Sockets, cut, open_sockets, still_open
-from slipstream.runtime.replay.transfers import TIMEOUT
-from slipstream.runtime.torch_private import GlooDevice, Group, gloo_devices, gloo_group
+from slipstream.runtime.replay.backend import GroupRendezvous
+from slipstream.runtime.replay.sockets import Sockets, find_open_sockets, is_any_open, shut_down_sockets
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
+from slipstream.runtime.torch_private import GlooDevice, Group, create_gloo_group, open_gloo_devices
 
-CLOSING_SECONDS = 0.5
+CLOSE_TIMEOUT_SECONDS = 0.5
 """Limit on the wait until gloo closes a connection that was shut down. It takes milliseconds, or never happens if
 gloo's own thread is stuck."""
-WHOLE_BYTES = 2**15
+MAX_UNSPLIT_BYTES = 2**15
 """Largest receive that arrives in one piece: an abort finds it not started or complete. A separate thread to wait for
 it would take longer (40 us)."""
-LOOK_SECONDS = 0.0005
+POLL_SECONDS = 0.0005
 """Interval between checks of connections that are closing."""
-SHUT = "its connections were shut"
+SHUT_REASON = "its connections were shut"
 
 
-class Waits:
-    """Calls that wait in gloo until they return or `end` is called.
+class InterruptibleCalls:
+    """Calls that wait in gloo until they return or `end_all` is called.
 
     When a connection breaks, gloo fails the transfers that it has not started. It forgets transfers that are half
     written or half read, or were about to be written, and these wait until their timeout. So does a call that creates a
     group when a member has died before it could connect. Therefore each such call runs in a thread of its own, and the
-    thread that needs the result waits for that thread or for `end`.
+    thread that needs the result waits for that thread or for `end_all`.
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Waiter] = []
-        self._open: set[_Wait] = set()
+        self._idle: list[_CallThread] = []
+        self._open_calls: set[_WaitingCall] = set()
         self.ended = False
-        self._closing: Callable[[], bool] = lambda: True
+        self._is_closing: Callable[[], bool] = lambda: True
         """Function that returns whether a connection that was shut down is not closed yet."""
         self._lock = threading.Lock()
-        """Makes sure that `end` sees each wait, or the wait sees that it has ended."""
+        """Makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
 
-    def wait(self, call: Callable[[], object]) -> None:
+    def run_call(self, call: Callable[[], object]) -> None:
         """Run a call in a waiting thread, and return when it is done. Raises RuntimeError."""
-        waiting = _Wait(call)
+        waiting = _WaitingCall(call)
         with self._lock:
             if not self.ended:
-                self._open.add(waiting)
-            waiter = self._idle.pop() if self._idle else _Waiter()
+                self._open_calls.add(waiting)
+            waiter = self._idle.pop() if self._idle else _CallThread()
         waiter.queue.put(waiting)
         if not self.ended:
             waiting.released.acquire()
-        if not waiting.over:
+        if not waiting.is_done:
             self._wait_for_closing(waiting)
         with self._lock:
-            self._open.discard(waiting)
-            if waiting.over and not self.ended:
+            self._open_calls.discard(waiting)
+            if waiting.is_done and not self.ended:
                 self._idle.append(waiter)
             else:
                 waiter.queue.put(None)
@@ -69,35 +69,35 @@ class Waits:
                 raise waiting.error
             finally:
                 del waiting  # the traceback refers to this frame
-        if not waiting.over:
-            raise RuntimeError(SHUT)
+        if not waiting.is_done:
+            raise RuntimeError(SHUT_REASON)
 
-    def end(self, cut: Callable[[], Sockets]) -> None:
+    def end_all(self, cut: Callable[[], Sockets]) -> None:
         """Break all connections with `cut`. All waits return once the connections are closed."""
         with self._lock:
             self.ended = True
-            waits, self._open = self._open, set()
+            waits, self._open_calls = self._open_calls, set()
             idle, self._idle = self._idle, []
         shut = cut()
-        self._closing = lambda: still_open(shut)
+        self._is_closing = lambda: is_any_open(shut)
         for waiting in waits:
             waiting.release()
         for waiter in idle:
             waiter.queue.put(None)
 
-    def _wait_for_closing(self, one: "_Wait") -> None:
+    def _wait_for_closing(self, one: "_WaitingCall") -> None:
         """Wait until connections are closed; until then gloo may still write to the tensors of the wait's owner."""
-        deadline = time.monotonic() + CLOSING_SECONDS
-        while not one.over and self._closing() and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
+        while not one.is_done and self._is_closing() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
 
-class _Wait:
+class _WaitingCall:
     """A call that waits for one transfer or sum, or for the members of a group."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
-        self.over = False
+        self.is_done = False
         self.error: Exception | None = None
         self.released = threading.Lock()
         self.released.acquire()
@@ -108,11 +108,11 @@ class _Wait:
             self.released.release()
 
 
-class _Waiter:
+class _CallThread:
     """A thread that runs waiting calls, one after the other."""
 
     def __init__(self) -> None:
-        self.queue = SimpleQueue[_Wait | None]()
+        self.queue = SimpleQueue[_WaitingCall | None]()
         threading.Thread(target=self._run, daemon=True, name="waiting for gloo").start()
 
     def _run(self) -> None:
@@ -121,7 +121,7 @@ class _Waiter:
                 waiting.call()
             except Exception as error:
                 waiting.error = error
-            waiting.over = True
+            waiting.is_done = True
             waiting.release()
             del waiting
 
@@ -129,13 +129,13 @@ class _Waiter:
 class GlooWork:
     """A pending operation of a group."""
 
-    def __init__(self, work: Work, waits: Waits) -> None:
+    def __init__(self, work: Work, waits: InterruptibleCalls) -> None:
         self._work = work
         self._waits = waits
 
     def wait(self) -> None:
         """Wait until the operation is done. Raises RuntimeError."""
-        self._waits.wait(self._work.wait)
+        self._waits.run_call(self._work.wait)
 
 
 class GlooGroup:
@@ -147,46 +147,47 @@ class GlooGroup:
     Therefore torch's group is released by `close`, or in a thread of its own.
     """
 
-    def __init__(self, waits: Waits) -> None:
-        self._held: list[Group] = []
+    def __init__(self, waits: InterruptibleCalls) -> None:
+        self._torch_group_slot: list[Group] = []
         """Torch's group, or nothing after `close`. No other object keeps a reference to it."""
         self.waits = waits
 
-    def meet(self, meeting: Meeting, devices: Sequence[GlooDevice]) -> None:
+    def join_members(self, meeting: GroupRendezvous, devices: Sequence[GlooDevice]) -> None:
         """Create torch's group, and return when all members have joined. Raises RuntimeError."""
-        self._held.append(gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, devices))
+        self._torch_group_slot.append(create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT,
+                                                        devices))
 
     def __del__(self) -> None:
-        if self._held:  # no thread of `threading`: its locks may be held where the collector comes
-            _thread.start_new_thread(self._held.clear, ())
+        if self._torch_group_slot:  # no thread of `threading`: its locks may be held where the collector comes
+            _thread.start_new_thread(self._torch_group_slot.clear, ())
 
     def close(self) -> None:
         """Release torch's group. May wait without limit."""
-        self._held.clear()
+        self._torch_group_slot.clear()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
         """Return the method of torch's group of this name, such as `send`; the waits of its work can be ended
-        (`Waits`)."""
-        begin = getattr(self._group, name)
-        return lambda *arguments: self._waited(begin(*arguments))
+        (`InterruptibleCalls`)."""
+        begin = getattr(self._open_group, name)
+        return lambda *arguments: self._as_interruptible(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Start to receive tensors from a rank."""
-        work = self._group.recv(tensors, source, tag)
-        return work if sum(tensor.nbytes for tensor in tensors) <= WHOLE_BYTES else self._waited(work)
+        work = self._open_group.recv(tensors, source, tag)
+        return work if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES else self._as_interruptible(work)
 
     @property
-    def _group(self) -> Group:
-        if not self._held:
+    def _open_group(self) -> Group:
+        if not self._torch_group_slot:
             raise RuntimeError("it is closed")
-        return self._held[0]
+        return self._torch_group_slot[0]
 
-    def _waited(self, work: Work) -> Work:
+    def _as_interruptible(self, work: Work) -> Work:
         return cast(Work, GlooWork(work, self.waits))
 
 
-class Gloo:
-    """Gloo backend. Its `abort` shuts down the sockets of all groups, and ends the waits that gloo forgets.
+class GlooBackend:
+    """Gloo backend. Its `abort_groups` shuts down the sockets of all groups, and ends the waits that gloo forgets.
 
     Gloo releases a blocked transfer only when its connection closes; it has no call for that. The sockets are those
     that were opened while groups were created, so an abort affects all groups.
@@ -199,57 +200,58 @@ class Gloo:
 
     def __init__(self) -> None:
         self._devices: list[GlooDevice] = []
-        self._waits = Waits()
+        self._waits = InterruptibleCalls()
         """Waits in the groups that share these devices."""
-        self._spared: Callable[[], Sockets] = frozenset
-        self._before: Sockets | None = None
+        self._exempt_sockets: Callable[[], Sockets] = frozenset
+        self._sockets_before: Sockets | None = None
         """Sockets that were open when the creation of groups began; None while none are created."""
         self._sockets: Sockets = frozenset()
 
     @contextlib.contextmanager
-    def making(self, spared: Callable[[], Sockets]) -> Iterator[None]:
+    def creating_groups(self, spared: Callable[[], Sockets]) -> Iterator[None]:
         """Remember the sockets that are opened within this context. See `Backend`."""
-        self._spared, self._before = spared, open_sockets()
+        self._exempt_sockets, self._sockets_before = spared, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
         try:
             yield
         finally:
-            self._sockets, self._before = self._sockets | (open_sockets() - self._before), None
+            self._sockets, self._sockets_before = self._sockets | (find_open_sockets() - self._sockets_before), None
 
-    def group(self, meeting: Meeting) -> Group:
+    def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a process group. See `Backend`."""
         group_here = GlooGroup(self._waits)
-        self._devices = self._devices or gloo_devices()
-        group_here.waits.wait(partial(group_here.meet, meeting, [*self._devices]))
+        self._devices = self._devices or open_gloo_devices()
+        group_here.waits.run_call(partial(group_here.join_members, meeting, [*self._devices]))
         return cast(Group, group_here)
 
-    def reuse(self, group: Group) -> None:
+    def allow_reuse(self, group: Group) -> None:
         """Do nothing; groups over gloo are not reused."""
 
-    def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
+    def abort_groups(self, groups: Collection[Group]) -> None:  # noqa: ARG002
         """Shut down the connections of all groups, and end their waits. See `Backend`."""
-        waits, self._waits, self._devices = self._waits, Waits(), []
-        waits.end(self.cut)
+        waits, self._waits, self._devices = self._waits, InterruptibleCalls(), []
+        waits.end_all(self.cut_connections)
 
-    def cut(self) -> Sockets:
+    def cut_connections(self) -> Sockets:
         """Break all connections, as a network failure would, and return their sockets."""
-        before = self._before
-        return cut((self._sockets if before is None else self._sockets | (open_sockets() - before)) - self._spared())
+        before = self._sockets_before
+        return shut_down_sockets((self._sockets if before is None else self._sockets | (find_open_sockets() - before))
+                                 - self._exempt_sockets())
 
-    def lost(self, group: Group) -> str | None:
+    def failure_reason(self, group: Group) -> str | None:
         """Return why the group is no longer usable, or None. See `Backend`."""
-        return SHUT if cast(GlooGroup, group).waits.ended else None
+        return SHUT_REASON if cast(GlooGroup, group).waits.ended else None
 
-    def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
+    def is_quiescent(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
         """Return True: after an abort, no operation can write once its sockets are shut down."""
         return True
 
-    def begun(self, group: Group) -> int:  # noqa: ARG002
+    def count_started(self, group: Group) -> int:  # noqa: ARG002
         """Return 0, as groups over gloo are not reused."""
         return 0
 
-    def close(self, groups: Collection[Group]) -> None:
+    def close_groups(self, groups: Collection[Group]) -> None:
         """Release torch's groups. See `Backend`."""
         for group in cast(Collection[GlooGroup], groups):
             group.close()

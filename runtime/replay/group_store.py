@@ -17,20 +17,20 @@ from slipstream.runtime.torch_private import Store, TCPStore
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
-GROWTH = 1.25
+PAUSE_GROWTH = 1.25
 """Growth factor of the pauses between two polls of the store: a wait lasts at most a quarter longer than necessary."""
-_ORDER = re.compile(r"order(\d+)/")
+_ORDER_KEY = re.compile(r"order(\d+)/")
 
 
-def order_prefix(order: int) -> str:
+def order_key_prefix(order: int) -> str:
     """Return the prefix of all keys of an order."""
     return f"order{order}/"
 
 
-def forget_orders(store: TCPStore, before: int) -> None:
+def delete_old_orders(store: TCPStore, before: int) -> None:
     """Delete the keys of all orders before `before`; no other keys are ever deleted."""
     for key in store.list_keys():
-        match = _ORDER.match(key)
+        match = _ORDER_KEY.match(key)
         if match and int(match[1]) < before:
             store.delete_key(key)
 
@@ -69,7 +69,7 @@ class GroupStore(Store):
         self.wait([key])
         return self._values[key]
 
-    def decide(self, key: str, value: bytes) -> bytes:
+    def set_once(self, key: str, value: bytes) -> bytes:
         """Set a value unless another member has set one; return the value that is stored, which never changes."""
         return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
 
@@ -83,7 +83,7 @@ class GroupStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for the values of keys. Raises DistStoreError if they do not arrive in time."""
-        missing = sorted({other for key in keys for other in self._of_all_ranks(key)} - self._values.keys())
+        missing = sorted({other for key in keys for other in self._keys_of_all_ranks(key)} - self._values.keys())
         if not missing:
             return
         deadline = time.monotonic() + (timeout or self._wait_for).total_seconds()
@@ -93,13 +93,13 @@ class GroupStore(Store):
             if time.monotonic() > deadline:
                 raise DistStoreError(f"waited in vain for {', '.join(keys)}")
             time.sleep(pause)
-            pause = min(GROWTH * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
         self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))
 
-    def met(self) -> None:
+    def drop_end_check(self) -> None:
         """Drop `require` after all members have joined: torch keeps this store, and nothing waits in it any more."""
         self._require = lambda: None
 
-    def _of_all_ranks(self, key: str) -> list[str]:
+    def _keys_of_all_ranks(self, key: str) -> list[str]:
         name, slash, rank = key.rpartition("/")
         return [f"{name}/{other}" for other in range(self._ranks)] if slash and rank.isdecimal() else [key]

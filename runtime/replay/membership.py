@@ -19,15 +19,15 @@ class Membership(NamedTuple):
     """Processes of this worker if it has several. Processes of the same rank in all workers communicate with each
     other."""
 
-    def process(self, worker: Worker) -> str:
+    def peer_process(self, worker: Worker) -> str:
         """Return the name of the process of a worker with which this process communicates."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
-    def processes_of(self, worker: Worker) -> tuple[str, ...]:
+    def processes_of_worker(self, worker: Worker) -> tuple[str, ...]:
         """Return the names of all processes of a worker, by rank."""
         return tuple(f"{worker}:{rank}" for rank in range(1 if self.group is None else self.group.size()))
 
-    def processes(self) -> tuple[str, ...]:
+    def all_processes(self) -> tuple[str, ...]:
         """Return the names of the processes of all members."""
         return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
-                     for process in self.processes_of(worker))
+                     for process in self.processes_of_worker(worker))

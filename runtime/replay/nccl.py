@@ -11,25 +11,25 @@ import torch
 from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.replay.backend import Meeting
-from slipstream.runtime.replay.nccl_streams import stream_turns
+from slipstream.runtime.replay.backend import GroupRendezvous
+from slipstream.runtime.replay.nccl_streams import get_stream_rotation
 from slipstream.runtime.replay.sockets import Sockets
-from slipstream.runtime.replay.transfers import TIMEOUT
-from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, nccl_group
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
+from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, create_nccl_group
 
-GRACE_SECONDS = 0.02
+ABORT_GRACE_SECONDS = 0.02
 """Time that a communicator has to finish its operations after the generation has ended, before it is aborted. A new
 communicator takes longer to create."""
-AGAIN_SECONDS = 0.05
+ABORT_RETRY_SECONDS = 0.05
 """Interval between attempts to abort."""
-LOOK_SECONDS = 0.001
+POLL_SECONDS = 0.001
 """Interval between checks if the device has finished."""
-DECISION = "decision"
+DECISION_KEY = "decision"
 """Key by which the members of a new group agree on whether they connect."""
 CONNECT, LEAVE = b"connect", b"leave"
 
 
-class OverError(RuntimeError):
+class OperationRefusedError(RuntimeError):
     """The generation has ended, so no operation can be started."""
 
 
@@ -48,24 +48,24 @@ class Communicator:
 
     def __init__(self, nccl: NcclGroup) -> None:
         self._nccl = nccl
-        self._calling = False
+        self._in_call = False
         """True while a thread is in a call that starts an operation."""
-        self._last: Work | None = None
+        self._last_work: Work | None = None
         """Operation that was started last."""
-        self._watched: Work | None = None
+        self._watched_work: Work | None = None
         """Operation for which a thread waits, or has waited."""
-        self._done: Work | None = None
+        self._ended_work: Work | None = None
         """Last operation that the device is known to have ended."""
-        self._order_ended = False
+        self._generation_ended = False
         """True if the generation that used the communicator last has ended."""
-        self._ending = False
+        self._abort_undecided = False
         """True until it is decided if the end of a generation aborts the communicator."""
-        self._lost: str | None = None
+        self._failure: str | None = None
         self._aborting = False
         """True once the abort has started."""
-        self.begun = 0
+        self.started_count = 0
         """Number of operations that this member has started."""
-        self._settled = threading.Event()
+        self._connecting_ended = threading.Event()
         """Event that is set when connecting has succeeded or failed, or its result is no longer needed."""
 
     def connect(self, *, directed: bool) -> None:
@@ -74,139 +74,140 @@ class Communicator:
         If a member dies, connecting ends by itself with an error. It runs in a thread of its own, which is abandoned
         when the generation ends. If `directed`, the first of two members will only send to the second one.
         """
-        self.begin_to_connect(directed=directed)
-        self._settled.wait()
-        self._require()
-        if self._lost is not None:
-            raise RuntimeError(self._lost)
+        self.start_connecting(directed=directed)
+        self._connecting_ended.wait()
+        self._raise_if_ended()
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
 
-    def begin_to_connect(self, *, directed: bool) -> None:
+    def start_connecting(self, *, directed: bool) -> None:
         """Start the thread that connects. If the generation ends meanwhile, the thread aborts the connection."""
-        threading.Thread(target=self._connect, args=(directed,), daemon=True, name="connecting").start()
+        threading.Thread(target=self._connect_and_probe, args=(directed,), daemon=True, name="connecting").start()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
         """Return the method of torch's group that starts an operation: `send`, `allreduce`, ..."""
-        return partial(self._issue, getattr(self._nccl.group, name))
+        return partial(self._start_operation, getattr(self._nccl.group, name))
 
-    def lost(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Return why the communicator is no longer usable, or None."""
-        return self._lost or self._nccl.error()
+        return self._failure or self._nccl.watchdog_error()
 
-    def reuse(self) -> None:
+    def allow_reuse(self) -> None:
         """Allow another generation to use the communicator."""
-        self._order_ended = False
+        self._generation_ended = False
 
-    def end(self) -> None:
-        """Refuse new operations. The caller must then call `abort_unless_over` in another thread."""
-        self._ending, self._order_ended = True, True
-        self._settled.set()
+    def refuse_operations(self) -> None:
+        """Refuse new operations. The caller must then call `abort_unless_quiescent` in another thread."""
+        self._abort_undecided, self._generation_ended = True, True
+        self._connecting_ended.set()
 
-    def abort_unless_over(self) -> None:
+    def abort_unless_quiescent(self) -> None:
         """Abort the communicator if operations are still pending after a grace period, or one has failed."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while not (over := self._is_quiet()) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-        if not over or self._nccl.error() is not None:
+        deadline = time.monotonic() + ABORT_GRACE_SECONDS
+        while not (over := self._has_device_ended()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if not over or self._nccl.watchdog_error() is not None:
             self.abort()
-        self._ending = False
+        self._abort_undecided = False
 
-    def over(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Return whether the device is known to have ended all operations. If not, call again: each call starts a
         check."""
-        return not self._ending and self._is_quiet()
+        return not self._abort_undecided and self._has_device_ended()
 
     def abort(self) -> None:
         """Abort all operations and retire the communicator. Returns at once, because NCCL may take long to abort."""
-        self._order_ended = True
-        self._settled.set()
-        self._lost = self._lost or "it was aborted"
+        self._generation_ended = True
+        self._connecting_ended.set()
+        self._failure = self._failure or "it was aborted"
         if not self._aborting:
             self._aborting = True
-            threading.Thread(target=self._abort, daemon=True, name="aborting").start()
+            threading.Thread(target=self._abort_group, daemon=True, name="aborting").start()
 
-    def _connect(self, directed: bool) -> None:
+    def _connect_and_probe(self, directed: bool) -> None:
         """Connect, and run one operation, so that NCCL creates now what it otherwise creates in a later first call."""
         device = self._nccl.device
         try:
-            with stream_turns(device).connecting(self) if device.type == "cuda" else contextlib.nullcontext():
+            with get_stream_rotation(device).reserve_stream(self) if device.type == "cuda" \
+                    else contextlib.nullcontext():
                 self._nccl.connect()
             operand = torch.zeros(1, device=device)
             if not directed:
-                work = self._issue(self._nccl.group.allreduce, [operand])
+                work = self._start_operation(self._nccl.group.allreduce, [operand])
             elif self._nccl.rank == 0:
-                work = self._issue(self._nccl.group.send, [operand], 1, 0)
+                work = self._start_operation(self._nccl.group.send, [operand], 1, 0)
             else:
-                work = self._issue(self._nccl.group.recv, [operand], 0, 0)
-            self._watched = work
-            self._watch(work)
+                work = self._start_operation(self._nccl.group.recv, [operand], 0, 0)
+            self._watched_work = work
+            self._wait_for_work(work)
         except RuntimeError as error:
-            self._lost = self._lost or first_line(error)
+            self._failure = self._failure or first_line(error)
         finally:
-            self._settled.set()
-        if self._order_ended or self._lost is not None:
+            self._connecting_ended.set()
+        if self._generation_ended or self._failure is not None:
             self.abort()
 
-    def _is_quiet(self) -> bool:
-        if self._calling:
+    def _has_device_ended(self) -> bool:
+        if self._in_call:
             return False
-        last = self._last
-        if last is not None and self._watched is not last:
-            self._watched = last
-            threading.Thread(target=self._watch, args=(last,), daemon=True, name="waiting for NCCL").start()
-        return self._done is last
+        last = self._last_work
+        if last is not None and self._watched_work is not last:
+            self._watched_work = last
+            threading.Thread(target=self._wait_for_work, args=(last,), daemon=True, name="waiting for NCCL").start()
+        return self._ended_work is last
 
-    def _watch(self, work: Work) -> None:
+    def _wait_for_work(self, work: Work) -> None:
         try:
             self._nccl.wait_for_device(work)
         except RuntimeError as error:  # the device has failed, and executes nothing more
-            self._lost = self._lost or first_line(error)
-        self._done = work
+            self._failure = self._failure or first_line(error)
+        self._ended_work = work
 
-    def _abort(self) -> None:
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
+    def _abort_group(self) -> None:
+        deadline = time.monotonic() + TRANSFER_TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
             with contextlib.suppress(RuntimeError):  # not connected yet
                 self._nccl.group.abort()
-            if not self._calling:
+            if not self._in_call:
                 return
-            time.sleep(AGAIN_SECONDS)  # a thread was about to start an operation
+            time.sleep(ABORT_RETRY_SECONDS)  # a thread was about to start an operation
 
-    def _issue(self, call: Callable[..., Work], *arguments: Any) -> Work:
-        # The thread that ends the order sets `_order_ended`, then reads `_calling`: one of the two sees the other.
-        self._calling = True
+    def _start_operation(self, call: Callable[..., Work], *arguments: Any) -> Work:
+        # The thread that ends the order sets `_generation_ended`, then reads `_in_call`: one of the two sees the other.
+        self._in_call = True
         try:
-            self._require()
-            self.begun += 1  # counts operations that fail half-way, too
-            work = self._last = call(*arguments)
-        except OverError:
+            self._raise_if_ended()
+            self.started_count += 1  # counts operations that fail half-way, too
+            work = self._last_work = call(*arguments)
+        except OperationRefusedError:
             raise
         except RuntimeError as error:
-            self._lost = self._lost or first_line(error)
+            self._failure = self._failure or first_line(error)
             raise
         finally:
-            self._calling = False
+            self._in_call = False
         return work
 
-    def _require(self) -> None:
-        if self._order_ended:
-            raise OverError("the order is over")
+    def _raise_if_ended(self) -> None:
+        if self._generation_ended:
+            raise OperationRefusedError("the order is over")
 
 
-class Nccl:
+class NcclBackend:
     """NCCL backend. Its `abort` aborts the communicators with pending operations, and keeps the others."""
 
     ordered = True
 
-    def __init__(self, make: Callable[[TCPStore, str, int, int, Any, bool], NcclGroup] = nccl_group) -> None:
+    def __init__(self, make: Callable[[TCPStore, str, int, int, Any, bool], NcclGroup] = create_nccl_group) -> None:
         self._make = make
         self._connecting: Communicator | None = None
         self._aborts = 0
 
-    def making(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+    def creating_groups(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Return an empty context; nothing needs to be done. See `Backend`."""
         return contextlib.nullcontext()
 
-    def group(self, meeting: Meeting) -> Group:
+    def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a communicator. See `Backend`.
 
         NCCL's own wait for a missing member cannot be ended. So all members first announce that they are present, and
@@ -218,58 +219,58 @@ class Nccl:
         try:
             keys.wait([f"here/{meeting.rank}"])
         except RuntimeError:
-            if keys.decide(DECISION, LEAVE) == CONNECT:
-                communicator_to_abort = self._communicator(meeting)
-                communicator_to_abort.end()
-                communicator_to_abort.begin_to_connect(directed=meeting.directed)
+            if keys.set_once(DECISION_KEY, LEAVE) == CONNECT:
+                communicator_to_abort = self._create_communicator(meeting)
+                communicator_to_abort.refuse_operations()
+                communicator_to_abort.start_connecting(directed=meeting.directed)
             raise
-        if keys.decide(DECISION, CONNECT) == LEAVE:
+        if keys.set_once(DECISION_KEY, CONNECT) == LEAVE:
             raise RuntimeError("another member has left")
-        self._connecting = communicator = self._communicator(meeting)
+        self._connecting = communicator = self._create_communicator(meeting)
         if aborts != self._aborts:
-            communicator.end()
-            self._abort([communicator])
+            communicator.refuse_operations()
+            self._abort_pending([communicator])
         try:
             communicator.connect(directed=meeting.directed)
         finally:
             self._connecting = None
         return cast(Group, communicator)
 
-    def reuse(self, group: Group) -> None:
+    def allow_reuse(self, group: Group) -> None:
         """Allow another generation to use a communicator. See `Backend`."""
-        cast(Communicator, group).reuse()
+        cast(Communicator, group).allow_reuse()
 
-    def abort(self, groups: Collection[Group]) -> None:
+    def abort_groups(self, groups: Collection[Group]) -> None:
         """Abort the communicators that have pending operations. See `Backend`."""
         self._aborts += 1
         connecting = self._connecting
         ended = [*cast(Collection[Communicator], groups), *(() if connecting is None else (connecting,))]
         for communicator in ended:
-            communicator.end()
-        self._abort(ended)
+            communicator.refuse_operations()
+        self._abort_pending(ended)
 
-    def lost(self, group: Group) -> str | None:
+    def failure_reason(self, group: Group) -> str | None:
         """Return why a communicator is no longer usable, or None. See `Backend`."""
-        return cast(Communicator, group).lost()
+        return cast(Communicator, group).failure_reason()
 
-    def over(self, groups: Collection[Group]) -> bool:
+    def is_quiescent(self, groups: Collection[Group]) -> bool:
         """Return whether the device has ended all operations of these communicators. See `Backend`."""
-        return not [one for one in cast(Collection[Communicator], groups) if not one.over()]  # each is asked
+        return not [one for one in cast(Collection[Communicator], groups) if not one.is_quiescent()]  # each is asked
 
-    def begun(self, group: Group) -> int:
+    def count_started(self, group: Group) -> int:
         """Return the number of operations that this member has started. See `Backend`."""
-        return cast(Communicator, group).begun
+        return cast(Communicator, group).started_count
 
-    def close(self, groups: Collection[Group]) -> None:
+    def close_groups(self, groups: Collection[Group]) -> None:
         """Abort communicators without waiting, because their other members may be gone. See `Backend`."""
         for communicator in cast(Collection[Communicator], groups):
             communicator.abort()
 
-    def _communicator(self, meeting: Meeting) -> Communicator:
+    def _create_communicator(self, meeting: GroupRendezvous) -> Communicator:
         return Communicator(self._make(cast(TCPStore, meeting.store), meeting.prefix, meeting.rank, meeting.size,
-                                       TIMEOUT, meeting.directed))
+                                       TRANSFER_TIMEOUT, meeting.directed))
 
-    def _abort(self, ended: Collection[Communicator]) -> None:
+    def _abort_pending(self, ended: Collection[Communicator]) -> None:
         """Start a thread for each communicator that aborts it if operations are pending."""
         for communicator in ended:
-            threading.Thread(target=communicator.abort_unless_over, daemon=True, name="ending").start()
+            threading.Thread(target=communicator.abort_unless_quiescent, daemon=True, name="ending").start()

@@ -15,12 +15,12 @@ import torch
 
 HIGHEST_PRIORITY = -100
 """Priority of the streams. Torch takes the nearest one that exists, which is that of communicators
-(`torch_private.nccl_group`)."""
-MOST_STREAMS = 256
+(`torch_private.create_nccl_group`)."""
+MAX_STREAMS = 256
 """Largest size of a pool. If more streams come without a repetition, they do not come in turn."""
 
 
-class StreamTurns:
+class StreamRotation:
     """Skips the streams of a pool that communicators use, and remembers the stream of each new communicator.
 
     `draw` returns the identity of the pool's next stream.
@@ -28,14 +28,14 @@ class StreamTurns:
 
     def __init__(self, draw: Callable[[], int]) -> None:
         self._draw = draw
-        self._turns: list[int] = []
+        self._streams: list[int] = []
         """All streams of the pool, in the order in which they are drawn."""
         self._used: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
         """Streams that each live communicator may have."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def connecting(self, communicator: object) -> Iterator[None]:
+    def reserve_stream(self, communicator: object) -> Iterator[None]:
         """Make torch give the communicator that connects in this block a stream of its own, if one is free."""
         with self._lock:
             before = self._skip_used()
@@ -44,20 +44,20 @@ class StreamTurns:
         finally:
             with self._lock:
                 after = self._draw_next()
-                count = len(self._turns)
+                count = len(self._streams)
                 # Streams that another thread drew meanwhile count as used by both communicators.
                 self._used[communicator] = frozenset(
-                    self._turns[(before + 1 + step) % count] for step in range((after - before - 1) % count))
+                    self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
         """Draw until the next stream is unused; return the place of the last stream that was drawn."""
-        if not self._turns:
-            self._turns.append(self._draw())
-            while (stream := self._draw()) != self._turns[0] and len(self._turns) < MOST_STREAMS:
-                self._turns.append(stream)
+        if not self._streams:
+            self._streams.append(self._draw())
+            while (stream := self._draw()) != self._streams[0] and len(self._streams) < MAX_STREAMS:
+                self._streams.append(stream)
         place, used = self._draw_next(), {stream for streams in self._used.values() for stream in streams}
-        for _ in self._turns:
-            if self._turns[(place + 1) % len(self._turns)] not in used:
+        for _ in self._streams:
+            if self._streams[(place + 1) % len(self._streams)] not in used:
                 break
             place = self._draw_next()
         return place
@@ -65,10 +65,10 @@ class StreamTurns:
     def _draw_next(self) -> int:
         """Draw a stream, and return its place in the order."""
         stream = self._draw()
-        return self._turns.index(stream) if stream in self._turns else 0
+        return self._streams.index(stream) if stream in self._streams else 0
 
 
 @cache
-def stream_turns(device: torch.device) -> StreamTurns:
+def get_stream_rotation(device: torch.device) -> StreamRotation:
     """Return the object that chooses the streams of this process's communicators on a GPU."""
-    return StreamTurns(lambda: torch.cuda.Stream(device, HIGHEST_PRIORITY).cuda_stream)  # type: ignore[no-untyped-call]
+    return StreamRotation(lambda: torch.cuda.Stream(device, HIGHEST_PRIORITY).cuda_stream)  # type: ignore[no-untyped-call]

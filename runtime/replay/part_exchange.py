@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from slipstream.runtime.model.state.parts import Cut, Span
-from slipstream.runtime.replay.session import BYTES_TAG, Session
-from slipstream.runtime.replay.transfers import told_in_one_line
+from slipstream.runtime.model.state.parts import Span, StatePartition
+from slipstream.runtime.replay.session import BYTES_TAG, GenerationSession
+from slipstream.runtime.replay.transfers import one_line_errors
 from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
 
@@ -24,12 +24,13 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 class PartExchange:
     """Exchange of parts of one worker in one generation. All methods raise CommunicationError."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GenerationSession) -> None:
         self._session = session
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
         """Pending copies of sums: the works that transfer them, and pairs of buffers to copy from and to afterwards."""
 
-    def reduce(self, layers: LayerRange, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
+    def reduce_gradients(self, layers: LayerRange, gradients: Tensor, cut: StatePartition,
+                         copies: Mapping[Span, Tensor]) -> None:
         """Sum the gradients of a range over the workers that hold it, each part at its owner.
 
         The sums of the parts in `copies` are complete when `wait_for_copies` returns; until then the gradients must not
@@ -38,36 +39,38 @@ class PartExchange:
         Over gloo, sums are always in the order of the members. Over NCCL, if a member of the cut is gone, each worker
         gets the sums of all parts. Raises CommunicationError.
         """
-        group = self._session.sharers_of(layers)
+        group = self._session.sharer_group(layers)
         if group is None:
             return
         place, staged = cut.members.index(self._session.worker), self._session.staged
-        if self._session.ordered and _is_whole(cut):
-            with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
-                self._scatter(group, place, gradients, cut, copies)
+        if self._session.ordered and _has_all_members(cut):
+            with one_line_errors(f"reducing the gradients of {layers_text(layers)}"):
+                self._scatter_to_owners(group, place, gradients, cut, copies)
             return
         if self._session.ordered:
             self._session.sum_over_sharers(layers, [gradients])
             self._copies.append(([], [(gradients[slice(*span)], received) for span, received in copies.items()]))
             return
         others = [other for other in range(len(cut.members)) if other != place]
-        with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
+        with one_line_errors(f"reducing the gradients of {layers_text(layers)}"):
             carried = gradients.cpu() if staged else gradients
-            parts = [(number, owner, carried[slice(*span)]) for number, owner, span in _parts(cut)]
-            sent = [group.send([part], owner, _tag(_REDUCE, number)) for number, owner, part in parts if owner != place]
+            parts = [(number, owner, carried[slice(*span)]) for number, owner, span in _nonempty_parts(cut)]
+            sent = [group.send([part], owner, _transfer_tag(_REDUCE, number)) for number, owner, part in parts
+                    if owner != place]
             own = [(number, part, {other: torch.empty_like(part) for other in others})
                    for number, owner, part in parts if owner == place]
-            receives = [group.recv([received], other, _tag(_REDUCE, number))
+            receives = [group.recv([received], other, _transfer_tag(_REDUCE, number))
                         for number, _, arrived in own for other, received in arrived.items()]
             for work in (*receives, *sent):
                 work.wait()
             for number, part, arrived in own:
-                _sum_up([arrived.get(member, part) for member in range(len(cut.members))], part)
+                _sum_in_order([arrived.get(member, part) for member in range(len(cut.members))], part)
                 if staged:
                     gradients[slice(*cut.spans[number])].copy_(part)
             self._send_copies(group, place, cut, parts, copies)
 
-    def _scatter(self, group: Group, place: int, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
+    def _scatter_to_owners(self, group: Group, place: int, gradients: Tensor, cut: StatePartition,
+                           copies: Mapping[Span, Tensor]) -> None:
         """Scatter sums to the owners of parts, and copy them to the buddies.
 
         Two collectives, because point-to-point transfers in one group would wait for each other if buddies form a
@@ -85,7 +88,7 @@ class PartExchange:
         takes = [len(copy) if cut.buddies[other] == place else 0 for other in range(count)]
         self._copies.append(([nccl.alltoall_base(copy, own_sums, takes, gives)], []))
 
-    def _send_copies(self, group: Group, place: int, cut: Cut, parts: Sequence[tuple[int, int, Tensor]],
+    def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
         """Start to send the sums of own parts to their buddies, and to receive sums of which this worker is the
         buddy."""
@@ -93,50 +96,50 @@ class PartExchange:
         for number, owner, part in parts:
             buddy = cut.buddies[number]
             if owner == place and buddy is not None:
-                works.append(group.send([part], buddy, _tag(_COPY, number)))
+                works.append(group.send([part], buddy, _transfer_tag(_COPY, number)))
             elif buddy == place:
                 copy = copies[cut.spans[number]]
                 into = torch.empty_like(part) if self._session.staged else copy
-                works.append(group.recv([into], owner, _tag(_COPY, number)))
+                works.append(group.recv([into], owner, _transfer_tag(_COPY, number)))
                 arriving += [(into, copy)] if into is not copy else []
         self._copies.append((works, arriving))
 
     def wait_for_copies(self) -> None:
         """Wait until each worker has the sums of the parts of which it keeps copies. Raises CommunicationError."""
         copies, self._copies = self._copies, []
-        with told_in_one_line("copying sums of gradients"):
+        with one_line_errors("copying sums of gradients"):
             for works, arriving in copies:
                 for work in works:
                     work.wait()
                 for source, target in arriving:
                     target.copy_(source)
 
-    def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
+    def start_gather(self, layers: LayerRange, parameters: Tensor, cut: StatePartition) -> Callable[[], None]:
         """Start to send each part of a range's parameters from its owner to all other members.
 
         Returns a function that waits for the parts of the others. Both raise CommunicationError.
         """
-        group = self._session.sharers_of(layers)
+        group = self._session.sharer_group(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
             return lambda: None
         staged, ordered = self._session.staged, self._session.ordered
         place = cut.members.index(self._session.worker)
-        parts = _parts(cut)
+        parts = _nonempty_parts(cut)
         missing = [span for _, owner, span in parts if owner != place]
-        with told_in_one_line(what):
+        with one_line_errors(what):
             carried, works = parameters, list[Work]()
-            if ordered and _is_whole(cut):
-                carried, length = torch.empty_like(parameters), cut.length // len(cut.members)
+            if ordered and _has_all_members(cut):
+                carried, length = torch.empty_like(parameters), cut.padded_length // len(cut.members)
                 works.append(group._allgather_base(carried, parameters[place * length:(place + 1) * length]))
             else:
                 if ordered or staged:  # an abort can leave garbage in it, which must not reach the parts of this worker
                     carried = torch.empty(parameters.shape, dtype=parameters.dtype,
                                           device="cpu" if staged else parameters.device)
-                    for span in cut.own(self._session.worker):
+                    for span in cut.own_parts(self._session.worker):
                         carried[slice(*span)].copy_(parameters[slice(*span)])
                 for number, owner, span in parts:
-                    tag, part = _tag(_GATHER, number), carried[slice(*span)]
+                    tag, part = _transfer_tag(_GATHER, number), carried[slice(*span)]
                     if ordered:
                         works.append(group.broadcast(part, owner))
                     elif owner != place:
@@ -145,7 +148,7 @@ class PartExchange:
                         works += [group.send([part], other, tag) for other in range(len(cut.members)) if other != place]
 
         def finish() -> None:
-            with told_in_one_line(what):
+            with one_line_errors(what):
                 for work in works:
                     work.wait()
             for span in missing if carried is not parameters else ():
@@ -154,23 +157,23 @@ class PartExchange:
         return finish
 
 
-def _is_whole(cut: Cut) -> bool:
+def _has_all_members(cut: StatePartition) -> bool:
     """Return whether each member steps the part of its own place, and keeps a copy of one other."""
     return cut.owners == tuple(range(len(cut.members)))
 
 
-def _parts(cut: Cut) -> list[tuple[int, int, Span]]:
+def _nonempty_parts(cut: StatePartition) -> list[tuple[int, int, Span]]:
     """Return number, owner and span of the parts that have elements."""
     return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
             if span[0] < span[1]]
 
 
-def _tag(kind: int, part: int) -> int:
+def _transfer_tag(kind: int, part: int) -> int:
     """Return the tag of a transfer of a part. A member can own several parts after others have failed."""
     return kind + _KINDS * part
 
 
-def _sum_up(parts: Sequence[Tensor], total: Tensor) -> None:
+def _sum_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
     """Sum tensors in this order into `total`, which may be one of them."""
     accumulated = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in parts[1:]:

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from slipstream.runtime.model.layers.layered_model import split_layers
 from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.replay.session import Shared
-from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
-from slipstream.schedules.parts import Part
+from slipstream.runtime.replay.session import GradientKey
+from slipstream.schedules.layers import LayerRange, layers_in, merge_ranges
 from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
+from slipstream.schedules.worker_programs import WorkerSchedule
 
-ENDS = 2
+END_LAYERS = 2
 """Number of layers of a model in addition to its decoder layers: the embedding and the head."""
 
 
@@ -34,42 +34,42 @@ class Placement:
         """Cache of earlier results: thousands of workers share a few sets of layers."""
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Number of layers of the model."""
         return self.cuts[-1]
 
-    def range_of(self, layers: LayerRange) -> LayerRange:
+    def model_range(self, layers: LayerRange) -> LayerRange:
         """Return a range of a schedule's layers as a range of the model's layers."""
         return self.cuts[layers[0]], self.cuts[layers[1]]
 
-    def slices(self, schedule: Schedule, worker: Worker) -> dict[int, LayerRange]:
+    def slice_layers(self, schedule: Schedule, worker: Worker) -> dict[int, LayerRange]:
         """Return the layers of each slice in the program of a live worker."""
         program = schedule.programs[schedule.seat_of[worker].program]
         numbers = sorted({op.slice for op in program if op.slice is not None})
-        return {number: self.range_of(schedule.layers_of(number)) for number in numbers}
+        return {number: self.model_range(schedule.layers_of(number)) for number in numbers}
 
-    def held(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
+    def held_layers(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
         """Return the layers that a live worker must hold."""
-        return self._layers(schedule.holds(worker))
+        return self._model_layers(schedule.held_layers(worker))
 
-    def held_by(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
+    def held_layers_by_worker(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
         """Return the layers that each live worker must hold."""
         by_ranges: dict[tuple[LayerRange, ...], frozenset[int]] = {}
-        return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self._layers(held))
-                for seat in schedule.seats for held in [schedule.holds_of(seat)]}
+        return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self._model_layers(held))
+                for seat in schedule.seats for held in [schedule.held_layers_of_seat(seat)]}
 
-    def held_in_column(self, grid: Grid, column: int) -> frozenset[int]:
+    def layers_in_column(self, grid: Grid, column: int) -> frozenset[int]:
         """Return the layers of a column's stages."""
-        held = grid.held_by_column[column]
+        held = grid.held_layers_by_column[column]
         if held not in self._in_columns:
-            self._in_columns[held] = self._layers(held)
+            self._in_columns[held] = self._model_layers(held)
         return self._in_columns[held]
 
-    def in_schedules(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
+    def schedule_layers(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
         """Return the layers of schedules that lie completely in `layers`, as ascending ranges that do not touch."""
         key = frozenset(layers)
         if key not in self._in_schedules:
-            self._in_schedules[key] = joined_ranges(
+            self._in_schedules[key] = merge_ranges(
                 (layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
                 if all(inner in key for inner in range(first, end)))
         return self._in_schedules[key]
@@ -77,9 +77,9 @@ class Placement:
     def stage_of(self, grid: Grid, layer: int) -> int:
         """Return the first stage that contains a layer of the model."""
         return next(stage for stage, layers in enumerate(grid.layers_by_stage)
-                    if layer in range(*self.range_of(layers)))
+                    if layer in range(*self.model_range(layers)))
 
-    def reduced_by_all(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
+    def all_reductions(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
         """Return all ranges by which gradients are reduced, ascending, each with all live workers that reduce it."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
         by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
@@ -87,42 +87,44 @@ class Placement:
         for seat in schedule.seats:
             for layers in by_program[seat.program]:
                 sharers[layers].add(seat.worker)
-        return {self.range_of(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
+        return {self.model_range(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
 
-    def reduced(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
+    def reductions_of(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
         """Return the ranges by which a worker reduces gradients, ascending, each with all live workers that do."""
-        if isinstance(schedule, Part):
-            return {self.range_of(layers): list(workers) for layers, workers in schedule.sums}
-        return {layers: workers for layers, workers in self.reduced_by_all(schedule).items() if worker in workers}
+        if isinstance(schedule, WorkerSchedule):
+            return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
+        return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}
 
-    def sharers(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[Shared, Sequence[Worker]]:
-        """Return the holders for each sum of a worker: its ranges (`reduced`), and parameters that layers share."""
-        sharers_of: dict[Shared, Sequence[Worker]] = {}
-        for layers, workers in self.reduced(schedule, worker).items():
+    def sharers_of_sums(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[GradientKey,
+                                                                                            Sequence[Worker]]:
+        """Return the holders for each sum of a worker: its ranges (`reductions_of`), and parameters that layers
+        share."""
+        sharers_of: dict[GradientKey, Sequence[Worker]] = {}
+        for layers, workers in self.reductions_of(schedule, worker).items():
             sharers_of[layers] = workers
         layers_of_groups = [{place.layer for place in group} for group in sharing.groups]
-        ties = dict(schedule.ties) if isinstance(schedule, Part) else dict(
-            enumerate(self.ties(schedule, layers_of_groups)))
+        ties = dict(schedule.ties) if isinstance(schedule, WorkerSchedule) else dict(
+            enumerate(self.holders_of_groups(schedule, layers_of_groups)))
         for number, members in ties.items():
             if worker in members:
                 sharers_of[str(sharing.groups[number][0])] = members
         return sharers_of
 
-    def ties(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
+    def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
         """Return all live workers that hold a layer of each of these groups."""
-        held = sorted(self.held_by(schedule).items()) if groups else []
+        held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
         return [[worker for worker, layers in held if not layers.isdisjoint(group)] for group in groups]
 
-    def writers(self, schedule: Schedule, worker: Worker) -> dict[int, Worker]:
+    def choose_writers(self, schedule: Schedule, worker: Worker) -> dict[int, Worker]:
         """Return which holder saves each layer that a live worker holds; holders take turns, layer by layer."""
-        return {layer: workers[layer % len(workers)] for layers, workers in self.reduced(schedule, worker).items()
+        return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(schedule, worker).items()
                 for layer in range(*layers)}
 
-    def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
-        return layers_in(map(self.range_of, held))
+    def _model_layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
+        return layers_in(map(self.model_range, held))
 
 
-def place(grid: Grid, layers: int) -> Placement:
+def place_layers(grid: Grid, layers: int) -> Placement:
     """Return the placement of a model's layers in a grid's stages.
 
     The argument `layers` is the number of the model's layers. They are placed by the grid's layers if it names them,
@@ -133,7 +135,7 @@ def place(grid: Grid, layers: int) -> Placement:
     stages = grid.stages[:grid.depth]  # the stages of other chains are copies
     ranges = [stage.layers for stage in stages if stage.layers is not None]
     if not ranges:
-        return _between(split_layers(layers, len(stages)))
+        return _placement_of_ranges(split_layers(layers, len(stages)))
     if len(ranges) < len(stages):
         raise PlacementError(f"the schedule gives layers to {len(ranges)} of its {len(stages)} stages; expected all "
                              "or none")
@@ -143,17 +145,17 @@ def place(grid: Grid, layers: int) -> Placement:
             raise PlacementError(f"the schedule gives layers {start} to {end} to stage {index}; expected some layers, "
                                  f"the first of them {expected}")
         expected = end
-    if expected + ENDS == layers:
-        return Placement([0, *range(ENDS, layers - 1), layers])
+    if expected + END_LAYERS == layers:
+        return Placement([0, *range(END_LAYERS, layers - 1), layers])
     if expected != layers:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
                              "[model] of the job file must agree")
-    return Placement(range(layers + 1)) if grid.layer_count == layers else _between(ranges)
+    return Placement(range(layers + 1)) if grid.layer_count == layers else _placement_of_ranges(ranges)
 
 
-def with_ends(counts: Sequence[int], layers: int) -> Sequence[int]:
+def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
     """Return the number of layers of each stage; adds embedding and head if `counts` has only decoder layers."""
-    if sum(counts) + ENDS != layers:
+    if sum(counts) + END_LAYERS != layers:
         return counts
     whole = list(counts)
     whole[0] += 1
@@ -161,11 +163,11 @@ def with_ends(counts: Sequence[int], layers: int) -> Sequence[int]:
     return whole
 
 
-def _between(ranges: Sequence[LayerRange]) -> Placement:
+def _placement_of_ranges(ranges: Sequence[LayerRange]) -> Placement:
     return Placement([0, *(end for _, end in ranges)])
 
 
-def assign_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
+def assign_workers_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
     """Divide the live workers into consecutive groups, one for each node, whose sizes differ by at most one."""
     ends = [len(workers) * node // nodes for node in range(nodes + 1)]
     return [list(workers[start:end]) for start, end in pairwise(ends)]

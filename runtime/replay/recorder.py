@@ -52,7 +52,7 @@ class Recorder:
         """Function that returns the expected duration of an op of an iteration as a multiple of the usual one, by the
         cost of its sample; above 0."""
 
-    def begin(self, iteration: int, *, traced: bool) -> None:
+    def start_iteration(self, iteration: int, *, traced: bool) -> None:
         """Start an iteration, or start it again, and discard all earlier times.
 
         If `traced`, record what `ops` needs.
@@ -62,21 +62,21 @@ class Recorder:
         self._ops = []
         if traced and self._on_gpu:
             # New in each iteration, because long distances between events lose precision.
-            event = _event()
+            event = _record_event()
             event.synchronize()
             self._base = event, perf_counter()
 
-    def begin_again(self) -> None:
+    def restart_iteration(self) -> None:
         """Start the same iteration once more."""
-        self.begin(self._iteration, traced=self._traced)
+        self.start_iteration(self._iteration, traced=self._traced)
 
     @contextmanager
-    def timing(self, op: Op) -> Iterator[None]:
+    def record_op(self, op: Op) -> Iterator[None]:
         """Record the time spent in this block as the duration of `op`."""
-        start = self._stamp()
+        start = self._take_stamp()
         self._start = self._start or start
         yield
-        self._end = self._stamp()
+        self._end = self._take_stamp()
         self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
@@ -84,32 +84,32 @@ class Recorder:
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
         if not isinstance(self._end, float):
             self._end.synchronize()
-        return _between(self._start, self._end)
+        return _elapsed_seconds(self._start, self._end)
 
-    def ops(self) -> tuple[MeasuredOp, ...]:
+    def traced_ops(self) -> tuple[MeasuredOp, ...]:
         """Return the ops of a traced iteration, in seconds of the shared clock. Call `window_seconds` before."""
-        return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._seconds(start),
-                                self._seconds(end)) for op, start, end in self._ops if self._traced)
+        return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._shared_seconds(start),
+                                self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
-    def times(self) -> tuple[OpTime, ...]:
+    def op_times(self) -> tuple[OpTime, ...]:
         """Return the duration of each kind of compute op on each slice. Call `window_seconds` before."""
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:
                 assert op.slice is not None
-                by_kind[op.kind, op.slice].append((op, _between(start, end)))
-        return tuple(self._time(kind, slice_, *zip(*ops, strict=True)) for (kind, slice_), ops in by_kind.items())
+                by_kind[op.kind, op.slice].append((op, _elapsed_seconds(start, end)))
+        return tuple(self._op_time(kind, slice_, *zip(*ops, strict=True)) for (kind, slice_), ops in by_kind.items())
 
-    def _time(self, kind: OpKind, slice_: int, ops: Sequence[Op], seconds: Sequence[float]) -> OpTime:
+    def _op_time(self, kind: OpKind, slice_: int, ops: Sequence[Op], seconds: Sequence[float]) -> OpTime:
         if self.costs is None:
             return OpTime(kind, slice_, len(ops), statistics.median(seconds))
         usual = [duration / self.costs(op, self._iteration) for op, duration in zip(ops, seconds, strict=True)]
-        return OpTime(kind, slice_, len(ops), statistics.median(usual), _misfit(usual))
+        return OpTime(kind, slice_, len(ops), statistics.median(usual), _relative_deviation(usual))
 
-    def _stamp(self) -> Stamp:
-        return _event() if self._on_gpu else perf_counter()
+    def _take_stamp(self) -> Stamp:
+        return _record_event() if self._on_gpu else perf_counter()
 
-    def _seconds(self, stamp: Stamp) -> float:
+    def _shared_seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
             return stamp + self.offset_seconds
         event, seconds = self._base
@@ -117,12 +117,12 @@ class Recorder:
         return seconds + float(event.elapsed_time(stamp)) / 1e3 + self.offset_seconds
 
 
-def _misfit(seconds: Sequence[float]) -> float:
+def _relative_deviation(seconds: Sequence[float]) -> float:
     middle = statistics.median(seconds)
     return math.sqrt(statistics.fmean((duration / middle - 1) ** 2 for duration in seconds)) if middle > 0 else 0.0
 
 
-def _between(start: Stamp, end: Stamp) -> float:
+def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
     """Return the seconds between two stamps, which must have been passed on a GPU."""
     if isinstance(start, float):
         assert isinstance(end, float)
@@ -131,7 +131,7 @@ def _between(start: Stamp, end: Stamp) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _event() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,9 +1,9 @@
 """Session: communication of one worker in one generation.
 
 A session connects a worker to the workers that it communicates with, transfers tensors point to point, and sums them
-over the workers that hold the same layers. Any thread may call `abort`. Results count only after a `commit_point`: over
-NCCL, calls return at once, and after an abort all later operations run on garbage. The idea is that of torchft's
-manager, which synchronizes, asks for errors, and then votes.
+over the workers that hold the same layers. Any thread may call `abort`. Results count only after a
+`reach_commit_point`: over NCCL, calls return at once, and after an abort all later operations run on garbage. The idea
+is that of torchft's manager, which synchronizes, asks for errors, and then votes.
 """
 
 import time
@@ -17,20 +17,26 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from slipstream.runtime.beside import Beside
-from slipstream.runtime.model.layers.worker_group import Connection
-from slipstream.runtime.replay.links import Groups, Links, Wanted
+from slipstream.runtime.background_queue import BackgroundQueue
+from slipstream.runtime.model.layers.worker_group import GroupConnection
+from slipstream.runtime.replay.group_cache import GenerationGroups, GroupCache, GroupSpec
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.sum_tree import SumTree
-from slipstream.runtime.replay.transfers import Arriving, CommunicationError, Outgoing, Summing, told_in_one_line
+from slipstream.runtime.replay.transfers import (
+    CommunicationError,
+    IncomingTensor,
+    OutgoingTensor,
+    PendingSum,
+    one_line_errors,
+)
 from slipstream.runtime.torch_private import Group, Store
 from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
-Shared = LayerRange | str
+GradientKey = LayerRange | str
 """Key of gradients that are summed: a range of layers, or the first name of one parameter that several layers share."""
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
@@ -38,11 +44,11 @@ BUCKET_BYTES = 2**20
 """Size up to which gradients are summed together, because each sum takes several round trips on a slow network. For
 larger ones, the copies take longer than the sums gain."""
 CLOCK_ROUNDS = 8
-DRAIN_SECONDS = 0.001
+DRAIN_POLL_SECONDS = 0.001
 """Interval between checks for pending operations."""
 
 
-class Session:
+class GenerationSession:
     """Transfers and sums among the members of one generation, each on one device.
 
     Parameters
@@ -55,16 +61,16 @@ class Session:
         Function that returns the sockets that other threads opened meanwhile, which `abort` leaves open.
 
     Nothing is connected before `connect`, so that `abort` can also end the connecting. If a worker is a group of
-    processes, each communicates with the processes of the same rank in all workers; only `sum_over_all` is over all
-    processes. The worker's own group is connected as well.
+    processes, each communicates with the processes of the same rank in all workers; only `start_sum_over_all` is over
+    all processes. The worker's own group is connected as well.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag, NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
-    `schedules.graph.transfers`). All methods raise CommunicationError, except `abort`, `errored`, `release` and
-    `close`.
+    `schedules.graph.order_transfers`). All methods raise CommunicationError, except `abort`, `failure_reason`,
+    `release` and `close`.
     """
 
-    def __init__(self, membership: Membership, *, links: Links, device: torch.device, store: Store,
+    def __init__(self, membership: Membership, *, links: GroupCache, device: torch.device, store: Store,
                  spared: Callable[[], Sockets] = frozenset) -> None:
         self.device = device
         self.worker = membership.worker
@@ -72,20 +78,21 @@ class Session:
         """True if transfers are matched by their order, and so must be issued in an order that all workers agree on."""
         self.staged = links.backend is links.host and device.type != "cpu"
         """True if tensors pass through host memory."""
-        self._groups = Groups(links, store, membership.order, membership.process(membership.worker), spared)
+        self._groups = GenerationGroups(links, store, membership.order, membership.peer_process(membership.worker),
+                                        spared)
         self._membership = membership
-        self._sharers: Mapping[Shared, tuple[Worker, ...]] = {}
+        self._sharers: Mapping[GradientKey, tuple[Worker, ...]] = {}
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
         """Group and rank of the other end, by source and target."""
-        self._of_sharers: dict[tuple[Worker, ...], Group] = {}
-        self._between_ranks: Connection | None = None
+        self._sharer_groups: dict[tuple[Worker, ...], Group] = {}
+        self._rank_connection: GroupConnection | None = None
         self._sums: SumTree | None = None
-        self._beside = Beside(device, "reductions", enqueues=self.ordered)
-        self._sends = Beside(device, "sends")
+        self._reductions = BackgroundQueue(device, "reductions", enqueues=self.ordered)
+        self._sends = BackgroundQueue(device, "sends")
         """Queue of sends through host memory."""
-        self._presences = 0
+        self._barriers = 0
 
-    def connect(self, sharers: Mapping[Shared, Sequence[Worker]] = {}, *,
+    def connect(self, sharers: Mapping[GradientKey, Sequence[Worker]] = {}, *,
                 pairs: Collection[tuple[Worker, Worker]] | None = None, sums: bool = False, bytes_too: bool = False
                 ) -> Self:
         """Connect to the workers that this worker communicates with, reusing groups of earlier generations.
@@ -98,7 +105,7 @@ class Session:
         pairs
             Pairs (source, target) of workers between which tensors are sent; None: all pairs. Only they connect.
         sums
-            True if `sum_over_all` will be used.
+            True if `start_sum_over_all` will be used.
         bytes_too
             True if `send_bytes` will be used.
         """
@@ -106,28 +113,29 @@ class Session:
         self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
         own_pairs = {pair for pair in (permutations(self._membership.ranks, 2) if pairs is None else pairs)
                      if self.worker in pair}
-        wanted = [*self._wanted(own_pairs, bytes_too=bytes_too)]
+        wanted = [*self._required_groups(own_pairs, bytes_too=bytes_too)]
         if sums:
-            self._sums = SumTree(groups, *self._everyone())
-            wanted += self._sums.wanted()
+            self._sums = SumTree(groups, *self._all_processes())
+            wanted += self._sums.required_groups()
         if group is not None:
-            ranks, mates = f"ranks of {self.worker}", self._membership.processes_of(self.worker)
-            wanted.append(Wanted(ranks, mates, mates.index(self._membership.process(self.worker)), links.backend))
-        with told_in_one_line("meeting the other workers"):
-            groups.make(wanted)
-        self._route(own_pairs)
+            ranks, mates = f"ranks of {self.worker}", self._membership.processes_of_worker(self.worker)
+            wanted.append(GroupSpec(ranks, mates, mates.index(self._membership.peer_process(self.worker)),
+                                    links.backend))
+        with one_line_errors("meeting the other workers"):
+            groups.create_groups(wanted)
+        self._look_up_groups(own_pairs)
         if group is not None:
-            self._between_ranks = Connection(groups.named(ranks), told_in_one_line, self.device, self.staged)
-            group.connect(self._between_ranks)
+            self._rank_connection = GroupConnection(groups.get_group(ranks), one_line_errors, self.device, self.staged)
+            group.connect(self._rank_connection)
         return self
 
-    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+    def send(self, tensor: Tensor, target: Worker, tag: int) -> OutgoingTensor:
         """Start to send a tensor; returns while it is in transfer."""
         payload = tensor.detach().contiguous()
-        with told_in_one_line(f"sending to worker {target}"):
-            group, rank = self._way(self.worker, target)
+        with one_line_errors(f"sending to worker {target}"):
+            group, rank = self._route_between(self.worker, target)
             work = self._send_staged(group, payload, rank, tag) if self.staged else group.send([payload], rank, tag)
-            return Outgoing(work, payload, target)
+            return OutgoingTensor(work, payload, target)
 
     def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
         """Send a tensor through pinned host memory once the device has computed it, without blocking the host."""
@@ -141,24 +149,24 @@ class Session:
             except RuntimeError as error:
                 begun.set_exception(error)
 
-        self._sends.begin(send)
+        self._sends.submit(send)
         return begun
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> IncomingTensor:
         """Allocate a tensor, and start to receive it."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        with told_in_one_line(f"receiving from worker {source}"):
-            group, rank = self._way(source, self.worker)
-            return Arriving(group.recv([payload], rank, tag), payload, source, self.device)
+        with one_line_errors(f"receiving from worker {source}"):
+            group, rank = self._route_between(source, self.worker)
+            return IncomingTensor(group.recv([payload], rank, tag), payload, source, self.device)
 
-    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
+    def sum_over_sharers(self, what: GradientKey, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all live workers that hold these layers or this shared parameter."""
         if what not in self._sharers:
             return
-        with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
+        with one_line_errors(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
             carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
-            group, buckets = self._sharing(what), _buckets(carried)
+            group, buckets = self._open_sharer_group(what), _bucket_tensors(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
             for work in [group.allreduce([bucket_sum]) for bucket_sum in joined]:
@@ -172,22 +180,22 @@ class Session:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
-    def sharers_of(self, layers: LayerRange) -> Group | None:
+    def sharer_group(self, layers: LayerRange) -> Group | None:
         """Return the group of the workers that reduce a range, in ascending order; None if no other worker does."""
-        return self._sharing(layers) if layers in self._sharers else None
+        return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
         """Send bytes in host memory to another worker that reduces a range. Requires `bytes_too`."""
-        with told_in_one_line(f"sending to worker {target}"):
-            group, rank = self._of_bytes(layers), self._sharers[layers].index(target)
+        with one_line_errors(f"sending to worker {target}"):
+            group, rank = self._bytes_group(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), payload):
                 group.send([tensor], rank, BYTES_TAG).wait()
 
     def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
         """Receive the bytes that `send_bytes` sends."""
-        with told_in_one_line(f"receiving from worker {source}"):
-            group, rank = self._of_bytes(layers), self._sharers[layers].index(source)
+        with one_line_errors(f"receiving from worker {source}"):
+            group, rank = self._bytes_group(layers), self._sharers[layers].index(source)
             length = torch.empty(1, dtype=torch.int64)
             group.recv([length], rank, BYTES_TAG).wait()
             payload = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -201,65 +209,65 @@ class Session:
         """
         self._groups.abort()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Break connections on purpose, as a network failure would; for tests."""
-        self._groups.links.host.cut()
+        self._groups.links.host.cut_connections()
 
-    def require(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise OrderEndedError if the generation has ended."""
-        self._groups.require()
+        self._groups.raise_if_ended()
 
-    def errored(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Return why this worker's connections have failed, in one line; None if they have not."""
-        return self._groups.errored()
+        return self._groups.failure_reason()
 
-    def commit_point(self) -> None:
+    def reach_commit_point(self) -> None:
         """Wait until the device has completed all work of this thread, and check that it is valid.
 
         Raises OrderEndedError if the generation has ended, and CommunicationError if a group has failed: results may
         then be garbage.
         """
         self._wait_for_device()
-        self.require()
-        error = self.errored()
+        self.raise_if_ended()
+        error = self.failure_reason()
         if error is not None:
             raise CommunicationError(error)
 
-    def groups(self) -> dict[str, Group]:
+    def groups_by_name(self) -> dict[str, Group]:
         """Return the process groups, by name."""
-        return self._groups.by_name()
+        return self._groups.groups_by_name()
 
-    def over(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Return whether no pending operation of this session can write to a tensor."""
-        return self._groups.over()
+        return self._groups.is_quiescent()
 
-    def begin_beside(self, reduce: Callable[[], None]) -> None:
+    def reduce_in_background(self, reduce: Callable[[], None]) -> None:
         """Start to reduce gradients concurrently with compute, one range after the other in the order of the calls.
 
         Raises the error of an earlier reduction.
         """
-        self._beside.begin(reduce)
+        self._reductions.submit(reduce)
 
-    def wait_beside(self) -> None:
+    def wait_for_reductions(self) -> None:
         """Wait for all concurrent reductions, and raise the error of any."""
-        with _waiting("summing gradients"):
-            self._beside.wait()
-        self.require()  # over NCCL, operations that were aborted end as if they had succeeded
+        with _registered_wait("summing gradients"):
+            self._reductions.wait()
+        self.raise_if_ended()  # over NCCL, operations that were aborted end as if they had succeeded
 
-    def threads_beside(self) -> list[int]:
+    def reduction_threads(self) -> list[int]:
         """Return the thread in which gradients are being reduced, if there is one, as a list."""
-        return [] if (thread := self._beside.thread) is None else [thread]
+        return [] if (thread := self._reductions.thread_ident) is None else [thread]
 
     def drain(self) -> None:
         """Wait until no operation is pending, which is soon after an abort.
 
         The wait has no limit; the caller that aborted must watch the time.
         """
-        with _waiting("ending sums of gradients"):
-            self._beside.drop()
-            self._sends.drop()
-        while not self.over():
-            time.sleep(DRAIN_SECONDS)
+        with _registered_wait("ending sums of gradients"):
+            self._reductions.discard_pending()
+            self._sends.discard_pending()
+        while not self.is_quiescent():
+            time.sleep(DRAIN_POLL_SECONDS)
         if self.device.type == "cuda" and self.ordered:
             torch.cuda.synchronize(self.device)
 
@@ -269,9 +277,9 @@ class Session:
         A later `abort` has no effect.
         """
         self._groups.release()
-        if self._membership.group is not None and self._between_ranks is not None:
-            self._membership.group.disconnect(self._between_ranks)
-        self._routes, self._of_sharers = {}, {}
+        if self._membership.group is not None and self._rank_connection is not None:
+            self._membership.group.disconnect(self._rank_connection)
+        self._routes, self._sharer_groups = {}, {}
 
     def close(self) -> None:
         """Close the aborted groups in the background.
@@ -281,12 +289,12 @@ class Session:
         self.release()
         self._groups.close()
 
-    def sum_over_all(self, values: Sequence[float]) -> Summing:
+    def start_sum_over_all(self, values: Sequence[float]) -> PendingSum:
         """Start to sum numbers over all members, concurrently with compute. Requires `sums`."""
         assert self._sums is not None
-        return self._sums.begin(values)
+        return self._sums.start_sum(values)
 
-    def clock_offset(self) -> float:
+    def measure_clock_offset(self) -> float:
         """Return the seconds to add to this worker's perf_counter to get that of the first member.
 
         All members must call this at the same time.
@@ -294,14 +302,14 @@ class Session:
         The first member has a group with each other one, used for nothing else, and answers one member after the other.
         The offset is that of the fastest of a few round trips, as in NTP.
         """
-        members, place = self._everyone()
-        specs = [Wanted(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
-                        self._groups.links.host) for other in range(1, len(members)) if place in {0, other}]
-        with told_in_one_line("comparing clocks"):
-            self._groups.add(specs)
-            for group in [self._groups.named(spec.name) for spec in specs]:
+        members, place = self._all_processes()
+        specs = [GroupSpec(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
+                           self._groups.links.host) for other in range(1, len(members)) if place in {0, other}]
+        with one_line_errors("comparing clocks"):
+            self._groups.create_missing(specs)
+            for group in [self._groups.get_group(spec.name) for spec in specs]:
                 if place > 0:
-                    return min(_ask_time(group) for _ in range(CLOCK_ROUNDS))[1]
+                    return min(_measure_offset(group) for _ in range(CLOCK_ROUNDS))[1]
                 for _ in range(CLOCK_ROUNDS):
                     group.recv([torch.empty(1, dtype=torch.float64)], 1, 0).wait()
                     group.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], 1, 0).wait()
@@ -309,61 +317,63 @@ class Session:
 
     def wait_for_all(self) -> None:
         """Wait until all members have called this, and their devices have completed all earlier work."""
-        members, _ = self._everyone()
+        members, _ = self._all_processes()
         if len(members) == 1:
             return
-        self._presences += 1
-        keys = self._groups.keys(f"present {self._presences} ")
+        self._barriers += 1
+        keys = self._groups.open_store(f"present {self._barriers} ")
         self._wait_for_device()
-        with told_in_one_line("waiting for all workers"):
+        with one_line_errors("waiting for all workers"):
             if keys.add("count", 1) == len(members):
                 keys.set("all", b"")
             keys.wait(["all"])
 
-    def _wanted(self, pairs: Collection[tuple[Worker, Worker]], *, bytes_too: bool) -> Iterator[Wanted]:
+    def _required_groups(self, pairs: Collection[tuple[Worker, Worker]], *, bytes_too: bool) -> Iterator[GroupSpec]:
         """Return the process groups that the session needs; see `connect`."""
         links = self._groups.links
-        for ends in sorted({self._ends(pair) for pair in pairs}):
-            yield Wanted(*self._among(ends, "to"), links.backend, directed=self.ordered)
+        for ends in sorted({self._pair_members(pair) for pair in pairs}):
+            yield GroupSpec(*self._describe_group(ends, "to"), links.backend, directed=self.ordered)
         for members in sorted(set(self._sharers.values())):
-            yield Wanted(*self._among(members, "and"), links.backend)
+            yield GroupSpec(*self._describe_group(members, "and"), links.backend)
             if bytes_too and self.ordered:
-                yield Wanted(*self._among(members, "bytes"), links.host)
+                yield GroupSpec(*self._describe_group(members, "bytes"), links.host)
 
-    def _route(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
+    def _look_up_groups(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
         """Look up the groups of all transfers and sums once, so that each call is fast."""
         for source, target in pairs:
-            ends = self._ends((source, target))
+            ends = self._pair_members((source, target))
             other = ends.index(source if target == self.worker else target)
-            self._routes[source, target] = self._groups.named(self._among(ends, "to")[0]), other
+            self._routes[source, target] = self._groups.get_group(self._describe_group(ends, "to")[0]), other
         for members in self._sharers.values():
-            self._of_sharers[members] = self._groups.named(self._among(members, "and")[0])
+            self._sharer_groups[members] = self._groups.get_group(self._describe_group(members, "and")[0])
 
-    def _ends(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
+    def _pair_members(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
         """Return the members of the group that carries tensors from one worker to another."""
         return pair if self.ordered else tuple(sorted(pair))
 
-    def _among(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
+    def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
         """Return name, members and this process's rank of the group of this rank in some workers."""
-        members = tuple(self._membership.process(worker) for worker in workers)
+        members = tuple(self._membership.peer_process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)
 
-    def _way(self, source: Worker, target: Worker) -> tuple[Group, int]:
-        return self._connected(self._routes.get((source, target)))
+    def _route_between(self, source: Worker, target: Worker) -> tuple[Group, int]:
+        return self._require_connection(self._routes.get((source, target)))
 
-    def _sharing(self, what: Shared) -> Group:
-        return self._connected(self._of_sharers.get(self._sharers.get(what, ())))
+    def _open_sharer_group(self, what: GradientKey) -> Group:
+        return self._require_connection(self._sharer_groups.get(self._sharers.get(what, ())))
 
-    def _connected(self, found: T | None) -> T:
+    def _require_connection(self, found: T | None) -> T:
         """Return `found`, which exists while the generation lasts. Raises RuntimeError if it is None."""
-        self._groups.require()  # a transfer could start on connections that were just shut down, and fail only later
+        # a transfer could start on connections that were just shut down, and fail only later
+        self._groups.raise_if_ended()
         if found is None:
             raise RuntimeError("there is no connection")
         return found
 
-    def _of_bytes(self, layers: LayerRange) -> Group:
-        self._groups.require()
-        return self._groups.named(self._among(self._sharers[layers], "bytes" if self.ordered else "and")[0])
+    def _bytes_group(self, layers: LayerRange) -> Group:
+        self._groups.raise_if_ended()
+        return self._groups.get_group(self._describe_group(self._sharers[layers], "bytes" if self.ordered
+                                                           else "and")[0])
 
     def _wait_for_device(self) -> None:
         """Wait for the device.
@@ -373,23 +383,23 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _everyone(self) -> tuple[tuple[str, ...], int]:
+    def _all_processes(self) -> tuple[tuple[str, ...], int]:
         """Return the names of all processes, and the place of this one."""
-        members = self._membership.processes()
-        return members, members.index(self._membership.process(self.worker))
+        members = self._membership.all_processes()
+        return members, members.index(self._membership.peer_process(self.worker))
 
 
 @contextmanager
-def _waiting(what: str) -> Iterator[None]:
+def _registered_wait(what: str) -> Iterator[None]:
     """Register a wait for another thread. If that thread is stuck in a process group, both are abandoned."""
-    OPEN_CALLS.begin(what)
+    OPEN_CALLS.enter_call(what)
     try:
         yield
     finally:
-        OPEN_CALLS.end()
+        OPEN_CALLS.leave_call()
 
 
-def _ask_time(group: Group) -> tuple[float, float]:
+def _measure_offset(group: Group) -> tuple[float, float]:
     """Return the duration of one round trip, and the clock offset that it gives."""
     asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
@@ -398,7 +408,7 @@ def _ask_time(group: Group) -> tuple[float, float]:
     return answered - asked, answer.item() - (asked + answered) / 2
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`, equally at all their holders."""
     buckets: list[list[Tensor]] = []
     room = 0

@@ -18,28 +18,28 @@ Sockets = frozenset[tuple[int, str]]
 another."""
 
 
-def open_sockets() -> Sockets:
+def find_open_sockets() -> Sockets:
     """Return all sockets of this process."""
     sockets = set()
     with contextlib.suppress(OSError):
         for path in _DESCRIPTORS.iterdir():
-            identity = _identity(int(path.name))
+            identity = _read_identity(int(path.name))
             if identity.startswith("socket:"):
                 sockets.add((int(path.name), identity))
     return frozenset(sockets)
 
 
-def sockets_of(sockets: Iterable[socket.socket]) -> Sockets:
+def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
     """Return those of the given sockets that are open."""
-    return frozenset((one.fileno(), _identity(one.fileno())) for one in sockets if one.fileno() >= 0)
+    return frozenset((one.fileno(), _read_identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 
-def cut(sockets: Iterable[tuple[int, str]]) -> Sockets:
+def shut_down_sockets(sockets: Iterable[tuple[int, str]]) -> Sockets:
     """Shut down connections, and return those shut down. Waiting calls get an error, here and at the other end."""
     ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):
-            if _identity(descriptor) != identity:
+            if _read_identity(descriptor) != identity:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo aborts the process when a socket it listens on fails.
@@ -49,12 +49,12 @@ def cut(sockets: Iterable[tuple[int, str]]) -> Sockets:
     return frozenset(ended)
 
 
-def still_open(sockets: Sockets) -> bool:
+def is_any_open(sockets: Sockets) -> bool:
     """Return whether any of these sockets is not closed yet."""
-    return any(_identity(descriptor) == identity for descriptor, identity in sockets)
+    return any(_read_identity(descriptor) == identity for descriptor, identity in sockets)
 
 
-def _identity(descriptor: int) -> str:
+def _read_identity(descriptor: int) -> str:
     try:
         return str((_DESCRIPTORS / str(descriptor)).readlink())
     except OSError:

@@ -32,11 +32,11 @@ class OpenCalls:
         self._lock = threading.Lock()
         """Makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
-    def begin(self, what: str) -> None:
+    def enter_call(self, what: str) -> None:
         """Register that this thread enters a call."""
         self._calls[threading.get_ident()] = OpenCall(what, time.monotonic())
 
-    def end(self) -> None:
+    def leave_call(self) -> None:
         """Register that this thread leaves its call. Raises AbandonedError if it was abandoned meanwhile."""
         thread = threading.get_ident()
         with self._lock:
@@ -46,11 +46,11 @@ class OpenCalls:
         if abandoned:
             raise AbandonedError("nobody waits any more")
 
-    def of(self, thread: int) -> OpenCall | None:
+    def call_of_thread(self, thread: int) -> OpenCall | None:
         """Return the call that a thread is inside of, or None."""
         return self._calls.get(thread)
 
-    def abandon(self, threads: Collection[int], seconds: float) -> bool:
+    def abandon_threads(self, threads: Collection[int], seconds: float) -> bool:
         """Abandon threads if each of them has been in one call for at least `seconds`; return whether that is so.
 
         An abandoned thread gets an AbandonedError if its call ever returns.

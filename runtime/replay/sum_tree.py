@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.runtime.beside import Beside
-from slipstream.runtime.replay.links import Groups, Wanted
-from slipstream.runtime.replay.transfers import Summing
+from slipstream.runtime.background_queue import BackgroundQueue
+from slipstream.runtime.replay.group_cache import GenerationGroups, GroupSpec
+from slipstream.runtime.replay.transfers import PendingSum
 from slipstream.runtime.torch_private import Group
 
-CHILDREN = 4
+MAX_CHILDREN = 4
 """Number of children of a process in the tree."""
 _UP, _DOWN = 0, 1
 """Tags of the two directions."""
@@ -27,51 +27,51 @@ class SumTree:
     Numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
     """
 
-    def __init__(self, groups: Groups, members: Sequence[str], place: int) -> None:
+    def __init__(self, groups: GenerationGroups, members: Sequence[str], place: int) -> None:
         self._groups = groups
         self._members = members
         self._place = place
-        first = CHILDREN * place + 1
-        self._children = range(first, min(first + CHILDREN, len(members)))
-        self._beside = Beside(torch.device("cpu"), "sums over all workers")
+        first = MAX_CHILDREN * place + 1
+        self._children = range(first, min(first + MAX_CHILDREN, len(members)))
+        self._queue = BackgroundQueue(torch.device("cpu"), "sums over all workers")
 
-    def wanted(self) -> Iterator[Wanted]:
+    def required_groups(self) -> Iterator[GroupSpec]:
         """Return the process groups that the tree needs, one with each neighbor."""
         for child in (*([self._place] if self._place else []), *self._children):
-            ends = self._members[(child - 1) // CHILDREN], self._members[child]
-            yield Wanted(_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
+            ends = self._members[(child - 1) // MAX_CHILDREN], self._members[child]
+            yield GroupSpec(_group_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
 
-    def begin(self, values: Sequence[float]) -> Summing:
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
         """Start to sum numbers; all processes must do so in the same order."""
-        summing = Summing(torch.tensor(values, dtype=torch.float64))
-        self._beside.begin(partial(self._sum, summing))
+        summing = PendingSum(torch.tensor(values, dtype=torch.float64))
+        self._queue.submit(partial(self._run_sum, summing))
         return summing
 
-    def _sum(self, one: Summing) -> None:
+    def _run_sum(self, one: PendingSum) -> None:
         try:
-            below = [self._group(child) for child in self._children]
+            below = [self._parent_group(child) for child in self._children]
             arriving = [torch.empty_like(one.payload) for _ in below]
             for work in [group.recv([partial_sum], 1, _UP) for group, partial_sum in zip(below, arriving, strict=True)]:
                 work.wait()
             for partial_sum in arriving:
                 one.payload.add_(partial_sum)
             if self._place:
-                _through(self._group(self._place), one.payload)
+                _exchange_with_parent(self._parent_group(self._place), one.payload)
             sent = [group.send([one.payload], 1, _DOWN) for group in below]
         except Exception as error:
-            one.end(str(error))
+            one.set_outcome(str(error))
             return
-        one.end(None)
+        one.set_outcome(None)
         with suppress(RuntimeError):  # an error here also fails the next sum, if there is one
             for work in sent:
                 work.wait()
 
-    def _group(self, child: int) -> Group:
+    def _parent_group(self, child: int) -> Group:
         """Return the group of a process and its parent."""
-        return self._groups.named(_name(self._members[child]))
+        return self._groups.get_group(_group_name(self._members[child]))
 
 
-def _through(above: Group, payload: Tensor) -> None:
+def _exchange_with_parent(above: Group, payload: Tensor) -> None:
     """Send the sum of a subtree to the parent, and receive the sum of all processes."""
     total = torch.empty_like(payload)
     arriving = above.recv([total], 0, _DOWN)  # posted before the send, so that the answer arrives at once
@@ -80,5 +80,5 @@ def _through(above: Group, payload: Tensor) -> None:
     payload.copy_(total)
 
 
-def _name(child: str) -> str:
+def _group_name(child: str) -> str:
     return f"sums of {child}"

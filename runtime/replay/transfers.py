@@ -16,7 +16,7 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Worker
 
-TIMEOUT = timedelta(minutes=10)
+TRANSFER_TIMEOUT = timedelta(minutes=10)
 """Timeout of any one transfer. It is long, because a gloo timeout closes all connections; a dead peer is noticed in
 milliseconds."""
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
@@ -27,7 +27,7 @@ class CommunicationError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingTensor:
     """A tensor that is being sent. It must stay alive until the transfer ends."""
 
     work: Work | Future[Work]
@@ -37,13 +37,13 @@ class Outgoing:
 
     def wait(self) -> None:
         """Wait until the tensor may be freed. Raises CommunicationError."""
-        with told_in_one_line(f"sending to worker {self.target}"):
-            work = self.work.result(TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
+        with one_line_errors(f"sending to worker {self.target}"):
+            work = self.work.result(TRANSFER_TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
             work.wait()
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class IncomingTensor:
     """A tensor that is being received."""
 
     work: Work
@@ -51,53 +51,53 @@ class Arriving:
     source: Worker
     device: torch.device
 
-    def take(self) -> Tensor:
+    def wait_for_tensor(self) -> Tensor:
         """Wait for the tensor, and return it on the device that computes. Raises CommunicationError."""
-        with told_in_one_line(f"receiving from worker {self.source}"):
+        with one_line_errors(f"receiving from worker {self.source}"):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
 
 
-class Summing:
+class PendingSum:
     """Numbers that are being summed over all workers."""
 
     def __init__(self, payload: Tensor) -> None:
         self.payload = payload
-        self._over = threading.Event()
-        self._failed: str | None = None
+        self._ended = threading.Event()
+        self._failure: str | None = None
 
-    def end(self, failed: str | None) -> None:
+    def set_outcome(self, failed: str | None) -> None:
         """Report that the sum is complete, or that it failed, with the reason."""
-        self._failed = failed
-        self._over.set()
+        self._failure = failed
+        self._ended.set()
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return whether `take` would return at once."""
-        return self._over.is_set()
+        return self._ended.is_set()
 
-    def take(self) -> Sequence[float]:
+    def wait_for_sums(self) -> Sequence[float]:
         """Wait for the sums, and return them. Raises CommunicationError."""
-        with told_in_one_line("summing over all workers"):
-            if not self._over.wait(TIMEOUT.total_seconds()):
-                raise RuntimeError(f"no answer within {TIMEOUT.total_seconds():.0f} s")
-            if self._failed is not None:
-                raise RuntimeError(self._failed)
+        with one_line_errors("summing over all workers"):
+            if not self._ended.wait(TRANSFER_TIMEOUT.total_seconds()):
+                raise RuntimeError(f"no answer within {TRANSFER_TIMEOUT.total_seconds():.0f} s")
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
         sums: list[float] = self.payload.tolist()
         return sums
 
 
 @contextmanager
-def told_in_one_line(what: str) -> Iterator[None]:
+def one_line_errors(what: str) -> Iterator[None]:
     """Convert errors of a process group into one line that names the operation, `what`."""
-    OPEN_CALLS.begin(what)
+    OPEN_CALLS.enter_call(what)
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {_plain(first_line(error))}") from error
+        raise CommunicationError(f"{what} failed: {_strip_gloo_place(first_line(error))}") from error
     finally:
-        OPEN_CALLS.end()
+        OPEN_CALLS.leave_call()
 
 
-def _plain(told: str) -> str:
+def _strip_gloo_place(told: str) -> str:
     """Return an error of gloo without its source location and advice."""
     return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]

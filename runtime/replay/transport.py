@@ -22,7 +22,7 @@ def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shar
     return "nccl" if able and wanted != "gloo" else "gloo"
 
 
-def claim_own_host(process: str) -> None:
+def set_own_nccl_host(process: str) -> None:
     """Make NCCL treat this process as the only one on its host, so that it may share a GPU with others.
 
     NCCL refuses two ranks with the same host and GPU, and takes the host's name from NCCL_HOSTID (NCCL's init.cc and

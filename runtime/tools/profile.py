@@ -2,7 +2,7 @@
 
 Stages are measured by workers that compute at the same time, as many as the machine will run (on CPUs: as many as have
 cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
-`PartOptimizer`, `Session`), timed over a few micro-batches in a row; the result is the median of the rounds.
+`PartOptimizer`, `GenerationSession`), timed over a few micro-batches in a row; the result is the median of the rounds.
 
 If a worker has several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
 from rank r to rank r, all ranks at the same time.
@@ -17,11 +17,11 @@ import torch
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.device import choose_device
-from slipstream.runtime.processes.children import ChildError, Children
+from slipstream.runtime.processes.child_processes import ChildError, ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.transport import choose_transport
-from slipstream.runtime.tools.measurer import MeasuredNetwork, Measurement, Task
+from slipstream.runtime.tools.measurer import MeasuredNetwork, Measurement, MeasuringTask
 from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
@@ -65,8 +65,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 _ANSWER = msgspec.json.Decoder(Measurement)
 
 
-def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
-            rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
+def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int,
+                   microbatches: int,
+                   rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
     """Measure the stages that hold these ranges of layers.
 
     The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
@@ -84,15 +85,16 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     measuring = max(computing, reduce_group, 2 if workers > 1 else 1)
     transport = choose_transport(training.backend, device, measuring * ranks, cards, shared=training.share_devices)
     store, opened = host_store()
-    tasks = [Task(config=config, ranges=tuple(ranges), microbatches=microbatches, worker=worker, rank=rank,
-                  workers=measuring, computing=computing, reduce_group=reduce_group, device=device, cards=cards,
-                  transport=transport, rendezvous=opened, rounds=rounds, copies=copies, by_lengths=by_lengths)
+    tasks = [MeasuringTask(config=config, ranges=tuple(ranges), microbatches=microbatches, worker=worker, rank=rank,
+                           workers=measuring, computing=computing, reduce_group=reduce_group, device=device,
+                           cards=cards,
+                           transport=transport, rendezvous=opened, rounds=rounds, copies=copies, by_lengths=by_lengths)
              for worker in range(measuring) for rank in range(ranks)]
-    answers = _ask(tasks, fork_server)
+    answers = _run_tasks(tasks, fork_server)
     del store
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sharing = 1 if cards and not training.share_devices else -(-workers * ranks // max(1, cards))
-    return Profile(stages=_stages(tasks, answers), transfer=max(answer.transfer for answer in answers[:ranks]),
+    return Profile(stages=_combine_stages(tasks, answers), transfer=max(answer.transfer for answer in answers[:ranks]),
                    network=msgspec.structs.replace(
                        answers[0].network, slowdown=max(answer.network.slowdown for answer in answers)),
                    device=device, device_bytes=memory, sharing=sharing,
@@ -100,33 +102,33 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
                    reduce_group=reduce_group, transport=transport, waiting=max(answer.waiting for answer in answers))
 
 
-def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Measurement]:
+def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -> list[Measurement]:
     """Run one process for each task, all at the same time, and return their results. No process is left at the end."""
     try:
-        with Children("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
-            return [_ANSWER.decode(answer) for answer in children.answers(TIMEOUT_SECONDS)]
+        with ChildProcesses("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
+            return [_ANSWER.decode(answer) for answer in children.collect_results(TIMEOUT_SECONDS)]
     except ChildError as error:
         raise ProfileError(f"measuring failed: {error}") from None
     except TimeoutError:
         raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
 
 
-def _stages(tasks: Sequence[Task], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
+def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
     """Combine the results of the processes. A stage's profile comes from the ranks of the first worker that measured
     it, all-reduces from those of worker 0."""
     profiles = []
     for stage in range(len(tasks[0].ranges)):
-        first = next(task.worker for task in tasks if stage in task.stages)
+        first = next(task.worker for task in tasks if stage in task.measured_stages)
         by_rank = [answer for task, answer in zip(tasks, answers, strict=True) if task.worker == first]
         of_first = [answer for task, answer in zip(tasks, answers, strict=True) if not task.worker]
-        slowest = _slowest([answer.stages[stage] for answer in by_rank])
+        slowest = _max_over_ranks([answer.stages[stage] for answer in by_rank])
         profiles.append(msgspec.structs.replace(
             slowest, all_reduce=max(answer.all_reduce[stage] for answer in of_first),
             optimizer=slowest.optimizer + max(answer.gather[stage] for answer in of_first)))
     return tuple(profiles)
 
 
-def _slowest(ranks: Sequence[StageProfile]) -> StageProfile:
+def _max_over_ranks(ranks: Sequence[StageProfile]) -> StageProfile:
     """Return the largest of each value over the ranks."""
     if len(ranks) == 1:
         return ranks[0]

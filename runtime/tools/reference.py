@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import RunConfig, TrainingConfig
-from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
+from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, load_data, load_validation_data
 from slipstream.runtime.model.data.loss_weights import LossWeights
-from slipstream.runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on_device
+from slipstream.runtime.model.layer_values import Value
+from slipstream.runtime.model.layers.calling import LayerCall, adapt_loss, collecting_losses, move_batch
 from slipstream.runtime.model.layers.layered_model import (
     LayeredModel,
-    autocast,
-    layer_randomness,
-    model_for,
+    autocast_context,
+    build_model,
     parameter_dtype,
+    seeded_for_layer,
 )
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.passed import Value
-from slipstream.runtime.model.state.clipping import clip_factor, squares_of
+from slipstream.runtime.model.state.clipping import clip_factor, sum_of_squares
 from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.parameter_groups import grouped, rules_of
+from slipstream.runtime.model.state.parameter_groups import build_groups, rules_of
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 
 CPU = torch.device("cpu")
@@ -57,31 +57,32 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     before = torch.get_num_threads()
     torch.set_num_threads(config.training.threads)
     try:
-        return _train(config, microbatches, iterations, device)
+        return _train_model(config, microbatches, iterations, device)
     finally:
         torch.set_num_threads(before)
 
 
-def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, device: torch.device) -> ReferenceResult:
+def _train_model(config: RunConfig, microbatches: Sequence[int], iterations: int,
+                 device: torch.device) -> ReferenceResult:
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training), device)
-    corpus = load_corpus(config, microbatches)
+    model = build_model(config.model, training.seed, parameter_dtype(training), device)
+    corpus = load_data(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
     sharing = sharing_of(model)
-    sharing.tie(dict(enumerate(layers)))
+    sharing.tie_parameters(dict(enumerate(layers)))
     optimizer = PlainSteps(layers, training)
-    validation = load_validation(config, microbatches)
+    validation = load_validation_data(config, microbatches)
     weights = LossWeights(corpus, training, microbatches)
     losses, evaluations = [], {}
     for iteration in range(iterations):
         total = 0.0
         for pipeline, count in enumerate(microbatches):
             for index in range(count):
-                loss = _loss(config, model, layers, corpus, Microbatch(iteration, pipeline, index))
+                loss = _compute_loss(config, model, layers, corpus, Microbatch(iteration, pipeline, index))
                 scaled = loss * weights(Microbatch(iteration, pipeline, index))
                 scaled.backward()  # type: ignore[no-untyped-call]
                 total += scaled.item()
-        factor = clip_factor(optimizer.squares(), training)
+        factor = clip_factor(optimizer.compute_squares(), training)
         if factor is not None:
             optimizer.step(iteration, factor)
         layers.zero_grad()
@@ -93,12 +94,13 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
                 of_validation = LossWeights(validation, training, microbatches, rounds)
                 samples = [Microbatch(one, pipeline, index) for one in range(rounds)
                            for pipeline, count in enumerate(microbatches) for index in range(count)]
-                evaluations[iteration] = sum(of_validation(one) * _loss(config, model, layers, validation, one).item()
+                evaluations[iteration] = sum(of_validation(one)
+                                             * _compute_loss(config, model, layers, validation, one).item()
                                              for one in samples) / rounds
             layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
     return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations,
-                           optimizer.masters() if training.master_weights else {})
+                           optimizer.get_master_weights() if training.master_weights else {})
 
 
 class PlainSteps(OptimizerSteps):
@@ -112,18 +114,19 @@ class PlainSteps(OptimizerSteps):
                                    if config.master_weights else parameter)
                             for name, parameter in layers.named_parameters() if parameter.requires_grad}
         stepped = dict(self._stepped_by.values())
-        for parameter in self._by_gradients() if config.master_weights else ():
+        for parameter in self._without_rules() if config.master_weights else ():
             parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
         super().__init__([{**group, "params": [stepped[one] for one in group["params"]]}
-                          for group in grouped({name: one for name, (one, _) in self._stepped_by.items()}, config,
-                                               last, rules)],
+                          for group in build_groups({name: one for name, (one, _) in self._stepped_by.items()}, config,
+                                                    last, rules)],
                          config)
 
-    def squares(self) -> list[float]:
+    def compute_squares(self) -> list[float]:
         """Return the sum of squares of each parameter's gradient."""
-        return [squares_of(parameter.grad).item() for parameter in self._by_gradients() if parameter.grad is not None]
+        return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
+                if parameter.grad is not None]
 
-    def _by_gradients(self) -> list[nn.Parameter]:
+    def _without_rules(self) -> list[nn.Parameter]:
         """Return all parameters that are not stepped by a rule of their layer."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
@@ -134,23 +137,23 @@ class PlainSteps(OptimizerSteps):
         for name, (parameter, stepped) in self._stepped_by.items():
             scale = 1.0 if name in self._ruled else factor
             stepped.grad = None if parameter.grad is None else parameter.grad.to(stepped.dtype) * scale
-        self._update()
+        self._apply_update()
         with torch.no_grad():
             for parameter, stepped in self._stepped_by.values():
                 parameter.copy_(stepped)
 
-    def masters(self) -> dict[str, Tensor]:
+    def get_master_weights(self) -> dict[str, Tensor]:
         """Return the master weights by "layer.name"."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 
-def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
-          microbatch: Microbatch) -> Tensor:
+def _compute_loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
+                  microbatch: Microbatch) -> Tensor:
     training = config.training
-    batch = on_device(corpus.batch(microbatch, training.batch, config.model.context), model.device)
+    batch = move_batch(corpus.batch(microbatch, training.batch, config.model.context), model.device)
     value: Value = batch[0]
-    with autocast(training, model.device), adding_losses() as added:
+    with autocast_context(training, model.device), collecting_losses() as added:
         for index, layer in enumerate(layers):
-            with layer_randomness(training.seed, *microbatch, index, model.device):
+            with seeded_for_layer(training.seed, *microbatch, index, model.device):
                 value = LayerCall(layer)(value, batch)
-        return sum(added, loss_call(model.loss)(value, batch[1], batch))
+        return sum(added, adapt_loss(model.loss)(value, batch[1], batch))

@@ -5,17 +5,17 @@ import time
 import msgspec
 import torch
 
-from slipstream.runtime.processes.children import ChildError, Children
-from slipstream.runtime.protocol.interfaces import name_interface
+from slipstream.runtime.processes.child_processes import ChildError, ChildProcesses
+from slipstream.runtime.protocol.network_interfaces import configure_interface
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))
 LAYERS = (0, 1)
-NUMBERS = 2**18
+TENSOR_ELEMENTS = 2**18
 """Number of float32 elements of the tensor that goes back and forth: 1 MiB."""
 ROUNDS = 8
 
@@ -41,7 +41,7 @@ _TASK = msgspec.json.Decoder(_MeetingTask)
 _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
-class SelfTest(Children):
+class SelfTest(ChildProcesses):
     """Test with two processes, which start when the object is created and end when it is closed."""
 
     def __init__(self) -> None:
@@ -52,41 +52,41 @@ class SelfTest(Children):
     def wait(self, timeout: float) -> SelfTestResult:
         """Wait for both processes, and return the result that the second one measured. Raises SelfTestError."""
         try:
-            return _RESULT.decode(self.answers(timeout)[1])
+            return _RESULT.decode(self.collect_results(timeout)[1])
         except ChildError as error:
             raise SelfTestError(str(error)) from None
         except TimeoutError:
             raise SelfTestError(f"two processes did not meet and talk within {timeout:.0f} s") from None
 
 
-def _exchange(task: _MeetingTask) -> SelfTestResult:
+def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
     """Run one side of the exchange. The first worker sends a tensor, and the second sends it back with 1 added."""
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
-    session = Session(membership, links=Links("gloo"), device=torch.device("cpu"), store=store)
+    session = GenerationSession(membership, links=GroupCache("gloo"), device=torch.device("cpu"), store=store)
     session.connect({LAYERS: WORKERS})
     connected = time.perf_counter()
     (peer,) = (worker for worker in WORKERS if worker != task.worker)
-    tensor = torch.arange(NUMBERS, dtype=torch.float32)
+    tensor = torch.arange(TENSOR_ELEMENTS, dtype=torch.float32)
     for _ in range(ROUNDS):
         if task.worker == WORKERS[0]:
             session.send(tensor, peer, 1).wait()
-            tensor = session.receive((NUMBERS,), torch.float32, peer, 1).take()
+            tensor = session.receive((TENSOR_ELEMENTS,), torch.float32, peer, 1).wait_for_tensor()
         else:
-            tensor = session.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+            tensor = session.receive((TENSOR_ELEMENTS,), torch.float32, peer, 1).wait_for_tensor() + 1
             session.send(tensor, peer, 1).wait()
     seconds = (time.perf_counter() - connected) / (2 * ROUNDS)
     session.sum_over_sharers(LAYERS, [tensor])
-    if not torch.equal(tensor, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
+    if not torch.equal(tensor, 2 * (torch.arange(TENSOR_ELEMENTS, dtype=torch.float32) + ROUNDS)):
         raise SelfTestError("gloo gave other numbers than were sent")
     session.wait_for_all()
     session.close()
     return SelfTestResult(connected - began, seconds)
 
 
-def meet(data: bytes) -> bytes:
+def run_test_process(data: bytes) -> bytes:
     """Run one of the two processes: decode its task, and return the encoded result."""
     task = _TASK.decode(data)
-    name_interface(task.rendezvous)
-    return msgspec.json.encode(_exchange(task))
+    configure_interface(task.rendezvous)
+    return msgspec.json.encode(_exchange_tensors(task))

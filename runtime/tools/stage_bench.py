@@ -10,17 +10,17 @@ import torch
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Data, Microbatch
-from slipstream.runtime.model.data.document_data import Packed
-from slipstream.runtime.model.layers.calling import on_device
-from slipstream.runtime.model.passed import Form, TensorForm, Value, gradient_form, made, tensors_of
-from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.part_state import elements_of
-from slipstream.runtime.model.state.parts import Span, cut
-from slipstream.runtime.torch_private import LivingStorages, TensorWatch
+from slipstream.runtime.model.data.document_data import PackedBatch
+from slipstream.runtime.model.layer_values import Form, TensorForm, Value, allocate_value, gradient_form, tensors_of
+from slipstream.runtime.model.layers.calling import move_batch
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.held_layers import HeldLayers
+from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.model.state.parts import Span, build_partition
+from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 
-ROW = 4
+ROW_MICROBATCHES = 4
 """Number of micro-batches that are run in a row: as in a run, each op finds caches filled by others."""
 
 
@@ -54,7 +54,7 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
 class StageBench:
     """Bench that runs the ops of one stage."""
 
-    def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[Form], config: RunConfig,
+    def __init__(self, stage: SliceRunner, holding: HeldLayers, at_layer: Sequence[Form], config: RunConfig,
                  data: Data, device: torch.device) -> None:
         self._stage = stage
         self._holding = holding
@@ -63,10 +63,10 @@ class StageBench:
         self._data = data
         self._device = device
         self._rounds = 0
-        self._given: Packed | None = None
+        self._given: PackedBatch | None = None
         """Batch to use instead of the data's."""
 
-    def of_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
+    def measure_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
         """Measure a row of micro-batches whose samples hold `documents` documents of equal length.
 
         Returns one row of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
@@ -76,106 +76,107 @@ class StageBench:
         self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
         assert isinstance(at_layer[0], TensorForm), "layer 0 takes tokens"
         batch, length = at_layer[0].shape
-        lengths = _lengths(documents, length)
+        lengths = _split_lengths(documents, length)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         places = torch.cat([torch.arange(size) for size in lengths]).expand(batch, length).contiguous()
-        self._given = Packed(tokens, tokens, places)
+        self._given = PackedBatch(tokens, tokens, places)
         try:
-            seconds = self.round()
+            seconds = self.measure_round()
         finally:
             self._given, (self._takes, self._gives) = None, usual_forms
         return (float(batch * length), float(batch * sum(size * size for size in lengths)), seconds["forward"],
                 seconds["backward_input"], seconds["backward_weight"])
 
-    def keep(self, members: int) -> None:
+    def keep_member_part(self, members: int) -> None:
         """Keep the part of the layers' optimizer state that one of `members` workers keeps, without its present
         values."""
-        self._holding = Holding(self._holding.modules, self._config.training, self._holding.sharing)
+        self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
-        total = sum(elements_of(module).cut for module in self._holding.modules.values())
-        partition = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
-        self._holding.keep(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
+        total = sum(count_elements(module).cut for module in self._holding.modules.values())
+        partition = build_partition(total, workers, (), sharded=self._config.training.shard_optimizer)
+        self._holding.hold_layers(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
-    def round(self) -> dict[str, float]:
+    def measure_round(self) -> dict[str, float]:
         """Return the mean seconds of each op over a row of micro-batches, and those of an optimizer step."""
-        stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
+        stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
-        gradient = None if stage.last else self._like(gradient_form(self._gives), 5e-4)
+        gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)
         return {
-            "forward": self._timed(self._forward, row) / ROW,
-            "backward_input": self._timed(lambda microbatch: stage.backward_input(microbatch, gradient), row) / ROW,
-            "backward_weight": self._timed(stage.backward_weight, row) / ROW,
-            "optimizer": self._timed(lambda _: self._step(), row[:1]),
+            "forward": self._time_row(self._run_forward, row) / ROW_MICROBATCHES,
+            "backward_input": self._time_row(lambda microbatch: stage.backward_input(microbatch, gradient), row)
+            / ROW_MICROBATCHES,
+            "backward_weight": self._time_row(stage.backward_weight, row) / ROW_MICROBATCHES,
+            "optimizer": self._time_row(lambda _: self._run_step(), row[:1]),
         }
 
-    def memory(self) -> dict[str, int]:
+    def measure_memory(self) -> dict[str, int]:
         """Return the bytes that a micro-batch takes before and after I, and those that the stage always takes."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
-        gradient = None if stage.last else self._like(gradient_form(self._gives))
-        living = LivingStorages([*self._holding.parameters().values(), *self._holding.gradients()])
-        with TensorWatch(living):
-            self._forward(microbatch, living)
-            activation = living.bytes()
+        gradient = None if stage.last else self._fill_value(gradient_form(self._gives))
+        living = LiveStorages([*self._holding.parameters_by_name().values(), *self._holding.flat_gradients()])
+        with TensorWatchMode(living):
+            self._run_forward(microbatch, living)
+            activation = living.live_bytes()
             for tensor in () if gradient is None else tensors_of(gradient):
-                living.watch(tensor)
+                living.watch_tensor(tensor)
             stage.backward_input(microbatch, gradient)
             del gradient
-            stash = living.bytes()
+            stash = living.live_bytes()
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
-            self._step()
+            self._run_step()
         optimizer = self._holding.optimizer
         undo = optimizer.undo_bytes()
         held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
                                              for tensor in module.state_dict().values())
-        gradients = sum(flat.nbytes for flat in self._holding.gradients())
+        gradients = sum(flat.nbytes for flat in self._holding.flat_gradients())
         sizes = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                  "static_bytes": held + gradients + undo}
         if self._config.training.shard_optimizer:
-            kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
-            shared = sum(elements_of(module).cut for module in self._holding.modules.values())
+            kept, stepped = optimizer.state_bytes() + undo, sum(map(_count_elements, optimizer.kept.values()))
+            shared = sum(count_elements(module).cut for module in self._holding.modules.values())
             sizes["state_bytes"] = kept * shared // max(1, stepped)
         return sizes
 
-    def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
+    def _run_forward(self, microbatch: Microbatch, living: LiveStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
-        batch = on_device(self._given or self._data.batch(microbatch, training.batch, self._config.model.context),
-                          self._device) if stage.reads_batch else None
-        value: Value = batch[0] if batch is not None and stage.first else self._like(self._takes)
+        batch = move_batch(self._given or self._data.batch(microbatch, training.batch, self._config.model.context),
+                           self._device) if stage.reads_batch else None
+        value: Value = batch[0] if batch is not None and stage.first else self._fill_value(self._takes)
         if living is not None:
             for tensor in tensors_of(value):
-                living.watch(tensor)
+                living.watch_tensor(tensor)
         stage.forward(microbatch, value, batch[1] if batch is not None and stage.last else None, batch, split=True)
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         optimizer = self._holding.optimizer
-        if watches_gradients(self._config.training):
-            optimizer.squares()
+        if needs_gradient_norm(self._config.training):
+            optimizer.layer_squares()
         optimizer.step(optimizer.version.after + 1)
         self._holding.zero_gradients()
 
-    def _like(self, form: Form, number: float = 0.5) -> Value:
-        return made(form, lambda shape, dtype: torch.full(
+    def _fill_value(self, form: Form, number: float = 0.5) -> Value:
+        return allocate_value(form, lambda shape, dtype: torch.full(
             shape, number if dtype.is_floating_point else 0, dtype=dtype, device=self._device))
 
-    def _timed(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
+    def _time_row(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
         def run() -> None:
             for microbatch in row:
                 call(microbatch)
 
-        return timed(run, self._device)
+        return time_call(run, self._device)
 
 
-def _lengths(documents: int, tokens: int) -> list[int]:
+def _split_lengths(documents: int, tokens: int) -> list[int]:
     """Return the lengths of `documents` documents, as equal as possible, that together have `tokens` tokens."""
     return [len(part) for part in np.array_split(np.arange(tokens), documents)]
 
 
-def _elements(spans: Iterable[Span]) -> int:
+def _count_elements(spans: Iterable[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
+def time_call(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that a call takes, with all work that it gives to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

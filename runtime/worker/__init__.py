@@ -5,7 +5,7 @@
     generation N     one an       computes, and waits for other workers; it may have to be abandoned when gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
     reductions       while it     reduces gradients while the generation computes, if the schedule has
-                     reduces      ops left to compute (`runtime.beside`)
+                     reduces      ops left to compute (`runtime.background_queue`)
     finish           at the end   writes and digests parameters, while heartbeats continue
     steps of copies  one a step   steps the worker's copies of others' optimizer states, while it computes
                                   (`runtime.model.state.late_steps`)
@@ -25,9 +25,9 @@ Its modules:
     setting_up, context  objects that last from order to order, and those of one order
     order_threads        long work, each in a thread
     generation           one order for training, from connecting to closing the connections
-    layers_of_order      gets the layers that an order needs, drops the others
-    training             the iterations of an order
-    reports              reports of each iteration, and their acknowledgements
+    layer_transition      gets the layers that an order needs, drops the others
+    training_loop             the iterations of an order
+    iteration_reports              reports of each iteration, and their acknowledgements
     activity             the worker's present activity
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
     layer_store          the layers that the worker holds

@@ -2,11 +2,11 @@
 
 import time
 
-from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.schedules.schedule import Schedule, Worker
 
-WAITS = "waits"
+WAITING_PREFIX = "waits"
 """First word of the description of an activity that waits for other workers."""
 
 
@@ -21,18 +21,19 @@ class Activity:
         """Description of the activity, or the iteration and the place of an op in the program."""
         return self._doing[0]
 
-    def begins(self, what: str | tuple[int, int]) -> None:
+    def set_activity(self, what: str | tuple[int, int]) -> None:
         """Record the activity that begins now."""
         self._doing = what, time.monotonic()
 
-    def status(self, worker: Worker, schedule: Schedule, thread: int | None) -> Status:
+    def build_status(self, worker: Worker, schedule: Schedule, thread: int | None) -> WorkerStatus:
         """Return the activity as a message. If `thread`, a thread's ident, is in a call into a process group, that call
         is the activity."""
         doing, since = self._doing
         if not isinstance(doing, str):
             iteration, place = doing
             doing = f"iteration {iteration}, {schedule.ops(worker)[place]}"
-        call = None if thread is None else OPEN_CALLS.of(thread)
+        call = None if thread is None else OPEN_CALLS.call_of_thread(thread)
         if call is not None:
             doing, since = f"{doing}: {call.what}", call.began
-        return Status(worker, doing, time.monotonic() - since, waits=call is not None or doing.startswith(WAITS))
+        return WorkerStatus(worker, doing, time.monotonic() - since, waits=call is not None
+                            or doing.startswith(WAITING_PREFIX))

@@ -11,24 +11,24 @@ from torch import Tensor
 from slipstream.runtime.model.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
-    Saving,
-    complete,
-    drop_newer,
+    PendingSave,
+    find_complete,
     identity_of,
-    load,
+    load_layers,
     open_checkpoint,
-    save,
+    remove_newer,
+    start_saving,
 )
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.processes.worker_start import NodeSettings
-from slipstream.runtime.protocol.setup import Setup
-from slipstream.runtime.protocol.to_coordinator import Note, Saved
+from slipstream.runtime.protocol.setup import WorkerSetup
+from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Note
 from slipstream.runtime.protocol.to_worker import Finish
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 
-_LOOK_SECONDS = 0.05
-Copying = Callable[[], Mapping[int, Mapping[str, Tensor]]]
+_POLL_SECONDS = 0.05
+CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 """Function that returns copies of whole layers."""
 
 
@@ -40,8 +40,8 @@ class Checkpointer:
     training: the reason is reported to the coordinator, and the earlier checkpoints stay.
     """
 
-    def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
-                 tell: Callable[[Note | Saved], None], sharing: Sharing) -> None:
+    def __init__(self, setup: WorkerSetup, settings: NodeSettings, layers: int, worker: Worker,
+                 tell: Callable[[Note | CheckpointSaved], None], sharing: Sharing) -> None:
         self._folder = Path(settings.out) / CHECKPOINTS
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
@@ -51,67 +51,68 @@ class Checkpointer:
         self._sharing = sharing
         self._worker = worker
         self._tell = tell
-        self._saving: Saving | None = None
+        self._saving: PendingSave | None = None
         self._damaged: set[int] = set()
 
-    def due(self, iteration: int, asked: int | None) -> bool:
+    def is_due(self, iteration: int, asked: int | None) -> bool:
         """Return whether the state before an iteration is to be saved. `asked` is the iteration of this order that node
         0 chose."""
         if self._every is None:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
-    def save(self, iteration: int, copied: Copying, require: Callable[[], None] = lambda: None) -> None:
+    def save(self, iteration: int, copied: CopyLayers, require: Callable[[], None] = lambda: None) -> None:
         """Start to save layers as they are before an iteration. Returns after earlier layers have been written and
         these have been copied. `require` is called during the wait for the disk, and may end it by raising."""
         if self._every == 0:
             return
         began = time.monotonic()
-        while self._saving is not None and not self._saving.done(_LOOK_SECONDS):
+        while self._saving is not None and not self._saving.is_done(_POLL_SECONDS):
             require()
         own = {layer: self._sharing.without_copies(layer, state) for layer, state in copied().items()}
         if own:
-            self._saving = save(self._folder, iteration, own, self._identity,
-                                self._read.before(iteration, self._samples),
-                                partial(self._ended, iteration, time.monotonic() - began))
+            self._saving = start_saving(self._folder, iteration, own, self._identity,
+                                        self._read.count_before(iteration, self._samples),
+                                        partial(self._report_saved, iteration, time.monotonic() - began))
 
-    def save_last(self, order: Finish, copied: Copying) -> None:
+    def save_last(self, order: Finish, copied: CopyLayers) -> None:
         """Save the layers that an order assigns to this worker, and wait until they are written."""
         self.save(order.first_iteration, copied)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has already been reported
                 self._saving.wait()
 
-    def go_back(self, iteration: int) -> None:
+    def drop_later(self, iteration: int) -> None:
         """Drop checkpoints of iterations after `iteration`, to which all workers return, as no worker could read them.
         They will be saved again."""
         self._damaged = {damaged for damaged in self._damaged if damaged <= iteration}
         if self._every != 0:
-            drop_newer(self._folder, iteration)
+            remove_newer(self._folder, iteration)
 
-    def iterations(self) -> tuple[int, ...]:
+    def list_iterations(self) -> tuple[int, ...]:
         """Return the iterations that this worker can return to. Their checkpoints are complete, as far as is known
         without reading them."""
-        found = {self._first} if self._first == 0 or self._begins_from() is not None else set()
-        found |= {iteration for iteration in complete(self._folder) if iteration >= self._first}
+        found = {self._first} if self._first == 0 or self._open_initial_checkpoint() is not None else set()
+        found |= {iteration for iteration in find_complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """Return the states of some layers before an iteration; empty if layers are as they were built. Raises
-        CheckpointError; the iteration is then no longer among `iterations`."""
+        CheckpointError; the iteration is then no longer among `list_iterations`."""
         try:
             if iteration == 0:
                 return {}
             path = self._folder / f"iteration-{iteration}"
-            begins_from = self._begins_from() if iteration == self._first else None
+            begins_from = self._open_initial_checkpoint() if iteration == self._first else None
             checkpoint = begins_from or open_checkpoint(path, self._identity)
-            return {layer: self._sharing.with_copies(layer, state, lambda first: load(checkpoint, [first])[first])
-                    for layer, state in load(checkpoint, layers).items()}
+            return {layer: self._sharing.with_copies(layer, state,
+                                                     lambda first: load_layers(checkpoint, [first])[first])
+                    for layer, state in load_layers(checkpoint, layers).items()}
         except CheckpointError:
             self._damaged.add(iteration)
             raise
 
-    def _begins_from(self) -> Checkpoint | None:
+    def _open_initial_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint that the run began from, or None if newer ones have replaced it."""
         if self._resume is None:
             return None
@@ -121,10 +122,10 @@ class Checkpointer:
             return None
         return checkpoint if checkpoint.iteration == self._first else None
 
-    def _ended(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
+    def _report_saved(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
         """Report that saving has succeeded or failed. Called in the thread that wrote. The reported time is the most
         that training can have lost: the wait, and what that thread has computed."""
         if error is not None:
             self._tell(Note(self._worker, str(error)))
-        self._tell(Saved(self._worker, iteration, held_up + time.thread_time(),
-                         (self._folder / f"iteration-{iteration}").is_dir()))
+        self._tell(CheckpointSaved(self._worker, iteration, held_up + time.thread_time(),
+                                   (self._folder / f"iteration-{iteration}").is_dir()))

@@ -8,19 +8,19 @@ import torch
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.rehearsal import Rehearsal
 from slipstream.runtime.model.data.data import Data
+from slipstream.runtime.model.layer_values import Form
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
-from slipstream.runtime.model.passed import Form
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.failure_injection import Injector
-from slipstream.runtime.protocol.node_reports import Reporter
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.node_reports import ReportSender
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
@@ -29,10 +29,10 @@ from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_receiver import LayerReceiver
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
-from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.worker_programs import WorkerSchedule
 
-WorkerLink = CoordinatorLink[ToWorker, Setup]
+WorkerLink = CoordinatorLink[ToWorker, WorkerSetup]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class WorkerContext:
     group: WorkerGroup | None
     """Group of the worker's processes, if it has several."""
     channel: WorkerLink
-    reporter: Reporter
+    reporter: ReportSender
     store: TCPStore
     """Store by which process groups find each other."""
-    links: Links
+    links: GroupCache
     """Process groups that live from order to order."""
-    setup: Setup
+    setup: WorkerSetup
     config: RunConfig
     """Configuration from this node's own job file."""
     out: str
@@ -75,9 +75,9 @@ class WorkerContext:
         """Rank of this process within the worker."""
         return 0 if self.group is None else self.group.rank()
 
-    def lasting_sockets(self) -> Sockets:
+    def list_lasting_sockets(self) -> Sockets:
         """Return the sockets that outlive an order."""
-        return self.layer_sender.sockets() | self.layer_receiver.sockets()
+        return self.layer_sender.list_sockets() | self.layer_receiver.list_sockets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +86,10 @@ class OrderContext:
 
     context: WorkerContext
     order: Train
-    schedule: Part
+    schedule: WorkerSchedule
     whole: Schedule | None
     """Whole schedule with all workers, if data are dealt or evaluated by it."""
-    session: Session
+    session: GenerationSession
     activity: Activity
     samples: DealtSamples
     """Samples that the schedule's micro-batch names refer to."""

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.held_layers import HeldLayers
 from slipstream.schedules.schedule import Worker
 
 MEBIBYTE = 2**20
@@ -33,42 +33,43 @@ class DeviceMemory:
         self._device = device
         self._tried: int | None = None
 
-    def ran_out(self, iteration: int, holding: Holding) -> str:
+    def handle_out_of_memory(self, iteration: int, holding: HeldLayers) -> str:
         """Record that an iteration ran out of memory, and return the reason why the order ends. Raises NoRoomError if
         the iteration has already been run again."""
         if self._tried == iteration:
             raise NoRoomError(
-                f"worker {self._worker} ran out of memory in iteration {iteration} twice, {self._held(holding)}; "
+                f"worker {self._worker} ran out of memory in iteration {iteration} twice, "
+                f"{self._describe_held(holding)}; "
                 "plan with a smaller [memory] capacity, or set training.recompute, a smaller training.batch, or "
                 "training.shard_optimizer")
         self._tried = iteration
-        return f"out of memory in iteration {iteration}, {self._held(holding)}: tried once more"
+        return f"out of memory in iteration {iteration}, {self._describe_held(holding)}: tried once more"
 
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         """Release cached device memory that is unused."""
         gc.collect()  # objects that an error has referred to may form cycles
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _held(self, holding: Holding) -> str:
-        parameters = sum(tensor.nbytes for tensor in holding.parameters().values())
-        gradients = sum(tensor.nbytes for tensor in holding.gradients())
+    def _describe_held(self, holding: HeldLayers) -> str:
+        parameters = sum(tensor.nbytes for tensor in holding.parameters_by_name().values())
+        gradients = sum(tensor.nbytes for tensor in holding.flat_gradients())
         states = holding.optimizer.state_bytes() + holding.optimizer.undo_bytes()
-        text = (f"while it held {_text(parameters)} of parameters, {_text(gradients)} of gradients and "
-                f"{_text(states)} of optimizer states with copies to undo a step")
+        text = (f"while it held {_format_size(parameters)} of parameters, {_format_size(gradients)} of gradients and "
+                f"{_format_size(states)} of optimizer states with copies to undo a step")
         if self._device.type != "cuda":
             return text
         free, total = torch.cuda.mem_get_info(self._device)
-        return (f"{text}; torch has allocated {_text(torch.cuda.memory_allocated(self._device))} in all, and "
-                f"{_text(free)} of the device's {_text(total)} are free")
+        return (f"{text}; torch has allocated {_format_size(torch.cuda.memory_allocated(self._device))} in all, and "
+                f"{_format_size(free)} of the device's {_format_size(total)} are free")
 
 
-def trim() -> None:
+def trim_host_memory() -> None:
     """Return unused host memory to the system. Does nothing if the C library is not glibc."""
     malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
-def _text(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / MEBIBYTE:,.1f} MiB"

@@ -1,7 +1,7 @@
 """Run a generation: one worker's part in one order for training. It connects to other members, gets layers, and trains.
 
 It ends with the order: because all iterations are done, because the order stops before the next iteration, or because
-of an error. In all cases, `leave` returns to the last committed iteration.
+of an error. In all cases, `return_to_committed` returns to the last committed iteration.
 """
 
 import math
@@ -10,24 +10,24 @@ import time
 
 import torch
 
-from slipstream.runtime.model.seeds import GENERATORS
-from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.seeds import GENERATOR_LOCK
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.version import VersionError
-from slipstream.runtime.protocol.to_coordinator import Known, Note, Paused, Status
-from slipstream.runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from slipstream.runtime.protocol.to_coordinator import Note, Paused, RecoveryReport, WorkerStatus
+from slipstream.runtime.protocol.to_worker import Acknowledged, Order, StepFactor, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
-from slipstream.runtime.worker.device_memory import trim
-from slipstream.runtime.worker.layers_of_order import take_layers
-from slipstream.runtime.worker.reports import Reports
-from slipstream.runtime.worker.training import Training
-from slipstream.schedules.parts import Part
+from slipstream.runtime.worker.device_memory import trim_host_memory
+from slipstream.runtime.worker.iteration_reports import IterationReports
+from slipstream.runtime.worker.layer_transition import take_layers
+from slipstream.runtime.worker.training_loop import TrainingLoop
 from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.worker_programs import WorkerSchedule
 
 STUCK_SECONDS = 1.0
 """Time after which a call is stuck: once connections are cut, calls return in milliseconds, or never."""
@@ -39,29 +39,29 @@ class StuckDeviceError(Exception):
     """Error for a device that an abort has not freed. The message is one line."""
 
 
-class Generation:
+class GenerationRunner:
     """One worker's part in one order for training.
 
-    `run` is for a thread of its own, which computes, and opens and closes connections. The main thread calls `end`,
-    `acknowledged` and `abandon_if_stuck`, which return at once.
+    `run` is for a thread of its own, which computes, and opens and closes connections. The main thread calls
+    `end_order`, `handle_acknowledgement` and `abandon_if_stuck`, which return at once.
     """
 
-    def __init__(self, context: WorkerContext, order: Train, schedule: Part, whole: Schedule | None) -> None:
+    def __init__(self, context: WorkerContext, order: Train, schedule: WorkerSchedule, whole: Schedule | None) -> None:
         self._context = context
         self._order = order
         self._schedule = schedule
-        self._session = Session(
+        self._session = GenerationSession(
             Membership(order.order, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
                        context.group),
-            links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
+            links=context.links, device=context.device, store=context.store, spared=context.list_lasting_sockets)
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
                                   activity=self._activity,
                                   samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
-                                                       context.placement, self._session.require))
-        self._part.samples.begin(order.first_iteration)  # computes the samples while the workers connect
-        self._reports = Reports(self._part)
-        self._training: Training | None = None
+                                                       context.placement, self._session.raise_if_ended))
+        self._part.samples.start_dealing(order.first_iteration)  # computes the samples while the workers connect
+        self._reports = IterationReports(self._part)
+        self._training: TrainingLoop | None = None
         """Iterations of the order; None until the layers are ready."""
         self._thread: threading.Thread | None = None
         self._ended_at: float | None = None
@@ -69,43 +69,43 @@ class Generation:
         """True if `run` changes nothing any more."""
 
     @property
-    def order(self) -> int:
+    def order_number(self) -> int:
         """Number of the order."""
         return self._order.order
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """True if the order has ended and `Paused` has not been sent."""
         return self._ended_at is not None and not self.paused
 
     @property
-    def _validated(self) -> Factor | None:
+    def _validated_factor(self) -> StepFactor | None:
         """Factor of the last iteration whose factor is known."""
         last = None if self._training is None else self._training.steps.validated
-        return None if last is None else Factor(*last)
+        return None if last is None else StepFactor(*last)
 
-    def end(self) -> None:
+    def end_order(self) -> None:
         """End the order: `run` stops, whatever it waits for."""
         self._ended_at = time.monotonic()
         self._session.abort()
-        self._reports.order_ended()
+        self._reports.cancel_wait()
 
-    def known(self) -> Known:
+    def build_recovery_report(self) -> RecoveryReport:
         """Return the report of this order for a new coordinator. The generation must have paused."""
         assert self.paused
         begins, reached = self._order.first_iteration, self._reports.reached
-        validated = self._validated or self._order.factor
-        watched = self._training is not None and watches_gradients(self._context.config.training)
+        validated = self._validated_factor or self._order.factor
+        watched = self._training is not None and needs_gradient_norm(self._context.config.training)
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
-        return Known(self.order, self._schedule.failed, reached,
-                     self._context.layer_store.kept(), validated, pending,
-                     max(begins - 1, self._context.layer_store.holding.cannot_undo),
-                     {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
+        return RecoveryReport(self.order_number, self._schedule.failed, reached,
+                              self._context.layer_store.list_held_state(), validated, pending,
+                              max(begins - 1, self._context.layer_store.holding.last_final),
+                              {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
-    def acknowledged(self, message: Acknowledged) -> None:
+    def handle_acknowledgement(self, message: Acknowledged) -> None:
         """Pass on the coordinator's acknowledgement of a report."""
-        self._reports.acknowledged(message)
+        self._reports.handle_acknowledgement(message)
 
     def abandon_if_stuck(self) -> None:
         """Abandon the thread if it is stuck in a process group after the order has ended, and continue without it.
@@ -117,66 +117,67 @@ class Generation:
         assert self._ended_at is not None
         if self._thread is None:
             return
-        if not self._session.over():
+        if not self._session.is_quiescent():
             if time.monotonic() - self._ended_at > ABORT_SECONDS:
                 raise StuckDeviceError(f"the device has not ended what it does {ABORT_SECONDS:.0f} s after an abort")
             return
         thread = self._thread.ident or 0
-        call = OPEN_CALLS.of(thread)
+        call = OPEN_CALLS.call_of_thread(thread)
         if call is not None and time.monotonic() - self._ended_at > STUCK_SECONDS \
-                and OPEN_CALLS.abandon([thread, *self._session.threads_beside()], STUCK_SECONDS):
+                and OPEN_CALLS.abandon_threads([thread, *self._session.reduction_threads()], STUCK_SECONDS):
             self._thread = None
-            GENERATORS.take_from(thread)
+            GENERATOR_LOCK.release_from(thread)
             if self._training is not None:
-                self._training.let_go()
+                self._training.free_microbatches()
             self._session.release()  # what is stuck stays open: closing it would not return
-            self._say_paused(f"stuck while {call.what}")
+            self._send_paused(f"stuck while {call.what}")
 
-    def status(self) -> Status:
+    def build_status(self) -> WorkerStatus:
         """Return the present activity of `run`."""
         if self.paused:
-            return Status(self._context.worker, "waits for the next order", 0.0, waits=True)
-        return self._activity.status(self._context.worker, self._schedule,
-                                     None if self._thread is None else self._thread.ident)
+            return WorkerStatus(self._context.worker, "waits for the next order", 0.0, waits=True)
+        return self._activity.build_status(self._context.worker, self._schedule,
+                                           None if self._thread is None else self._thread.ident)
 
     def run(self) -> None:
         """Carry out the order, report how it ended, and close the connections that have failed. Raises AbandonedError,
         and errors of this worker's own."""
         self._thread = threading.current_thread()
-        self._context.injector.cut = self._session.cut
+        self._context.injector.cut = self._session.cut_connections
         self._context.injector.flip = self._context.layer_store.flip_bit
         reason, out_of_memory = None, False
         try:
-            self._context.injector.at(self._order.first_iteration, "ordered")
-            self._session.require()
-            self._activity.begins("meets the other workers")
-            self._connect()
+            self._context.injector.fail_if_due(self._order.first_iteration, "ordered")
+            self._session.raise_if_ended()
+            self._activity.set_activity("meets the other workers")
+            self._connect_members()
             take_layers(self._part)
-            self._activity.begins("prepares its program")
-            self._training = Training(self._part, self._reports)
+            self._activity.set_activity("prepares its program")
+            self._training = TrainingLoop(self._part, self._reports)
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
         except VersionError as error:
             reason = f"worker {self._context.worker} has another state than it should: {error}"
-            self._context.layer_store.clear()
+            self._context.layer_store.drop_all()
         except torch.OutOfMemoryError:
-            reason = self._context.memory.ran_out(self._reports.reached + 1, self._context.layer_store.holding)
+            reason = self._context.memory.handle_out_of_memory(self._reports.reached + 1,
+                                                               self._context.layer_store.holding)
             self._context.channel.send(Note(self._context.worker, reason))
             out_of_memory = True
         finally:
             self._part.samples.close()
         if out_of_memory:  # the error is handled: nothing refers to the iteration's tensors any more
-            self._context.memory.give_back()
+            self._context.memory.release_cached_memory()
         if reason is not None:
             self._session.abort()  # other members may be waiting for this worker
         self._session.drain()
         self._session.release()
-        self._say_paused(reason)
+        self._send_paused(reason)
         self._session.close()
-        trim()
+        trim_host_memory()
 
-    def leave(self, order: Order) -> None:
+    def return_to_committed(self, order: Order) -> None:
         """Return to the last committed iteration after the next order has come. Raises VersionError if it cannot.
 
         The order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
@@ -185,20 +186,21 @@ class Generation:
         assert self.paused
         committed, factor = order.first_iteration - 1, order.factor
         if self._training is None:
-            self._context.layer_store.holding.go_back(committed)
+            self._context.layer_store.holding.return_to(committed)
         else:
             assert factor is None or factor.iteration == committed
-            self._training.steps.go_back(committed, None if factor is None else factor.factor, known=factor is not None)
-            self._training.evaluation_mode.end()
+            self._training.steps.return_to(committed, None if factor is None else factor.factor,
+                                           known=factor is not None)
+            self._training.evaluation_mode.leave_mode()
         self._context.layer_store.holding.zero_gradients()
 
-    def _say_paused(self, reason: str | None) -> None:
+    def _send_paused(self, reason: str | None) -> None:
         self.paused = True
-        self._context.channel.send(Paused(self._context.worker, self.order,
-                                          self._context.layer_store.kept(), self._validated, reason))
+        self._context.channel.send(Paused(self._context.worker, self.order_number,
+                                          self._context.layer_store.list_held_state(), self._validated_factor, reason))
 
-    def _connect(self) -> None:
+    def _connect_members(self) -> None:
         context, training = self._context, self._context.config.training
-        self._session.connect(context.placement.sharers(self._schedule, context.worker, context.sharing),
+        self._session.connect(context.placement.sharers_of_sums(self._schedule, context.worker, context.sharing),
                               pairs={(one.source, one.target) for one in self._schedule.crossings},
-                              sums=watches_gradients(training), bytes_too=training.shard_optimizer)
+                              sums=needs_gradient_norm(training), bytes_too=training.shard_optimizer)

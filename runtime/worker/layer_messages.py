@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from slipstream.runtime.model.tensor_codec import TensorError, decode, encode
-from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Tags
+from slipstream.runtime.model.tensor_codec import TensorError, decode_tensors, encode_tensors
+from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, TagSequence
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
@@ -38,7 +38,7 @@ class MessageError(ValueError):
     """Error for an invalid message of a peer. The message is one line."""
 
 
-class PartName(msgspec.Struct, frozen=True, array_like=True):
+class PartRange(msgspec.Struct, frozen=True, array_like=True):
     """Elements [start, stop) of a layer."""
 
     layer: _Layer
@@ -51,7 +51,7 @@ class PartName(msgspec.Struct, frozen=True, array_like=True):
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
     """First message of a connection, and the only one of a receiver."""
 
-    parts: Annotated[tuple[PartName, ...], Meta(max_length=2**16)]
+    parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
     """Order whose initial state is requested, while all workers wait. None: the state before the next step, and all
     later steps."""
@@ -60,7 +60,7 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
     """Part of a layer, as it is before an iteration's step."""
 
-    part: PartName
+    part: PartRange
     iteration: _Number
 
 
@@ -68,7 +68,7 @@ class PartStepped(msgspec.Struct, frozen=True, tag=True):
     """Step of a part in an iteration: the gradients by which it was stepped. Without state: the parameters after the
     step."""
 
-    part: PartName
+    part: PartRange
     iteration: _Number
 
 
@@ -98,33 +98,34 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
 # msgspec crashes if two threads are the first to decode a type at the same moment: decode each type once, here.
-for _message in (LayerRequest((PartName(0, 0, 0, True),)), LayerPart(PartName(0, 0, 0, True), 0),
-                 PartStepped(PartName(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
+for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(0, 0, 0, True), 0),
+                 PartStepped(PartRange(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 
-def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
+def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
+                   | None = None) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a message, piece by piece. Tensors may be on any device. Pieces may be the tensors' own
     memory, which must not change until they have been sent."""
-    batches = _batches(tensors or {})
+    batches = _group_tensors(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
-    yield _HEADER_LENGTH.pack(len(header)) + header + tags.next(hashlib.sha256(header).digest())
+    yield _HEADER_LENGTH.pack(len(header)) + header + tags.compute_next(hashlib.sha256(header).digest())
     for batch in batches:
-        pieces = encode(batch)
+        pieces = encode_tensors(batch)
         yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
         yield from pieces
 
 
-def read_message(stream: BufferedIOBase, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
+def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, dict[str, Tensor]]:
     """Read the next message. Tensors are read into host memory. Raises MessageError, and OSError when the peer is
     gone."""
-    (length,) = _HEADER_LENGTH.unpack(_read(stream, _HEADER_LENGTH.size))
-    header = _decode_header(_read_tagged(stream, _bounded(length, MAX_HEADER_BYTES, "a header"), tags))
+    (length,) = _HEADER_LENGTH.unpack(_read_exactly(stream, _HEADER_LENGTH.size))
+    header = _decode_header(_read_tagged(stream, _check_length(length, MAX_HEADER_BYTES, "a header"), tags))
     tensors: dict[str, Tensor] = {}
     for _ in range(header.blobs):
-        (length,) = _BLOB_LENGTH.unpack(_read(stream, _BLOB_LENGTH.size))
+        (length,) = _BLOB_LENGTH.unpack(_read_exactly(stream, _BLOB_LENGTH.size))
         try:
-            tensors |= decode(_read(stream, _bounded(length, MAX_BLOB_BYTES, "tensors")))
+            tensors |= decode_tensors(_read_exactly(stream, _check_length(length, MAX_BLOB_BYTES, "tensors")))
         except TensorError as error:
             raise MessageError(f"a peer sent {error}") from None
     return header.message, tensors
@@ -138,31 +139,31 @@ def _decode_header(data: bytes) -> _Header:
         raise MessageError(f"a peer sent an unreadable header: {error}") from None
 
 
-def _bounded(length: int, most: int, what: str) -> int:
+def _check_length(length: int, most: int, what: str) -> int:
     if not 0 < length <= most:
         raise MessageError(f"a peer sent {what} of {length} bytes")
     return length
 
 
-def _read_tagged(stream: BufferedIOBase, size: int, tags: Tags) -> bytes:
+def _read_tagged(stream: BufferedIOBase, size: int, tags: TagSequence) -> bytes:
     """Read `size` bytes and their tag. Raises MessageError if the tag is wrong."""
-    data = _read(stream, size)
-    tag = _read(stream, TAG_BYTES)
+    data = _read_exactly(stream, size)
+    tag = _read_exactly(stream, TAG_BYTES)
     try:
-        tags.require(tag, hashlib.sha256(data).digest())
+        tags.verify_next(tag, hashlib.sha256(data).digest())
     except AuthenticationError as error:
         raise MessageError(str(error)) from None
     return data
 
 
-def _read(stream: BufferedIOBase, size: int) -> bytes:
+def _read_exactly(stream: BufferedIOBase, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
         raise ConnectionError("the connection was closed")
     return data
 
 
-def _batches(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _group_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     batches: list[dict[str, Tensor]] = []
     filled = BLOB_BYTES
     for name, tensor in tensors.items():

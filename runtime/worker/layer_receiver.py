@@ -2,7 +2,7 @@
 
 They come from several living workers in parallel, as parts, each with its optimizer's state. During training, that is
 the state before some step; the gradients of that step and of each later one follow, and the receiver makes the same
-steps (`runtime.model.state.followed_part`). Optimizers are elementwise, so both end with the same bits.
+steps (`runtime.model.state.received_part`). Optimizers are elementwise, so both end with the same bits.
 
 When the order begins that the layers are for, every sender sends the number of the committed iteration, and a receiver
 that was one step further undoes that step. While all workers wait, the senders send it right after the state.
@@ -19,41 +19,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.model.state.followed_part import CopiedPart, FollowedPart
 from slipstream.runtime.model.state.part_state import PartState, require_fits
-from slipstream.runtime.protocol.authentication import Secret, introduce
-from slipstream.runtime.protocol.to_worker import Move
-from slipstream.runtime.replay.sockets import Sockets, sockets_of
-from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
+from slipstream.runtime.model.state.received_part import CopiedPart, ReceivedPart
+from slipstream.runtime.protocol.authentication import Secret, authenticate_connection
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.replay.sockets import Sockets, identify_sockets
+from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
     LayerPart,
     LayerRequest,
     Message,
     MessageError,
     OrderBegins,
-    PartName,
+    PartRange,
     PartStepped,
     UpToDate,
-    pack,
+    encode_message,
     read_message,
 )
 from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Module = Callable[[int], nn.Module]
-Follow = Callable[[PartState, nn.Module], FollowedPart]
+GetModule = Callable[[int], nn.Module]
+CreateFollower = Callable[[PartState, nn.Module], ReceivedPart]
 Address = tuple[str, int]
 
 
-class Sender(NamedTuple):
+class LayerSource(NamedTuple):
     """Address of a worker, and the parts that it sends."""
 
     address: Address
-    parts: tuple[PartName, ...]
+    parts: tuple[PartRange, ...]
 
 
-class LayerFetch(NamedTuple):
+class FetchRequest(NamedTuple):
     """Parts that one process of a worker is to receive, from the processes of the same rank."""
 
     number: int
@@ -61,39 +61,40 @@ class LayerFetch(NamedTuple):
     order: int
     """Number of the order that begins with these layers, if all workers wait; else of the order that trains
     meanwhile."""
-    senders: Mapping[Worker, Sender]
+    senders: Mapping[Worker, LayerSource]
     follow: bool
     """True if the senders train during the fetch."""
 
 
-def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Sequence[Address]]],
-                rank: int = 0) -> dict[Worker, Sender]:
+def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
+                       addresses: Iterable[tuple[Worker, Sequence[Address]]],
+                       rank: int = 0) -> dict[Worker, LayerSource]:
     """Return the source of each part that the moves bring to this rank of a worker. `addresses` are those of all ranks
     of all sources."""
-    by_worker, sources = dict(addresses), dict[Worker, Sender]()
+    by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
     for move in moves:
         if move.target == worker:
             before = sources[move.source].parts if move.source in sources else ()
-            sources[move.source] = Sender(by_worker[move.source][rank], (
-                *before, PartName(move.layer, move.start, move.stop, move.state)))
+            sources[move.source] = LayerSource(by_worker[move.source][rank], (
+                *before, PartRange(move.layer, move.start, move.stop, move.state)))
     return sources
 
 
-class ReceiverEvents:
+class ReceiverCallbacks:
     """Callbacks from a receiver's threads, about a fetch during training. By default, they do nothing."""
 
-    def loaded(self, iteration: int) -> None:
+    def on_part_loaded(self, iteration: int) -> None:
         """Handle a part that has come, as it is before this iteration's step. An exception ends the fetch."""
 
-    def up_to_date(self, fetch: LayerFetch) -> None:
+    def on_up_to_date(self, fetch: FetchRequest) -> None:
         """Handle a fetch whose layers have all come, and which follows its senders. Called once."""
 
-    def failed(self, fetch: LayerFetch) -> None:
+    def on_fetch_failed(self, fetch: FetchRequest) -> None:
         """Handle a fetch that has failed. Called once."""
 
 
 class LayerReceiver:
-    """Receiver of the layers that one worker needs: those of the last `LayerFetch` of an order.
+    """Receiver of the layers that one worker needs: those of the last `FetchRequest` of an order.
 
     Parameters
     ----------
@@ -105,15 +106,15 @@ class LayerReceiver:
         Secret of the run, which senders must know.
     """
 
-    def __init__(self, module: Module, follow: Follow, device: torch.device, secret: Secret,
-                 events: ReceiverEvents | None = None) -> None:
+    def __init__(self, module: GetModule, follow: CreateFollower, device: torch.device, secret: Secret,
+                 events: ReceiverCallbacks | None = None) -> None:
         self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
-                              events=events or ReceiverEvents())
+                              events=events or ReceiverCallbacks())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
         """Transfers by order, and by whether they follow: a fetch may come before the worker is in that order."""
 
-    def begin(self, fetch: LayerFetch) -> None:
+    def start_fetch(self, fetch: FetchRequest) -> None:
         """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
         key = fetch.order, fetch.follow
         with self._lock:
@@ -122,7 +123,7 @@ class LayerReceiver:
             if fetch.senders:
                 self._transfers[key] = self._begin(fetch)
 
-    def take(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
+    def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
         """Return the parts that were fetched for an order, as they are when it begins.
 
         These are the parts of the fetch with this number, and those fetched while all workers wait. All others are
@@ -130,29 +131,29 @@ class LayerReceiver:
         CommunicationError if a sender is gone.
         """
         states: list[PartState] = []
-        for transfer in self._until(order):
+        for transfer in self._pop_until(order):
             try:
                 # An order may have ended before the parts for which all waited in it were taken.
                 if transfer.fetch.number == fetch if transfer.fetch.follow else transfer.fetch.order == order:
-                    transfer.take(order, require)
-                    states += [part.state() for part in transfer.parts.values()]
+                    transfer.wait_for_order(order, require)
+                    states += [part.to_part_state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
         require()  # otherwise parts may be missing because they were dropped when the order ended
         return states
 
-    def drop(self, order: int) -> None:
+    def drop_fetches(self, order: int) -> None:
         """Drop all parts that were fetched for an order, which begins without this worker."""
-        for transfer in self._until(order):
+        for transfer in self._pop_until(order):
             transfer.close()
 
-    def sockets(self) -> Sockets:
+    def list_sockets(self) -> Sockets:
         """Return the open sockets."""
         with self._lock:
             transfers = list(self._transfers.values())
-        return frozenset().union(*(transfer.sockets() for transfer in transfers))
+        return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
-    def _until(self, order: int) -> list["_Transfer"]:
+    def _pop_until(self, order: int) -> list["_Transfer"]:
         """Remove and return the transfers that end when an order begins."""
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
@@ -161,15 +162,15 @@ class LayerReceiver:
 class _Transfer:
     """Running fetch, with a thread for each sender that applies its messages."""
 
-    def __init__(self, fetch: LayerFetch, *, module: Module, follow: Follow, device: torch.device,
-                 secret: Secret, events: ReceiverEvents) -> None:
+    def __init__(self, fetch: FetchRequest, *, module: GetModule, follow: CreateFollower, device: torch.device,
+                 secret: Secret, events: ReceiverCallbacks) -> None:
         self.fetch = fetch
         self._secret = secret
         self._module = module
         self._follow = follow
         self._device = device
         self._events = events
-        self.parts: dict[PartName, FollowedPart] = {}
+        self.parts: dict[PartRange, ReceivedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
@@ -178,11 +179,11 @@ class _Transfer:
         self._broken: str | None = None
         self._over = False
         for source, sender in fetch.senders.items():
-            threading.Thread(target=self._receive, args=(source, sender), daemon=True,
+            threading.Thread(target=self._receive_from, args=(source, sender), daemon=True,
                              name=f"layers from {source}").start()
 
-    def take(self, order: int, require: Callable[[], None]) -> None:
-        """Wait until all senders have begun the order. See `LayerReceiver.take`."""
+    def wait_for_order(self, order: int, require: Callable[[], None]) -> None:
+        """Wait until all senders have begun the order. See `LayerReceiver.take_parts`."""
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
@@ -199,52 +200,53 @@ class _Transfer:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def sockets(self) -> Sockets:
+    def list_sockets(self) -> Sockets:
         """Return the open sockets."""
         with self._changed:
-            return sockets_of(self._connections)
+            return identify_sockets(self._connections)
 
-    def _receive(self, source: Worker, sender: Sender) -> None:
+    def _receive_from(self, source: Worker, sender: LayerSource) -> None:
         """Apply the messages of one sender until the transfer ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
             with socket.create_connection(sender.address, CONNECT_SECONDS) as connection:
-                if not self._enter(connection):
+                if not self._register_connection(connection):
                     return
                 try:
                     request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order)
-                    keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
-                    connection.settimeout(TIMEOUT.total_seconds())
+                    keys = authenticate_connection(connection, self._secret, "layers",
+                                                   lambda tags: b"".join(encode_message(tags, request)))
+                    connection.settimeout(TRANSFER_TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
                         while not self._over:
-                            self._apply(source, *read_message(stream, keys.receiving))
+                            self._apply_message(source, *read_message(stream, keys.receiving))
                 finally:
                     with self._changed:
                         self._connections.remove(connection)
         except Exception as error:  # any error must reach the thread that waits for the layers
-            self._break(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
+            self._fail_transfer(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
 
-    def _enter(self, connection: socket.socket) -> bool:
+    def _register_connection(self, connection: socket.socket) -> bool:
         with self._changed:
             if not self._over:
                 self._connections.append(connection)
             return not self._over
 
-    def _apply(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _apply_message(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
         match message:
             case LayerPart():
-                self._load(sender, message, tensors)
+                self._load_part(sender, message, tensors)
             case PartStepped():
-                self._part(sender, message.part).follow(message.iteration, tensors)
+                self._find_part(sender, message.part).follow_step(message.iteration, tensors)
             case OrderBegins():
-                self._go_back(sender, message)
+                self._return_to_committed(sender, message)
             case UpToDate():
-                self._note_up_to_date(sender)
+                self._record_up_to_date(sender)
             case LayerRequest():
                 raise MessageError("it asks, where it was asked")
 
-    def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+    def _load_part(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
         if name not in self.fetch.senders[sender].parts:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
@@ -253,33 +255,33 @@ class _Transfer:
         require_fits(module, part)
         self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part)
         if self.fetch.follow:
-            self._events.loaded(message.iteration)
+            self._events.on_part_loaded(message.iteration)
 
-    def _part(self, sender: Worker, name: PartName) -> FollowedPart:
+    def _find_part(self, sender: Worker, name: PartRange) -> ReceivedPart:
         if name not in self.fetch.senders[sender].parts or name not in self.parts:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
-    def _go_back(self, sender: Worker, begins: OrderBegins) -> None:
+    def _return_to_committed(self, sender: Worker, begins: OrderBegins) -> None:
         for part in self.fetch.senders[sender].parts:
-            self._part(sender, part).go_back(begins.iteration)
+            self._find_part(sender, part).return_to(begins.iteration)
         with self._changed:
             self._orders[sender] = begins.order
             self._changed.notify_all()
 
-    def _note_up_to_date(self, sender: Worker) -> None:
+    def _record_up_to_date(self, sender: Worker) -> None:
         with self._changed:
             before = len(self._up_to_date)
             self._up_to_date.add(sender)
             done = before < len(self._up_to_date) == len(self.fetch.senders) and not self._over
         if done and self.fetch.follow:
-            self._events.up_to_date(self.fetch)
+            self._events.on_up_to_date(self.fetch)
 
-    def _break(self, reason: str) -> None:
+    def _fail_transfer(self, reason: str) -> None:
         with self._changed:
             first = self._broken is None and not self._over
             self._broken = self._broken or reason
             self._changed.notify_all()
         if first and self.fetch.follow:
             print(f"order {self.fetch.order}: {reason}", file=sys.stderr, flush=True)
-            self._events.failed(self.fetch)
+            self._events.on_fetch_failed(self.fetch)

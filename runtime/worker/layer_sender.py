@@ -16,15 +16,15 @@ from functools import partial
 from torch import Tensor
 
 from slipstream.runtime.protocol.authentication import Secret
-from slipstream.runtime.replay.sockets import Sockets, sockets_of
+from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 from slipstream.runtime.worker.layer_messages import (
     LayerPart,
     LayerRequest,
     OrderBegins,
-    PartName,
+    PartRange,
     PartStepped,
 )
-from slipstream.runtime.worker.layer_server import LayerServer, Receiver
+from slipstream.runtime.worker.layer_server import LayerServer, ReceiverConnection
 from slipstream.runtime.worker.layer_store import LayerStore
 
 POLL_SECONDS = 0.002
@@ -52,89 +52,90 @@ class LayerSender:
         threading.Thread(target=self._server.serve, daemon=True, name="layer sender").start()
 
     @property
-    def asked(self) -> bool:
-        """True if a receiver waits for `before_step`."""
-        return any(receiver.request.order is None for receiver in self._server.asking())
+    def has_requests(self) -> bool:
+        """True if a receiver waits for `send_state_before_step`."""
+        return any(receiver.request.order is None for receiver in self._server.list_asking())
 
-    def before_step(self, iteration: int, layers: LayerStore) -> None:
+    def send_state_before_step(self, iteration: int, layers: LayerStore) -> None:
         """Send the state before an iteration's step to receivers that wait. All iterations before it must be
         committed."""
-        copied = _Copies()
-        for receiver in self._server.asking():
-            if receiver.request.order is None and self._holds_all(receiver, layers):
-                self._server.answer(receiver, _states(receiver.request, iteration, layers, copied))
+        copied = _HostCopies()
+        for receiver in self._server.list_asking():
+            if receiver.request.order is None and self._drop_unless_held(receiver, layers):
+                self._server.send_states(receiver, _read_parts(receiver.request, iteration, layers, copied))
 
-    def stepped(self, iteration: int, layers: LayerStore) -> None:
+    def queue_step(self, iteration: int, layers: LayerStore) -> None:
         """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
-        copied = _Copies()
-        for receiver in self._server.following():
-            if self._holds_all(receiver, layers):
+        copied = _HostCopies()
+        for receiver in self._server.list_following():
+            if self._drop_unless_held(receiver, layers):
                 for part in receiver.request.parts:
-                    self._server.put(receiver, PartStepped(part, iteration), copied(partial(
-                        layers.part_gradients if part.state else layers.part_state, after=iteration), part))
+                    self._server.queue_message(receiver, PartStepped(part, iteration), copied(partial(
+                        layers.get_part_gradients if part.state else layers.get_part_state, after=iteration), part))
 
-    def order_begins(self, order: int, committed: int) -> None:
+    def queue_order_begins(self, order: int, committed: int) -> None:
         """Queue a message for all receivers that follow: an order begins, and this worker is at the iteration
         `committed`."""
-        for receiver in self._server.following():
-            self._server.put(receiver, OrderBegins(order, committed))
+        for receiver in self._server.list_following():
+            self._server.queue_message(receiver, OrderBegins(order, committed))
 
-    def give(self, order: int, committed: int, receivers: int, layers: LayerStore,
-             require: Callable[[], None]) -> None:
+    def send_to_waiting(self, order: int, committed: int, receivers: int, layers: LayerStore,
+                        require: Callable[[], None]) -> None:
         """Send layers to `receivers` receivers while all workers wait, and return when they have been sent.
 
         The layers are sent as they are; `committed` is the last committed iteration. `require` is called meanwhile, and
         may raise.
         """
-        answered: list[Receiver] = []
-        while len(answered) < receivers or any(one.pending for one in answered):
-            for one in self._server.asking():
-                if one.request.order == order and self._holds_all(one, layers):
-                    self._server.answer(one, _states(one.request, committed + 1, layers, lambda read, name: read(name)))
-                    self._server.put(one, OrderBegins(order, committed))
+        answered: list[ReceiverConnection] = []
+        while len(answered) < receivers or any(one.has_pending for one in answered):
+            for one in self._server.list_asking():
+                if one.request.order == order and self._drop_unless_held(one, layers):
+                    self._server.send_states(one, _read_parts(one.request, committed + 1, layers, lambda read,
+                                                              name: read(name)))
+                    self._server.queue_message(one, OrderBegins(order, committed))
                     answered.append(one)
             require()
             time.sleep(POLL_SECONDS)
 
     def wait_for_room(self, require: Callable[[], None]) -> None:
         """Wait until no queue is too long. `require` is called meanwhile, and may raise."""
-        while any(receiver.full for receiver in self._server.following()):
+        while any(receiver.full for receiver in self._server.list_following()):
             require()
             time.sleep(POLL_SECONDS)
 
-    def sockets(self) -> Sockets:
+    def list_sockets(self) -> Sockets:
         """Return the open sockets."""
-        return sockets_of([self._listener, *self._server.connections()])
+        return identify_sockets([self._listener, *self._server.list_sockets()])
 
     def close(self) -> None:
         """End the thread, and close all connections."""
         self._server.close()
 
-    def _holds_all(self, receiver: Receiver, layers: LayerStore) -> bool:
-        held = all(layers.keeps(part) for part in receiver.request.parts)
+    def _drop_unless_held(self, receiver: ReceiverConnection, layers: LayerStore) -> bool:
+        held = all(layers.has_part(part) for part in receiver.request.parts)
         if not held:
-            self._server.drop(receiver)
+            self._server.drop_receiver(receiver)
         return held
 
 
-def _states(request: LayerRequest, iteration: int, layers: LayerStore, by: "_Reading"
-            ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
+def _read_parts(request: LayerRequest, iteration: int, layers: LayerStore, by: "_CallReadPart"
+                ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """Return all requested parts as they are before an iteration's step."""
-    return [(LayerPart(part, iteration), by(partial(layers.part_state, after=iteration - 1), part))
+    return [(LayerPart(part, iteration), by(partial(layers.get_part_state, after=iteration - 1), part))
             for part in request.parts]
 
 
-_Read = Callable[[PartName], Mapping[str, Tensor]]
-_Reading = Callable[[_Read, PartName], Mapping[str, Tensor]]
+_ReadPart = Callable[[PartRange], Mapping[str, Tensor]]
+_CallReadPart = Callable[[_ReadPart, PartRange], Mapping[str, Tensor]]
 
 
-class _Copies:
+class _HostCopies:
     """Copies of parts in host memory, each made once for all receivers."""
 
     def __init__(self) -> None:
-        self._found: dict[PartName, Mapping[str, Tensor]] = {}
+        self._found: dict[PartRange, Mapping[str, Tensor]] = {}
 
-    def __call__(self, read: _Read, name: PartName) -> Mapping[str, Tensor]:
+    def __call__(self, read: _ReadPart, name: PartRange) -> Mapping[str, Tensor]:
         if name not in self._found:
             self._found[name] = {key: tensor.detach().to("cpu", copy=True).contiguous()
                                  for key, tensor in read(name).items()}

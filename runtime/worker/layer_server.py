@@ -24,8 +24,8 @@ from slipstream.runtime.protocol.authentication import (
     HELLO_SECONDS,
     AuthenticationError,
     Challenge,
-    Keys,
-    Refusals,
+    ConnectionKeys,
+    RefusalLog,
     Secret,
 )
 from slipstream.runtime.worker.layer_messages import (
@@ -35,7 +35,7 @@ from slipstream.runtime.worker.layer_messages import (
     Message,
     MessageError,
     UpToDate,
-    pack,
+    encode_message,
     read_message,
 )
 
@@ -47,18 +47,18 @@ CHUNK_BYTES = 2**20
 """Number of bytes that are passed to a connection in one call."""
 QUEUE_STATES = 3
 """Bound on a receiver's queue, as a multiple of the memory of the requested state."""
-MOST_UNKNOWN = 64
+MAX_UNKNOWN_RECEIVERS = 64
 """Largest number of open connections without a request. If there are more, the oldest is closed."""
 
 
-class Receiver:
+class ReceiverConnection:
     """Connection to one receiver, and the data to be sent on it."""
 
     def __init__(self, connection: socket.socket, address: str, challenge: Challenge) -> None:
         self.connection = connection
         self.address = address
         self.challenge = challenge
-        self.keys: Keys | None = None
+        self.keys: ConnectionKeys | None = None
         """Keys of the connection. None until the receiver has proved that it knows the secret."""
         self.request = LayerRequest(())
         self.received = bytearray()
@@ -81,12 +81,12 @@ class Receiver:
         self.progress = time.monotonic()
 
     @property
-    def unknown(self) -> bool:
+    def is_unknown(self) -> bool:
         """True if the receiver has not sent a request."""
         return not (self.asking or self.answered or self.closed)
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """True if data remain to be sent."""
         return not self.closed and (bool(self.queue) or self.sending is not None)
 
@@ -97,21 +97,21 @@ class LayerServer:
     def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
         self._secret = secret
-        self._refused = Refusals(lambda line: print(line, file=sys.stderr, flush=True))
+        self._refused = RefusalLog(lambda line: print(line, file=sys.stderr, flush=True))
         self._seconds_per_byte = seconds_per_byte
         self._lock = threading.Lock()
-        self._receivers: list[Receiver] = []
+        self._receivers: list[ReceiverConnection] = []
         self._over = False
         self._wake_up, self._woken = socket.socketpair()
         for endpoint in (listener, self._wake_up, self._woken):
             endpoint.setblocking(False)
 
-    def asking(self) -> list[Receiver]:
+    def list_asking(self) -> list[ReceiverConnection]:
         """Return the receivers that wait for an answer."""
         with self._lock:
             return [receiver for receiver in self._receivers if receiver.asking and not receiver.closed]
 
-    def following(self) -> list[Receiver]:
+    def list_following(self) -> list[ReceiverConnection]:
         """Return the receivers that have been answered and want every later step."""
         if not self._receivers:
             return []
@@ -119,42 +119,44 @@ class LayerServer:
             return [receiver for receiver in self._receivers if receiver.answered and receiver.request.order is None
                     and not receiver.closed]
 
-    def connections(self) -> list[socket.socket]:
+    def list_sockets(self) -> list[socket.socket]:
         """Return the open sockets."""
         with self._lock:
             return [self._wake_up, self._woken, *(receiver.connection for receiver in self._receivers)]
 
-    def answer(self, receiver: Receiver, states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
+    def send_states(self, receiver: ReceiverConnection,
+                    states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
         """Send states to a receiver, and all messages that are queued from now on."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
-            receiver.most_bytes = QUEUE_STATES * sum(_size(state) for _, state in states)
+            receiver.most_bytes = QUEUE_STATES * sum(_count_bytes(state) for _, state in states)
         for message, state in states:
-            self.put(receiver, message, state)
+            self.queue_message(receiver, message, state)
 
-    def put(self, receiver: Receiver, message: Message, tensors: Mapping[str, Tensor] | None = None) -> None:
+    def queue_message(self, receiver: ReceiverConnection, message: Message,
+                      tensors: Mapping[str, Tensor] | None = None) -> None:
         """Queue a message behind all that were queued before."""
         with self._lock:
             receiver.queue.append((message, tensors or {}))
-            receiver.queued_bytes += _size(tensors or {})
+            receiver.queued_bytes += _count_bytes(tensors or {})
             receiver.full = receiver.full or receiver.queued_bytes > receiver.most_bytes
-        self._wake()
+        self._wake_thread()
 
-    def drop(self, receiver: Receiver) -> None:
+    def drop_receiver(self, receiver: ReceiverConnection) -> None:
         """Send nothing more to a receiver, and close its connection."""
         with self._lock:
             receiver.closed = True
             receiver.queue.clear()
         with contextlib.suppress(OSError):
             receiver.connection.shutdown(socket.SHUT_RDWR)
-        self._wake()
+        self._wake_thread()
 
     def close(self) -> None:
         """End the thread, and close all connections."""
         self._over = True
         for receiver in self._receivers:
-            self.drop(receiver)
-        self._wake()
+            self.drop_receiver(receiver)
+        self._wake_thread()
 
     def serve(self) -> None:
         """Accept connections, read requests and send data, until `close`. This is the thread's function."""
@@ -162,33 +164,33 @@ class LayerServer:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._over:
-                for key, events in selector.select(self._choose_what_to_wait_for(selector)):
+                for key, events in selector.select(self._register_events(selector)):
                     if key.fileobj is self._listener:
-                        self._accept(selector)
+                        self._accept_receiver(selector)
                     elif key.fileobj is self._woken:
                         self._woken.recv(4096)
                     else:
-                        self._attend(key.data, events)
-                self._forget_the_closed(selector)
-            self._forget_the_closed(selector)
+                        self._serve_receiver(key.data, events)
+                self._remove_closed(selector)
+            self._remove_closed(selector)
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):  # if full, the thread wakes up anyway; if closed, it has ended
             self._wake_up.send(b"\0")
 
-    def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float:
+    def _register_events(self, selector: selectors.BaseSelector) -> float:
         """Register the events to wait for at each connection. Return the seconds after which to check again."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
-            pending, held_back = receiver.pending, receiver.not_before > now
-            if receiver.unknown:
+            pending, held_back = receiver.has_pending, receiver.not_before > now
+            if receiver.is_unknown:
                 wait = min(wait, HELLO_SECONDS)
                 if now - receiver.progress > HELLO_SECONDS:
-                    self._cut_off(receiver, f"it did not ask for anything within {HELLO_SECONDS:.0f} s")
+                    self._refuse_receiver(receiver, f"it did not ask for anything within {HELLO_SECONDS:.0f} s")
             elif pending:
                 wait = min(wait, max(receiver.not_before - now, 0) if held_back else TIMEOUT_SECONDS)
                 if not held_back and now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
-                    self.drop(receiver)
+                    self.drop_receiver(receiver)
             else:
                 receiver.progress = now
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending and not held_back else 0)
@@ -196,21 +198,21 @@ class LayerServer:
                 selector.modify(receiver.connection, events, receiver)
         return min(wait, IDLE_SECONDS)
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _accept_receiver(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
             connection, (host, port, *_) = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receiver = Receiver(connection, f"{host}:{port}", Challenge(self._secret, "layers"))
+            receiver = ReceiverConnection(connection, f"{host}:{port}", Challenge(self._secret, "layers"))
             with self._lock:
                 self._receivers.append(receiver)
             selector.register(connection, selectors.EVENT_READ, receiver)
-            unknown = [one for one in self._receivers if one.unknown]
-            if len(unknown) > MOST_UNKNOWN:
-                self._cut_off(unknown[0], f"more than {MOST_UNKNOWN} connections ask for nothing")
+            unknown = [one for one in self._receivers if one.is_unknown]
+            if len(unknown) > MAX_UNKNOWN_RECEIVERS:
+                self._refuse_receiver(unknown[0], f"more than {MAX_UNKNOWN_RECEIVERS} connections ask for nothing")
             connection.send(receiver.challenge.greeting)  # a new socket's buffer has room for it, and for the proof
 
-    def _forget_the_closed(self, selector: selectors.BaseSelector) -> None:
+    def _remove_closed(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
             closed = [connected for connected in self._receivers if connected.closed]
             self._receivers = [connected for connected in self._receivers if not connected.closed]
@@ -218,28 +220,28 @@ class LayerServer:
             selector.unregister(receiver.connection)
             receiver.connection.close()
 
-    def _attend(self, receiver: Receiver, events: int) -> None:
+    def _serve_receiver(self, receiver: ReceiverConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
-                self._hear(receiver)
+                self._read_request(receiver)
             if events & selectors.EVENT_WRITE and not receiver.closed:
-                self._send(receiver)
+                self._send_chunk(receiver)
         except BlockingIOError:
             pass
         except OSError:
-            self.drop(receiver)
+            self.drop_receiver(receiver)
         except (AuthenticationError, MessageError) as error:
-            self._cut_off(receiver, str(error))
+            self._refuse_receiver(receiver, str(error))
         except Exception:  # this thread serves the other receivers, too, and training waits for it
             traceback.print_exc()
-            self.drop(receiver)
+            self.drop_receiver(receiver)
 
-    def _cut_off(self, receiver: Receiver, why: str) -> None:
+    def _refuse_receiver(self, receiver: ReceiverConnection, why: str) -> None:
         """Close a connection because of what its peer sends, and log the reason."""
         self._refused(f"{receiver.address}, which may ask for layers,", why)
-        self.drop(receiver)
+        self.drop_receiver(receiver)
 
-    def _hear(self, receiver: Receiver) -> None:
+    def _read_request(self, receiver: ReceiverConnection) -> None:
         """Read some of the handshake or of the request. After the request, the peer may only close the connection."""
         data = receiver.connection.recv(4096)
         if not data:
@@ -250,7 +252,7 @@ class LayerServer:
         if receiver.keys is None:
             if len(receiver.received) < HELLO_BYTES:
                 return
-            proof, receiver.keys = receiver.challenge.admit(bytes(receiver.received[:HELLO_BYTES]))
+            proof, receiver.keys = receiver.challenge.verify_hello(bytes(receiver.received[:HELLO_BYTES]))
             receiver.connection.send(proof)
             del receiver.received[:HELLO_BYTES]
         try:
@@ -262,7 +264,7 @@ class LayerServer:
         with self._lock:
             receiver.request, receiver.asking = request, True
 
-    def _send(self, receiver: Receiver) -> None:
+    def _send_chunk(self, receiver: ReceiverConnection) -> None:
         """Send one chunk on the connection."""
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
@@ -275,7 +277,7 @@ class LayerServer:
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
 
-    def _next_piece(self, receiver: Receiver) -> bytes | memoryview:
+    def _next_piece(self, receiver: ReceiverConnection) -> bytes | memoryview:
         """Return the next piece to send; empty if everything has been sent."""
         while True:
             piece = next(receiver.pieces, None)
@@ -289,7 +291,7 @@ class LayerServer:
                 if receiver.queue:
                     # Set `sending` before popping, never in between: `pending` is read without the lock.
                     message, tensors = receiver.queue[0]
-                    receiver.sending = message, _size(tensors)
+                    receiver.sending = message, _count_bytes(tensors)
                     receiver.queue.popleft()
                 elif sent is not None and not isinstance(sent[0], UpToDate):
                     message, tensors = UpToDate(), {}
@@ -298,8 +300,8 @@ class LayerServer:
                     receiver.sending = None
                     return b""
             assert receiver.keys is not None
-            receiver.pieces = pack(receiver.keys.sending, message, tensors)
+            receiver.pieces = encode_message(receiver.keys.sending, message, tensors)
 
 
-def _size(tensors: Mapping[str, Tensor]) -> int:
+def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())

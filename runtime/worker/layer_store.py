@@ -9,21 +9,28 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.device import own_stream
-from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
-from slipstream.runtime.model.layers.unfilled import moved
-from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
-from slipstream.runtime.model.state.followed_part import HOST
-from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
-from slipstream.runtime.model.state.parts import Cut, Elements, Span, without
-from slipstream.runtime.protocol.to_coordinator import Checksum, Kept
-from slipstream.runtime.worker.layer_messages import PartName
-from slipstream.schedules.layers import LayerRange, joined_ranges
+from slipstream.runtime.device import get_stream_for
+from slipstream.runtime.model.layers.shards import cut_state, gather_state, shards_of
+from slipstream.runtime.model.layers.uninitialized import move_uninitialized
+from slipstream.runtime.model.layers.worker_group import is_first_rank, worker_group
+from slipstream.runtime.model.state.held_layers import HeldLayers
+from slipstream.runtime.model.state.part_state import (
+    PartState,
+    as_whole_part,
+    assemble_state,
+    copy_to_module,
+    count_elements,
+    select_span,
+)
+from slipstream.runtime.model.state.parts import ElementCounts, Span, StatePartition, subtract
+from slipstream.runtime.model.state.received_part import HOST
+from slipstream.runtime.protocol.to_coordinator import Checksum, HeldState
+from slipstream.runtime.worker.layer_messages import PartRange
+from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import Worker
 
 
-class Build(Protocol):
+class BuildLayer(Protocol):
     """Function that builds a layer."""
 
     def __call__(self, layer: int, *, filled: bool) -> nn.Module:
@@ -31,7 +38,7 @@ class Build(Protocol):
         `model.state.holding.build_layer`."""
 
 
-Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
+RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
 """Function that reads whole states of layers before an iteration; empty if the layers are as built."""
 
 
@@ -42,7 +49,7 @@ class LayerStore:
     worker holds them: plans have no room for them there.
     """
 
-    def __init__(self, build: Build, restore: Restore, holding: Holding, device: torch.device) -> None:
+    def __init__(self, build: BuildLayer, restore: RestoreLayers, holding: HeldLayers, device: torch.device) -> None:
         self._build = build
         self._restore = restore
         self.holding = holding
@@ -55,17 +62,17 @@ class LayerStore:
         self._filled: frozenset[int] = frozenset()
         """Layers of `_built` that are as they are before the first iteration."""
 
-    def prepare(self, layers: Iterable[int]) -> None:
+    def prebuild_layers(self, layers: Iterable[int]) -> None:
         """Build layers that will probably be needed soon, with state from other workers."""
         for layer in layers:
-            self.module(layer)
+            self.get_module(layer)
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         """Drop all layers."""
         self.holding.clear()
         self._received, self._filled = [], frozenset()
 
-    def read(self, layers: Collection[int], iteration: int) -> None:
+    def restore_layers(self, layers: Collection[int], iteration: int) -> None:
         """Read layers as they were before an iteration. Raises CheckpointError."""
         self._received = []
         states = self._restore(iteration, sorted(layers))
@@ -75,18 +82,18 @@ class LayerStore:
                 self._built[layer] = module
             self._filled |= {layer}
         for layer, state in states.items():
-            module = self.module(layer)
-            self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group()),
-                                           iteration - 1))
+            module = self.get_module(layer)
+            self._received.append(as_whole_part(module, layer, cut_state(state, shards_of(module), worker_group()),
+                                                iteration - 1))
 
-    def receive(self, received: Iterable[PartState]) -> None:
+    def add_received(self, received: Iterable[PartState]) -> None:
         """Add parts that have come for an order. They are kept until the next `keep_parts`."""
         self._received = [*(part for part in self._received if part.state), *received]
 
-    def checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
+    def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
         """Start to compute the checksums of all state, as it is after an iteration. Return a function that waits for
         them. Raises VersionError."""
-        pending = list(self.holding.optimizer.checksums(after))
+        pending = list(self.holding.optimizer.compute_checksums(after))
 
         def read() -> tuple[Checksum, ...]:
             sums = torch.stack([total for *_, total in pending]).tolist() if pending else ()
@@ -99,101 +106,102 @@ class LayerStore:
         """Flip a random bit of the state on purpose (`PartOptimizer.flip_bit`)."""
         self.holding.optimizer.flip_bit(what, rng)
 
-    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
+    def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:
         """Hold the layers of these partitions, and of their optimizer state the parts that they assign to a worker.
 
         All held, read and received state must be that after the iteration `after`, with no step open. Raises
         VersionError.
         """
-        self.holding.keep(self._modules(cuts), cuts, worker, self._received, after, self._filled)
+        self.holding.hold_layers(self._get_device_modules(cuts), cuts, worker, self._received, after, self._filled)
         self._received, self._built, self._filled = [], {}, frozenset()
 
-    def kept(self) -> Kept:
+    def list_held_state(self) -> HeldState:
         """Return the layers and parts that are held. Layers that have come whole for an order are included, and parts
         that have come."""
         received = dict[int, list[Span]]()
         for part in self._received:
             if part.state:
                 received.setdefault(part.layer, []).append((part.start, part.stop))
-        whole = [layer for layer, spans in received.items() if not without((0, self.elements(layer).total), spans)]
-        return Kept(joined_ranges((layer, layer + 1) for layer in {*self.holding.modules, *whole}),
-                    tuple((layer, *span) for states in (self.holding.optimizer.kept, received)
-                          for layer, spans in states.items() for span in spans if span[0] < span[1]),
-                    self.holding.optimizer.whole_after)
+        whole = [layer for layer, spans in received.items()
+                 if not subtract((0, self.count_elements(layer).total), spans)]
+        return HeldState(merge_ranges((layer, layer + 1) for layer in {*self.holding.modules, *whole}),
+                         tuple((layer, *span) for states in (self.holding.optimizer.kept, received)
+                               for layer, spans in states.items() for span in spans if span[0] < span[1]),
+                         self.holding.optimizer.whole_after)
 
-    def keeps(self, part: PartName) -> bool:
+    def has_part(self, part: PartRange) -> bool:
         """Return whether a part of a layer is held, or has been read or received."""
         kept = self.holding.optimizer.kept.get(part.layer, ((0, 0),) if part.layer in self.holding.modules else ())
-        return self._has_received(part) is not None or any(
+        return self._find_received(part) is not None or any(
             first <= part.start and part.stop <= end for first, end in kept)
 
-    def part_state(self, part: PartName, after: int) -> dict[str, Tensor]:
+    def get_part_state(self, part: PartRange, after: int) -> dict[str, Tensor]:
         """Return a part of a layer that is held, as it is after an iteration, to be sent to another worker. The tensors
         are not copied. Raises VersionError."""
-        span, received = (part.start, part.stop), self._has_received(part)
+        span, received = (part.start, part.stop), self._find_received(part)
         if received is not None:
-            received.require(after)
-            return span_of(self.module(part.layer), received, span, state=part.state)
+            received.require_version(after)
+            return select_span(self.get_module(part.layer), received, span, state=part.state)
         state = self.holding.optimizer.part_state(part.layer, span, state=part.state)
-        state.require(after)
+        state.require_version(after)
         return dict(state.tensors)
 
-    def part_gradients(self, part: PartName, after: int) -> dict[str, Tensor]:
+    def get_part_gradients(self, part: PartRange, after: int) -> dict[str, Tensor]:
         """Return the gradients by which a whole part was stepped in iteration `after`. The tensors are not copied.
         Raises VersionError."""
         self.holding.optimizer.version.require(after, "what this worker keeps")
         return self.holding.optimizer.part_gradients(part.layer, (part.start, part.stop))
 
-    def _has_received(self, part: PartName) -> PartState | None:
+    def _find_received(self, part: PartRange) -> PartState | None:
         return next((received for received in self._received if received.layer == part.layer and received.state
                      and received.start <= part.start and part.stop <= received.stop), None)
 
-    def put(self, received: Sequence[PartState], after: int) -> None:
+    def set_parameters(self, received: Sequence[PartState], after: int) -> None:
         """Set the parameters that are not kept up to date here to those that were received. Raises VersionError. They
         must be those after the iteration `after`."""
         for part in received:
-            part.require(after)
+            part.require_version(after)
         for layer, module in self.holding.modules.items():
-            put(module, [state for state in received if state.layer == layer], untrained_too=False)
+            copy_to_module(module, [state for state in received if state.layer == layer], untrained_too=False)
 
-    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState], after: int
-                     ) -> dict[int, dict[str, Tensor]]:
+    def gather_whole_layers(self, layers: Iterable[int], received: Sequence[PartState], after: int
+                            ) -> dict[int, dict[str, Tensor]]:
         """Return whole layers as they are after an iteration, in host memory, to be saved.
 
         Parts that this worker does not keep come from `received`. All ranks of a worker must call this together; the
         first gets the layers, the others nothing. Raises VersionError.
         """
         group, layer_states, layers = worker_group(), dict[int, dict[str, Tensor]](), sorted(layers)
-        device = next((parameter.device for parameter in self.holding.parameters().values()), HOST)
-        with _copying(device):
-            states = {layer: self._with_parts(layer, received, after) for layer in layers}
+        device = next((parameter.device for parameter in self.holding.parameters_by_name().values()), HOST)
+        with _use_copy_stream(device):
+            states = {layer: self._join_parts(layer, received, after) for layer in layers}
         for layer, state in states.items():
             if group is not None:  # the group's connections carry only tensors on the device
                 shards, own_shards = shards_of(self.holding.modules[layer]), state
-                state = whole_state({key: tensor.to(device) for key, tensor in own_shards.items()}, shards, group)
-            if first_rank():
+                state = gather_state({key: tensor.to(device) for key, tensor in own_shards.items()}, shards, group)
+            if is_first_rank():
                 layer_states[layer] = {key: tensor.cpu() for key, tensor in state.items()}
         return layer_states
 
-    def _with_parts(self, layer: int, received: Sequence[PartState], after: int) -> dict[str, Tensor]:
+    def _join_parts(self, layer: int, received: Sequence[PartState], after: int) -> dict[str, Tensor]:
         """Return the state of a layer, joined from held and received parts."""
         parts = [part for part in (*self.holding.optimizer.kept_states(), *self._received, *received)
                  if part.layer == layer]
         for part in parts:
-            part.require(after)
-        return whole(self.holding.modules[layer], parts)
+            part.require_version(after)
+        return assemble_state(self.holding.modules[layer], parts)
 
-    def elements(self, layer: int) -> Elements:
+    def count_elements(self, layer: int) -> ElementCounts:
         """Return the number of elements, at this rank, of a layer that is held or will be."""
-        return elements_of(self.module(layer))
+        return count_elements(self.get_module(layer))
 
-    def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
+    def _get_device_modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
         """Return the layers of some ranges: those that are held, and new ones, which are moved to the device."""
         held = self.holding.modules
-        return {layer: held[layer] if layer in held else moved(self.module(layer), self._device)
+        return {layer: held[layer] if layer in held else move_uninitialized(self.get_module(layer), self._device)
                 for layers in cuts for layer in range(*layers)}
 
-    def module(self, layer: int) -> nn.Module:
+    def get_module(self, layer: int) -> nn.Module:
         """Return a layer: one that is held, or a new one whose state `keep_parts` will load. Any thread may call
         this."""
         held = self.holding.modules
@@ -206,13 +214,13 @@ class LayerStore:
 
 
 @contextmanager
-def _copying(device: torch.device) -> Iterator[None]:
+def _use_copy_stream(device: torch.device) -> Iterator[None]:
     """Run the block on a stream of its own, so that copies from a device do not wait for later compute. The copies are
     complete at the end of the block."""
     if device.type != "cuda":
         yield
         return
-    stream = own_stream(device, "copies")
+    stream = get_stream_for(device, "copies")
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

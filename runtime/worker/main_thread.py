@@ -14,46 +14,46 @@ import msgspec
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
 from slipstream.runtime.protocol.to_coordinator import (
-    NOTHING_KEPT,
-    Checkpoints,
+    NOTHING_HELD,
     Heartbeat,
     JoinWorker,
-    Known,
     Leaving,
+    ReadableCheckpoints,
     Ready,
-    Status,
+    RecoveryReport,
+    WorkerStatus,
 )
 from slipstream.runtime.protocol.to_worker import (
-    KEPT_CONTENTS,
+    MAX_STORED_CONTENTS,
     Acknowledged,
-    Assigned,
-    Content,
+    AssignedShare,
     EndOrder,
     Fetch,
     Finish,
     Leave,
     ReportCheckpoints,
     ReportStatus,
+    ScheduleContent,
     ToWorker,
     Train,
 )
-from slipstream.runtime.replay.dealt_samples import costs_digest
-from slipstream.runtime.run_folder import holder
+from slipstream.runtime.replay.dealt_samples import digest_costs
+from slipstream.runtime.run_folder import read_lock_holder
 from slipstream.runtime.worker.context import WorkerLink
-from slipstream.runtime.worker.generation import Generation
-from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
+from slipstream.runtime.worker.context_builder import STORE_TIMEOUT, build_worker_context
+from slipstream.runtime.worker.generation import GenerationRunner
+from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.worker.order_threads import OrderThreads
-from slipstream.runtime.worker.setting_up import STORE_TIMEOUT, set_up
 from slipstream.schedules.codec import decode
-from slipstream.schedules.parts import part_from
 from slipstream.schedules.schedule import Worker
+from slipstream.schedules.worker_programs import assemble_worker_schedule
 
 HEARTBEATS_PER_TIMEOUT = 5
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """Interval between checks while a generation ends."""
 RETRY_SECONDS = 0.2
 """Interval between attempts to reach another coordinator."""
-KEPT_LOSSES = 256
+MAX_STORED_LOSSES = 256
 """Number of latest losses that a worker stores for another coordinator."""
 
 
@@ -68,17 +68,17 @@ class MainThread:
         self._spec = spec
         self._worker = spec.worker
         self._channel = channel
-        self._context = set_up(spec, channel)
-        self._threads = OrderThreads(self._failed)
-        self._generation: Generation | None = None
+        self._context = build_worker_context(spec, channel)
+        self._threads = OrderThreads(self._record_error)
+        self._generation: GenerationRunner | None = None
         self._finish_order: Finish | None = None
         """Last order, if it was a `Finish`."""
         self._down: tuple[Worker, ...] = ()
         """Workers that took no part in the last order for training."""
         self._doubted = False
         """True if that order has ended because copies of its members' state differ."""
-        self._assigned: Assigned | None = None
-        """Last `Assigned` that was received."""
+        self._assigned: AssignedShare | None = None
+        """Last `AssignedShare` that was received."""
         self._contents: dict[str, bytes] = {}
         """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}
@@ -86,17 +86,17 @@ class MainThread:
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False
-        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.signal(signal.SIGTERM, self._handle_sigterm)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked until now, as in the fork server
 
-    def _end_soon(self, *_: object) -> None:
+    def _handle_sigterm(self, *_: object) -> None:
         """Handle SIGTERM: leave when the others can do without this worker. Repeated signals, as of schedulers, are
         ignored."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._told_to_end = True
         self._waker.send(b"!")
 
-    def _failed(self, error: BaseException) -> None:
+    def _record_error(self, error: BaseException) -> None:
         self._error = error
         self._waker.send(b"!")
 
@@ -105,66 +105,66 @@ class MainThread:
         RendezvousError if node 0 is gone and no other comes, and errors of this worker's own."""
         if self._spec.restarted:
             # The worker will most likely play its own role: build its layers while the others train.
-            self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
+            self._context.layer_store.prebuild_layers(self._context.setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._data_digest(),
+            self._channel.send(Ready(self._worker, self._compute_data_digest(),
                                      (self._context.layer_sender.address,),
-                                     holder(Path(self._spec.settings.out)), known))
+                                     read_lock_holder(Path(self._spec.settings.out)), known))
             try:
-                return self._follow()
+                return self._follow_coordinator()
             except CoordinatorGoneError as gone:
-                if not self._find_another(str(gone)):
+                if not self._find_new_coordinator(str(gone)):
                     return 0
-                known = self._known()
+                known = self._build_recovery_report()
 
-    def _data_digest(self) -> str:
+    def _compute_data_digest(self) -> str:
         """Return a digest of all data that this worker reads, and of the way in which it deals samples."""
         context, validation = self._context, self._context.validation
-        dealt = costs_digest(context.corpus, context.config.training)
+        dealt = digest_costs(context.corpus, context.config.training)
         return f"{context.corpus.digest} {dealt}" + ("" if validation is None else f" {validation.digest}")
 
-    def _follow(self) -> int:
+    def _follow_coordinator(self) -> int:
         """Handle the messages of one coordinator, and return the exit status. Raises CoordinatorGoneError."""
         interval = self._context.setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            for reporter_socket in self._context.reporter.sockets():
+            for reporter_socket in self._context.reporter.list_sockets():
                 selector.register(reporter_socket, selectors.EVENT_READ)
             while True:
-                ending = self._generation is not None and self._generation.ending
+                ending = self._generation is not None and self._generation.is_ending
                 pause = max(0.0, beat - time.monotonic())
-                ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
+                ready = selector.select(min(pause, POLL_SECONDS) if ending else pause)
                 if self._error is not None:
                     raise self._error
                 if self._told_to_end:
                     self._told_to_end = False
                     self._woken.recv(1)
                     self._channel.send(Leaving(self._worker))
-                for message in self._read() if any(key.fileobj is self._channel for key, _ in ready) else ():
+                for message in self._read_messages() if any(key.fileobj is self._channel for key, _ in ready) else ():
                     if isinstance(message, Leave):
                         return 0
-                    self._handle(message)
-                for acknowledged in self._context.reporter.read():
-                    self._handle(acknowledged)
+                    self._handle_message(message)
+                for acknowledged in self._context.reporter.read_acknowledgements():
+                    self._handle_message(acknowledged)
                 if time.monotonic() >= beat:
                     # Any other message shows that this worker is alive, and replaces a heartbeat.
                     beat = max(self._channel.sent, self._context.reporter.sent) + interval
                     if time.monotonic() >= beat:
                         self._channel.send(Heartbeat())
                         beat = time.monotonic() + interval
-                if self._generation is not None and self._generation.ending:
+                if self._generation is not None and self._generation.is_ending:
                     self._generation.abandon_if_stuck()
 
-    def _read(self) -> list[ToWorker]:
+    def _read_messages(self) -> list[ToWorker]:
         try:
             return self._channel.read()
         except RendezvousError as error:
             raise CoordinatorGoneError(str(error)) from None
 
-    def _find_another(self, gone: str) -> bool:
+    def _find_new_coordinator(self, gone: str) -> bool:
         """Wait until another coordinator is reached. Return False if this worker may leave. Raises RendezvousError if
         none comes in time, and errors of this worker's own."""
         seconds = self._spec.settings.coordinator_timeout_seconds
@@ -172,8 +172,9 @@ class MainThread:
         deadline = time.monotonic() + seconds
         generation = self._generation
         if generation is not None:
-            generation.end()  # the coordinator is gone, and with it the order
-        self._context.layer_receiver.drop(sys.maxsize)  # otherwise the generation might use layers that are incomplete
+            generation.end_order()  # the coordinator is gone, and with it the order
+        # otherwise the generation might use layers that are incomplete
+        self._context.layer_receiver.drop_fetches(sys.maxsize)
         while time.monotonic() < deadline:
             if self._error is not None:
                 raise self._error
@@ -181,90 +182,91 @@ class MainThread:
                 raise RendezvousError(f"{gone}; told to end")
             if generation is not None and not generation.paused:
                 generation.abandon_if_stuck()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
             with contextlib.suppress(RendezvousError):
                 self._contents.clear()  # another coordinator does not know that this worker has them
-                store = self._channel.follow_another(
+                store = self._channel.follow_new_coordinator(
                     JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
                 if isinstance(store, Leave):
                     return False
                 self._context = replace(self._context, store=store, setup=self._channel.setup)
-                self._context.injector.replace(self._channel.setup.injections)
+                self._context.injector.replace_injections(self._channel.setup.injections)
                 return True
             time.sleep(RETRY_SECONDS)
         raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")
 
-    def _known(self) -> Known | None:
+    def _build_recovery_report(self) -> RecoveryReport | None:
         """Return the report for a new coordinator. None: the coordinator continues without this worker's state."""
         generation = self._generation
         if self._channel.setup.forget:
             self._generation = None
-            self._threads.forget(self._context)
+            self._threads.drop_layers(self._context)
             return None
         if generation is not None:
-            known = generation.known()
+            known = generation.build_recovery_report()
             self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
             return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted)
         if self._finish_order is None:
-            return Known(0, (), self._context.setup.first_iteration - 1, NOTHING_KEPT, None, pending=False,
-                         losses=self._losses)
-        return Known(
+            return RecoveryReport(0, (), self._context.setup.first_iteration - 1, NOTHING_HELD, None, pending=False,
+                                  losses=self._losses)
+        return RecoveryReport(
             self._finish_order.order, self._down, self._finish_order.first_iteration - 1,
-            self._context.layer_store.kept(), self._finish_order.factor, pending=False,
+            self._context.layer_store.list_held_state(), self._finish_order.factor, pending=False,
             begun=self._finish_order.first_iteration - 1, losses=self._losses)
 
-    def _handle(self, message: ToWorker) -> None:
+    def _handle_message(self, message: ToWorker) -> None:
         generation = self._generation
         match message:
-            case Content():
+            case ScheduleContent():
                 self._contents[message.digest] = bytes(message.data)
-                if len(self._contents) > KEPT_CONTENTS:
+                if len(self._contents) > MAX_STORED_CONTENTS:
                     del self._contents[next(iter(self._contents))]
-            case Assigned():
+            case AssignedShare():
                 self._assigned = message
             case Train():
                 self._finish_order, self._down, self._doubted = None, message.failed, False
                 if self._assigned is not None and self._assigned.order == message.order:
-                    part = part_from(message.failed, self._assigned.share, self._contents)
+                    part = assemble_worker_schedule(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None
-                    self._generation = next_one = Generation(self._context, message, part, whole)
-                    self._threads.train(self._context, message, next_one, generation)
+                    self._generation = next_one = GenerationRunner(self._context, message, part, whole)
+                    self._threads.start_training(self._context, message, next_one, generation)
                 else:
-                    self._context.layer_receiver.drop(message.order)
+                    self._context.layer_receiver.drop_fetches(message.order)
                     self._generation = None
-                    self._threads.stand_aside(self._context, message, generation)
+                    self._threads.sit_out(self._context, message, generation)
             case Finish():
                 self._generation, self._finish_order = None, message
-                self._threads.finish(self._context, message, generation)
-            case EndOrder() if generation is not None and generation.order == message.order:
+                self._threads.start_finishing(self._context, message, generation)
+            case EndOrder() if generation is not None and generation.order_number == message.order:
                 self._doubted |= message.doubted
-                generation.end()
-            case Acknowledged() if generation is not None and generation.order == message.order:
-                generation.acknowledged(message)
-                self._keep_loss(message)
+                generation.end_order()
+            case Acknowledged() if generation is not None and generation.order_number == message.order:
+                generation.handle_acknowledgement(message)
+                self._store_loss(message)
             case Fetch():
                 # If this worker has no part in the fetch, an earlier one of the same order is dropped.
-                senders = senders_for(self._worker, message.moves, message.addresses, self._context.rank)
-                self._context.layer_receiver.begin(LayerFetch(message.number, message.order, senders, follow=True))
+                senders = find_layer_sources(self._worker, message.moves, message.addresses, self._context.rank)
+                self._context.layer_receiver.start_fetch(FetchRequest(message.number, message.order, senders,
+                                                                      follow=True))
             case ReportStatus():
-                self._channel.send(self._status())
+                self._channel.send(self._build_status())
             case ReportCheckpoints():
-                self._threads.begin(self._context.device, "checkpoints", lambda: self._channel.send(
-                    Checkpoints(self._worker, self._context.checkpointer.iterations())))
+                self._threads.start_thread(self._context.device, "checkpoints", lambda: self._channel.send(
+                    ReadableCheckpoints(self._worker, self._context.checkpointer.list_iterations())))
 
-    def _keep_loss(self, message: Acknowledged) -> None:
+    def _store_loss(self, message: Acknowledged) -> None:
         if message.committed is not None:
             iteration, loss = message.committed
             if loss is not None:
                 self._losses[iteration] = loss
-            self._losses.pop(iteration - KEPT_LOSSES, None)
+            self._losses.pop(iteration - MAX_STORED_LOSSES, None)
 
-    def _status(self) -> Status:
+    def _build_status(self) -> WorkerStatus:
         """Return the present activity. There is no generation before the first order, and after the last."""
         if self._generation is not None:
-            return self._generation.status()
-        if self._threads.finishing:
-            return Status(self._worker, "writes its parameters", 0.0, waits=False)
-        return Status(self._worker, "waits for an order", 0.0, waits=True)
+            return self._generation.build_status()
+        if self._threads.is_finishing:
+            return WorkerStatus(self._worker, "writes its parameters", 0.0, waits=False)
+        return WorkerStatus(self._worker, "waits for an order", 0.0, waits=True)

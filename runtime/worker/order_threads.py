@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from slipstream.runtime.model.checkpoints.parameters import save_layer_when_there_is_room
-from slipstream.runtime.model.layers.shards import whole_layer
+from slipstream.runtime.model.checkpoints.parameters import save_layer_with_retry
+from slipstream.runtime.model.layers.shards import gather_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.model.state.version import VersionError
 from slipstream.runtime.protocol.to_coordinator import Finished, Note
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.context import WorkerContext
-from slipstream.runtime.worker.generation import Generation
-from slipstream.runtime.worker.layers_of_order import move_layers
+from slipstream.runtime.worker.generation import GenerationRunner
+from slipstream.runtime.worker.layer_transition import move_layers
 
 
 class OrderThreads:
@@ -34,81 +34,82 @@ class OrderThreads:
         self._finishing = threading.Lock()
         """Lock that is held while layers are written at the end, and while an order changes the held layers. It is
         needed because an order to finish may end early."""
-        self._between_ranks: Session | None = None
+        self._between_ranks: GenerationSession | None = None
         """Connections between the worker's ranks in the last order to finish."""
         self._next = threading.Event()
         """Event that is set when the next order has come. Each order has a new one."""
 
     @property
-    def finishing(self) -> bool:
+    def is_finishing(self) -> bool:
         """True while parameters are being written."""
         return self._finishing.locked()
 
-    def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
+    def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
+                       previous: GenerationRunner | None) -> None:
         """Take part in an order for training."""
-        self._begins()
+        self._begin_order()
 
         def work() -> None:
             with self._finishing:
-                leave(context, previous, order)
+                leave_generation(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
                     self._between_ranks.close()  # all ranks have met for another order, so none uses it
                     self._between_ranks = None
                 if order.restore is not None:
-                    context.layer_store.clear()
-                    context.checkpointer.go_back(order.first_iteration)
+                    context.layer_store.drop_all()
+                    context.checkpointer.drop_later(order.first_iteration)
             generation.run()
 
-        self.begin(context.device, f"generation {order.order}", work)
+        self.start_thread(context.device, f"generation {order.order}", work)
 
-    def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
+    def sit_out(self, context: WorkerContext, order: Train, previous: GenerationRunner | None) -> None:
         """Take no part in an order. This worker's state is then out of date, but other workers may first need parts of
         it."""
-        over = self._begins()
+        over = self._begin_order()
 
         def work() -> None:
-            leave(context, previous, order)
+            leave_generation(context, previous, order)
             if any(move.source == context.worker for move in order.moves):
                 with suppress(CommunicationError):  # the order is over, or the receivers report the failure
-                    move_layers(context, order, partial(_require_not, over))
-            context.layer_store.clear()
-            context.links.close()
+                    move_layers(context, order, partial(_raise_if_over, over))
+            context.layer_store.drop_all()
+            context.links.close_idle()
             if context.group is not None:  # an abandoned thread, or one that never met all, left it connected
                 context.group.connect(None)
 
-        self.begin(context.device, "leaving the order", work)
+        self.start_thread(context.device, "leaving the order", work)
 
-    def finish(self, context: WorkerContext, order: Finish, previous: Generation | None) -> None:
+    def start_finishing(self, context: WorkerContext, order: Finish, previous: GenerationRunner | None) -> None:
         """Write some layers, and report the digests of all, which must agree between peers. If another worker that has
         parts of these layers is lost, there will be another order."""
-        over = self._begins()
+        over = self._begin_order()
 
         def work() -> None:
             with self._finishing:
-                leave(context, previous, order)
+                leave_generation(context, previous, order)
                 try:
-                    received = move_layers(context, order, partial(_require_not, over))
+                    received = move_layers(context, order, partial(_raise_if_over, over))
                 except CommunicationError:
                     return
-                context.layer_store.put(received, order.first_iteration - 1)
+                context.layer_store.set_parameters(received, order.first_iteration - 1)
                 self._between_ranks = _connect_ranks(context, order)
-                _write(context, order, received)
+                _write_layers(context, order, received)
 
-        self.begin(context.device, "finish", work)
+        self.start_thread(context.device, "finish", work)
 
-    def forget(self, context: WorkerContext) -> None:
+    def drop_layers(self, context: WorkerContext) -> None:
         """Drop all layers, after any writing has ended."""
         with self._finishing:
-            context.layer_store.clear()
+            context.layer_store.drop_all()
 
-    def _begins(self) -> threading.Event:
+    def _begin_order(self) -> threading.Event:
         """Begin an order, which ends the waits of the last one. Return an event that is set when the next order
         begins."""
         self._next.set()
         self._next = threading.Event()
         return self._next
 
-    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
+    def start_thread(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
         """Run `work` in a thread of this name."""
         def run() -> None:
             try:
@@ -125,49 +126,50 @@ class OrderThreads:
         return thread
 
 
-def _require_not(over: threading.Event) -> None:
+def _raise_if_over(over: threading.Event) -> None:
     """Raise CommunicationError if the order is over."""
     if over.is_set():
         raise CommunicationError("the order is over")
 
 
-def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:
+def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
     """Close the connections of the last generation, which peers may have used until now, and undo what is not
     committed."""
     if previous is not None:
         try:
-            previous.leave(order)
+            previous.return_to_committed(order)
         except VersionError as error:  # e.g. the others have returned to a checkpoint without this worker's knowledge
             if isinstance(order, Finish) or order.restore is None:
                 print(f"order {order.order}: {error}; this worker keeps nothing", file=sys.stderr, flush=True)
-            context.layer_store.clear()
-        context.layer_sender.order_begins(order.order, order.first_iteration - 1)
+            context.layer_store.drop_all()
+        context.layer_sender.queue_order_begins(order.order, order.first_iteration - 1)
 
 
-def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
+def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession | None:
     """Connect the ranks of this worker, which gather their shards. Return None if the worker is one process."""
     if context.group is None:
         return None
     alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)
-    return Session(alone, links=context.links, device=context.device, store=context.store).connect()
+    return GenerationSession(alone, links=context.links, device=context.device, store=context.store).connect()
 
 
-def _write(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
+def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
     """Write the layers that an order assigns to this worker, and report the digests. `received` are the parts of these
     layers that other workers keep."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
-            copies, module = context.sharing.copies(layer), holding.modules[layer]
-            full_state = whole_layer(module, context.group)
+            copies, module = context.sharing.copies_in(layer), holding.modules[layer]
+            full_state = gather_layer(module, context.group)
             if context.rank == 0:
-                save_layer_when_there_is_room(Path(context.out), layer, {
+                save_layer_with_retry(Path(context.out), layer, {
                     name: tensor for name, tensor in full_state.items() if name not in copies},
                     lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store
     own_layers = [layer for layer, worker in order.writers if worker == context.worker]
-    context.checkpointer.save_last(order, partial(store.whole_layers, own_layers, received, order.first_iteration - 1))
-    kept = store.kept()
+    context.checkpointer.save_last(order,
+                                   partial(store.gather_whole_layers, own_layers, received, order.first_iteration - 1))
+    kept = store.list_held_state()
     digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
-        name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
+        name: tensor_digest(name, parameter) for name, parameter in holding.parameters_by_name().items()}
     context.channel.send(Finished(context.worker, order.order, digests))

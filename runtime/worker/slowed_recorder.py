@@ -15,15 +15,15 @@ from contextlib import contextmanager
 import torch
 
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
-from slipstream.runtime.protocol.failure_injection import Slowdown, factor_at
+from slipstream.runtime.protocol.failure_injection import Slowdown, find_slowdown_factor
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op
 
-SIZE = 64
+MATRIX_SIZE = 64
 """Size of the matrices that are multiplied to spend time. A product takes microseconds."""
 
 
-def recorder_for(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
+def create_recorder(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
     """Return the recorder of a worker with these slowdowns, or of one of its processes if it is a `group`."""
     first = group is None or group.rank() == 0
     return SlowedRecorder(slowdowns, device, sleeps=group is None) if slowdowns and first else Recorder(device)
@@ -40,15 +40,15 @@ class SlowedRecorder(Recorder):
         self._sleeps = sleeps
 
     @contextmanager
-    def timing(self, op: Op) -> Iterator[None]:
+    def record_op(self, op: Op) -> Iterator[None]:
         """Record the time of the block, including its prolongation."""
-        factor = factor_at(self._slowdowns, self._iteration) if op.kind in COMPUTE_KINDS else 1.0
-        with super().timing(op), lasting(factor, self._device, sleeps=self._sleeps):
+        factor = find_slowdown_factor(self._slowdowns, self._iteration) if op.kind in COMPUTE_KINDS else 1.0
+        with super().record_op(op), prolong_block(factor, self._device, sleeps=self._sleeps):
             yield
 
 
 @contextmanager
-def lasting(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
+def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
     """Make the block take `factor` times as long. A GPU or a thread computes longer. With `sleeps`, a thread that
     sleeps sleeps longer, too."""
     if factor == 1.0:
@@ -65,16 +65,16 @@ def lasting(factor: float, device: torch.device, *, sleeps: bool = True) -> Iter
     else:
         computed = time.thread_time() - computed
         took = time.perf_counter() - began
-    _compute((factor - 1) * computed, device)
+    _compute_for((factor - 1) * computed, device)
     if sleeps and took > 2 * computed:  # otherwise the remaining time was not sleep: other threads had the core
         time.sleep((factor - 1) * (took - computed))
 
 
-def _compute(seconds: float, device: torch.device) -> None:
+def _compute_for(seconds: float, device: torch.device) -> None:
     """Multiply matrices for a number of seconds, of this thread or of a GPU."""
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     end = clock() + seconds
-    matrix = torch.ones(SIZE, SIZE, device=device)
+    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
     while clock() < end:
         torch.mm(matrix, matrix)
         if device.type == "cuda":

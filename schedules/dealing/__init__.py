@@ -7,7 +7,7 @@ costs, and swaps of two samples that shorten it are kept. The search starts by b
 """
 
 from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
-from slipstream.schedules.dealing.fit import CoefficientFit, Coefficients, costs_by_stage, fit
+from slipstream.schedules.dealing.fit import CoefficientFit, Coefficients, costs_by_stage, fit_coefficients
 from slipstream.schedules.dealing.lengths import costs_of, read_lengths
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
            "Dealt",
            "costs_by_stage",
            "costs_of",
-           "fit",
+           "fit_coefficients",
            "read_lengths",
            "require_costs",
 ]

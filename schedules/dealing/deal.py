@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.schedules.dealing.arrays import arrays_of, shares_of
-from slipstream.schedules.dealing.kernel import Ints, improve, replay
+from slipstream.schedules.dealing.kernel import Ints, improve_by_swaps, replay_iteration
 from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
 """Number of cost units in the mean: costs are rounded to millionths. From there on all numbers are integers, so that
 all machines get the same result."""
-MOST = 1000
+MAX_COST = 1000
 """Highest cost of a sample, as a multiple of the mean."""
 STEPS_PER_SECOND = 64_000_000
 """Approximate number of replayed steps per second of a core.
@@ -52,11 +52,11 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
     if array.shape not in {(samples, 3), (samples, stages, 3)}:
         raise CostError(f"costs are of shape {list(array.shape)}; expected [{samples}, 3]: F, I and W of each sample, "
                         f"or [{samples}, {stages}, 3] by stage")
-    wrong = ~np.isfinite(array) | (array < 0) | (array > MOST)
+    wrong = ~np.isfinite(array) | (array < 0) | (array > MAX_COST)
     if wrong.any():
         at = tuple(int(one) for one in np.argwhere(wrong)[0])
         raise CostError(f"the {'FIW'[at[-1]]} of sample {at[0]} costs {array[at]:g} times the mean; expected 0 to "
-                        f"{MOST}")
+                        f"{MAX_COST}")
     return np.broadcast_to(array[:, None] if array.ndim == 2 else array, (samples, stages, 3))
 
 
@@ -73,14 +73,14 @@ class Dealer:
         self.stages = schedule.grid.depth
         self._tick_seconds = schedule.tick_seconds
         self._counts = schedule.grid.microbatches
-        self._weights = self._work()
+        self._weights = self._work_by_column()
         # A swap replays the blocks of two names, and the tail.
         begin = self._arrays.begin
         sizes = np.sort(begin[1:-1] - begin[:-2])
         self._most_steps = int(STEPS_PER_SECOND * min(1.0, schedule.seconds(schedule.period_ticks) / 2))
         self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
 
-    def swaps(self, wanted: int) -> int:
+    def affordable_swaps(self, wanted: int) -> int:
         """Return how many of the wanted swaps are tried: fewer than wanted if they would take too long."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
@@ -90,18 +90,18 @@ class Dealer:
         The search starts with each sample at its own name or, if that is shorter, with pipelines of about equal work.
         It then tries up to `swaps` swaps, as time allows. The result is never longer. Raises CostError.
         """
-        integer_costs = self._whole(costs)
-        pairs = _pairs(seed, self.swaps(swaps), self.samples)
+        integer_costs = self._integer_costs(costs)
+        pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
         own = np.arange(self.samples)
-        before = self._window(integer_costs, own)
+        before = self._window_length(integer_costs, own)
         if not swaps:
             return Dealt(own, before / UNIT, before / UNIT)
-        even = self._even(integer_costs @ self._weights)
-        sample = even if self._window(integer_costs, even) < before else own
-        _, after = improve(self._arrays, integer_costs, UNIT, pairs, sample)
+        even = self._deal_evenly(integer_costs @ self._weights)
+        sample = even if self._window_length(integer_costs, even) < before else own
+        _, after = improve_by_swaps(self._arrays, integer_costs, UNIT, pairs, sample)
         return Dealt(sample, before / UNIT, after / UNIT)
 
-    def seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def iteration_seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the seconds from one iteration to the next, of iterations in a row. The first starts as planned.
 
         The argument `costs` has the costs of each iteration, `samples` the sample of each name, [iterations, names].
@@ -110,33 +110,34 @@ class Dealer:
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
         for own_costs, sample in zip(costs, np.asarray(samples), strict=True):
-            replay(self._arrays, self._whole(own_costs), sample, UNIT, free)
+            replay_iteration(self._arrays, self._integer_costs(own_costs), sample, UNIT, free)
             ends.append(int(free.max()))
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
-    def by_slice(self, costs: object) -> Costs:
+    def costs_by_slice(self, costs: object) -> Costs:
         """Return costs by slice, [samples, slices, 3], from the layers shared with stages. Raises CostError."""
         costs_by_slice: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
         return costs_by_slice
 
-    def _whole(self, costs: object) -> Ints:
+    def _integer_costs(self, costs: object) -> Ints:
         """Return costs in integer multiples of 1 / `UNIT`, [samples, columns]."""
-        whole: Ints = np.rint(self.by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples, 3 * len(self._shares))
+        whole: Ints = np.rint(self.costs_by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples,
+                                                                                          3 * len(self._shares))
         return whole
 
-    def _window(self, costs: Ints, sample: Ints) -> int:
+    def _window_length(self, costs: Ints, sample: Ints) -> int:
         """Return the longest window of a worker, in ticks / `UNIT`."""
-        before, _ = improve(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
+        before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
-    def _work(self) -> Ints:
+    def _work_by_column(self) -> Ints:
         """Return the ticks that all steps together take by each column of costs, [columns]."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],
                            minlength=3 * len(self._shares)).astype(np.int64)
 
-    def _even(self, costs: Ints) -> Ints:
+    def _deal_evenly(self, costs: Ints) -> Ints:
         """Deal samples by total cost, longest first, each to the pipeline with the least work that has names left."""
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
@@ -148,7 +149,7 @@ class Dealer:
         return np.array([sample for one in dealt for sample in sorted(one)], np.int64)
 
 
-def _pairs(seed: int, swaps: int, samples: int) -> Ints:
+def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
     """Return pairs of different names, [swaps, 2], from the generator's raw numbers, whose stream never changes."""
     if samples < 2:
         return np.empty((0, 2), np.int64)

@@ -24,7 +24,7 @@ class CoefficientFit(NamedTuple):
     """Root mean square of (fitted / measured - 1)."""
 
 
-def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CoefficientFit:
+def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CoefficientFit:
     """Return the non-negative coefficients with the least sum of squared relative errors.
 
     With three coefficients, the best of all subsets whose least-squares solution has no negative one is the exact
@@ -32,11 +32,11 @@ def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[flo
     """
     measured = np.asarray(seconds, np.float64)
     rows = np.stack((np.ones_like(measured), np.asarray(tokens, np.float64), np.asarray(squares, np.float64)), axis=1)
-    coefficients, squared_error = _not_negative(rows / measured[:, None], np.ones_like(measured))
+    coefficients, squared_error = _fit_nonnegative(rows / measured[:, None], np.ones_like(measured))
     return CoefficientFit(coefficients, math.sqrt(squared_error / len(measured)))
 
 
-def _not_negative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
+def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
     """Return the non-negative coefficients of least squares, and the sum of the squared residuals."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
@@ -52,7 +52,7 @@ def _not_negative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
     return (a, b, c), least
 
 
-def sizes_of(samples: Sequence[Sequence[int]]) -> Rows:
+def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
     """Return 1, tokens and sum of squares of each sample, [samples, 3], from documents' lengths. All are integers."""
     sizes: Rows = np.array([(1, sum(docs), sum(length * length for length in docs)) for docs in samples], np.float64)
     return sizes
@@ -64,7 +64,7 @@ def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[n
     The argument `coefficients`, [stages, 3, 3], has the coefficients of F, I and W of each stage. An op that takes no
     time costs 1. Sums are exact and everything else is computed per number, so that all machines get the same result.
     """
-    _, tokens, squares = sizes_of(samples).T[:, :, None, None]
+    _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = coefficients[None, :, :, 0] + coefficients[None, :, :, 1] * tokens + coefficients[None, :, :, 2] * squares
     relative: Costs = np.ones_like(seconds)
     for stage, kind in np.ndindex(seconds.shape[1:]):

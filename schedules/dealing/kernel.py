@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Arrays(NamedTuple):
-    """Steps of a schedule (`schedules.timing.Step`) as arrays, in blocks that do not wait for each other.
+    """Steps of a schedule (`schedules.timing.ReplayStep`) as arrays, in blocks that do not wait for each other.
 
     The last block is the tail: the reductions and optimizer steps that no other op follows.
     """
@@ -57,7 +57,7 @@ def _jit(function: Function) -> Function:
 
 
 @_jit
-def advance(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
+def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
     """Run a block. Updates `free`, when workers are free, in ticks / `unit`. `costs` is [samples, columns]."""
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]
@@ -80,15 +80,15 @@ def advance(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, fr
 
 
 @_jit
-def replay(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
+def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
     """Run a whole iteration. Updates `free`, the times at which workers are free."""
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
-        advance(arrays, block, costs, sample, unit, free, ends)
+        advance_block(arrays, block, costs, sample, unit, free, ends)
 
 
 @_jit
-def window(arrays: Arrays, unit: int, free: Ints) -> int:
+def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
     """Return the longest time, over workers, from the planned start to when the worker is free."""
     longest = 0
     for worker in range(free.shape[0]):
@@ -97,7 +97,7 @@ def window(arrays: Arrays, unit: int, free: Ints) -> int:
 
 
 @_jit
-def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
+def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
     """Swap pairs of names in `sample` if that does not lengthen the iteration, and return its length before and after.
 
     Shapes: `costs` [samples, columns], `pairs` [swaps, 2]. Between iterations of equal length, the lower sum of the
@@ -107,10 +107,10 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
     ends = np.empty(arrays.worker.shape[0], np.int64)
     heads = arrays.release * unit
     for block in range(tail):
-        advance(arrays, block, costs, sample, unit, heads, ends)
+        advance_block(arrays, block, costs, sample, unit, heads, ends)
     free = heads.copy()
-    advance(arrays, tail, costs, sample, unit, free, ends)
-    before = best = window(arrays, unit, free)
+    advance_block(arrays, tail, costs, sample, unit, free, ends)
+    before = best = longest_window(arrays, unit, free)
     total = heads.sum()
     trial, known = heads.copy(), ends.copy()
     # If reductions overlap, the tail waits for ops of any block, so the ends of all blocks are kept.
@@ -125,10 +125,10 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
                 break
             for step in range(arrays.begin[block], arrays.begin[block + 1]):
                 trial[arrays.worker[step]] = arrays.release[arrays.worker[step]] * unit
-            advance(arrays, block, costs, sample, unit, trial, ends)
+            advance_block(arrays, block, costs, sample, unit, trial, ends)
         free[:] = trial
-        advance(arrays, tail, costs, sample, unit, free, ends)
-        length, length_sum = window(arrays, unit, free), trial.sum()
+        advance_block(arrays, tail, costs, sample, unit, free, ends)
+        length, length_sum = longest_window(arrays, unit, free), trial.sum()
         better = length < best or (length == best and length_sum <= total)
         if better:
             best, total = length, length_sum

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.schedules.dealing.deal import CostError, Costs
-from slipstream.schedules.dealing.fit import sizes_of
+from slipstream.schedules.dealing.fit import sample_sizes
 from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 2**28
@@ -49,7 +49,7 @@ def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
     A share `attention` of F and of I, on average, grows with the squares of documents' lengths. The rest grows with
     tokens, and so does W, which has matrix products only.
     """
-    _, tokens, squares = sizes_of(samples).T
+    _, tokens, squares = sample_sizes(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()
     both = (1 - attention) * plain + attention * squares / squares.mean()
     return np.stack((both, both, plain), axis=1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.schedules.codec import MAX_OPS, require_few_ops, validate
+from slipstream.schedules.codec import MAX_OPS, require_op_limit, validate
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import read_at_most
 from slipstream.schedules.schedule import (
@@ -34,11 +34,11 @@ from slipstream.schedules.schedule import (
     TickSeconds,
     Times,
     Worker,
-    renamed,
+    with_pipeline_numbers,
 )
 
 VERSION = 2
-OLDER = (1,)
+OLDER_VERSIONS = (1,)
 """Older versions that can be read. Version 1 has neither slices nor held layers."""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
@@ -74,7 +74,7 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Search parameters that differ from the defaults."""
 
     @property
-    def costs(self) -> "EntryCosts":
+    def default_costs(self) -> "EntryCosts":
         """Costs of entries that have none of their own."""
         return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
 
@@ -111,7 +111,7 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def tick_seconds(self, basis: Basis) -> float:
         """Return the length of a tick of this entry, in seconds."""
-        return (self.costs or basis.costs).tick_seconds
+        return (self.costs or basis.default_costs).tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -177,21 +177,21 @@ class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 INDEX_KIND = DocumentKind(name="table", format="slipstream.table", version=VERSION, content=Index, bulk=("entries",),
-                          max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER)
+                          max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER_VERSIONS)
 PROGRAMS_KIND = DocumentKind(name="program", format="slipstream.programs", version=VERSION, content=Programs,
-                             bulk=("programs",), max_bytes=MAX_PROGRAMS_BYTES, error=TableError, older=OLDER)
+                             bulk=("programs",), max_bytes=MAX_PROGRAMS_BYTES, error=TableError, older=OLDER_VERSIONS)
 ENTRY_KIND = DocumentKind(name="entry", format="slipstream.entry", version=VERSION, content=EntryDocument,
-                          bulk=("seats",), max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER)
+                          bulk=("seats",), max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER_VERSIONS)
 
 
-def digest(data: bytes) -> str:
+def sha256_digest(data: bytes) -> str:
     """Return the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def entry_file(key: str) -> str:
     """Return the path of an entry relative to the table's folder. Long keys are truncated, with a digest appended."""
-    return f"{ENTRIES}/{key if len(key) <= 100 else key[:60] + '-' + digest(key.encode())[:32]}.json"
+    return f"{ENTRIES}/{key if len(key) <= 100 else key[:60] + '-' + sha256_digest(key.encode())[:32]}.json"
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
@@ -207,7 +207,7 @@ def encode_document(document: Index | Programs | EntryDocument) -> bytes:
 def with_digest(index: Index) -> Index:
     """Return the index with its own digest."""
     blank = msgspec.structs.replace(index, sha256="")
-    return msgspec.structs.replace(index, sha256=digest(encode_document(blank)))
+    return msgspec.structs.replace(index, sha256=sha256_digest(encode_document(blank)))
 
 
 def read_index(folder: Path) -> Index:
@@ -216,7 +216,7 @@ def read_index(folder: Path) -> Index:
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
     blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)  # the text whose digest was computed
-    if digest(blank) != index.sha256:
+    if sha256_digest(blank) != index.sha256:
         raise TableError(f"{path}: changed since it was written: its digest does not match")
     return index
 
@@ -224,7 +224,7 @@ def read_index(folder: Path) -> Index:
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
     """Return the bytes of a file of a table. Raises TableError if it cannot be read or its digest is not `sha256`."""
     data = read_at_most(path, limit, TableError)
-    if digest(data) != sha256:
+    if sha256_digest(data) != sha256:
         raise TableError(f"{path}: not as the index describes it: its digest does not match")
     return data
 
@@ -258,7 +258,7 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     Raises TableError if the schedule is too large to be read again.
     """
     try:
-        require_few_ops(schedule)
+        require_op_limit(schedule)
     except ValueError as error:
         raise TableError(f"entry {key}: too large for a table: {error}") from None
     texts = [_stored_text(program) for program in schedule.programs]
@@ -272,13 +272,14 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     return TableEntry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
                  lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
                  holds=() if all(held is None for held in holds) else holds,
-                 costs=None if costs == basis.costs else costs, bound_scope=schedule.bound_scope)
+                 costs=None if costs == basis.default_costs else costs, bound_scope=schedule.bound_scope)
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
     """Return the text of a program, with the pipelines that it helps as positions, and these pipelines in order."""
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
-    return msgspec.json.encode(renamed(program, {pipeline: index for index, pipeline in enumerate(helped)})), helped
+    return msgspec.json.encode(with_pipeline_numbers(program, {pipeline: index for index,
+                                                               pipeline in enumerate(helped)})), helped
 
 
 def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
@@ -309,10 +310,10 @@ def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msg
             lengths += len(decoded[number])
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
-    costs = entry.costs or basis.costs
+    costs = entry.costs or basis.default_costs
     return Schedule(job=basis.job, tick_seconds=costs.tick_seconds, grid=basis.grid, slices=costs.slices,
                     times=costs.times, memory=costs.memory, backward=basis.backward, optimizer=basis.optimizer,
                     failed=entry.failed, seats=seats,
-                    programs=tuple(renamed(decoded[number], helped) for number, *helped in order),
+                    programs=tuple(with_pipeline_numbers(decoded[number], helped) for number, *helped in order),
                     period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
                     method=entry.method, bound_scope=entry.bound_scope)

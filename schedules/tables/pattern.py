@@ -65,7 +65,7 @@ def settled_key(key: str) -> str:
     return f"settled-{key}"
 
 
-def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
+def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """Return a failure set of a pattern: it breaks the first pipelines of each class, in the order of the pattern."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
@@ -76,14 +76,14 @@ def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ..
     return tuple(sorted(failed))
 
 
-def patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
+def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
     """Iterate over all patterns of exactly `failures` failures, each once. Some leave a column without live workers."""
     lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
-    yield from _patterns(failures, sorted(kinds), Counter(classes))
+    yield from _patterns_of_kinds(failures, sorted(kinds), Counter(classes))
 
 
-def _patterns(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
+def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
     """Iterate over patterns made of pipelines of the given kinds, ascending, at most `room` pipelines of each class."""
     if failures == 0:
         yield ()
@@ -91,7 +91,7 @@ def _patterns(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
     for index, broken in enumerate(kinds):
         kind, lost = broken
         if len(lost) <= failures and room[kind]:
-            for rest in _patterns(failures - len(lost), kinds[index:], room - Counter({kind: 1})):
+            for rest in _patterns_of_kinds(failures - len(lost), kinds[index:], room - Counter({kind: 1})):
                 yield (broken, *rest)
 
 

@@ -19,31 +19,32 @@ from typing import TypeVar
 import msgspec
 
 from slipstream.schedules.layers import layers_in
-from slipstream.schedules.memory import room
-from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Schedule, Seat, Worker, renamed
+from slipstream.schedules.memory import activation_room
+from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Schedule, Seat, Worker, with_pipeline_numbers
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
 
 # --- What workers must load for the roles that they play --------------------------------------------------------------
 
 
-def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
+def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
     """Return the number of model layers that a worker must load before it can play a role.
 
     A stage counts as one layer if the job does not say how many it has.
     """
-    return 0 if worker.column == role.column else len(_layers(grid, role.column) - _layers(grid, worker.column))
+    return 0 if worker.column == role.column \
+        else len(_layers_of_column(grid, role.column) - _layers_of_column(grid, worker.column))
 
 
-def layers_lacked(schedule: Schedule, seat: Seat) -> frozenset[int]:
+def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
     """Return the layers that a worker must load for its seat: those that are not in its own column's stages."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
-    return layers_in(schedule.holds_of(seat)) - layers_in(schedule.holds_of_column(seat.worker.column))
+    return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(schedule.held_layers_of_column(seat.worker.column))
 
 
-def _layers(grid: Grid, column: int) -> set[int]:
+def _layers_of_column(grid: Grid, column: int) -> set[int]:
     """Return the layers of a column's stages."""
-    return {layer for stage in grid.stages_of(column) for layer in range(*grid.layers_of(stage))}
+    return {layer for stage in grid.stages_of_column(column) for layer in range(*grid.layers_of(stage))}
 
 
 # --- Holders of a stage on different machines -------------------------------------------------------------------------
@@ -53,73 +54,74 @@ Nodes = Sequence[Sequence[Worker]]
 """Workers of each machine."""
 
 
-def spread(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
+def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
     """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker.
 
     Each swap is the one that reduces the number of such pairs most, until no swap reduces it. One of the two workers
     must already play a role of another column; if no worker does, nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
-    places = _Places(schedule, list(seats), node)
+    places = _MachineSpread(schedule, list(seats), node)
     while node:
-        swaps = [(places.gain(mover, other), mover, other) for mover in places.movers() for other in range(len(seats))]
+        swaps = [(places.swap_gain(mover, other), mover, other) for mover in places.moved_seats()
+                 for other in range(len(seats))]
         gain, mover, other = max(swaps, default=(0, 0, 0), key=lambda swap: swap[0])
         if gain <= 0:
             break
-        places.swap(mover, other)
+        places.swap_roles(mover, other)
     return sorted(places.seats, key=lambda seat: seat.worker)
 
 
-class _Places:
+class _MachineSpread:
     """Seats with their machines, and the number of holders of the same layers on each machine."""
 
     def __init__(self, schedule: Schedule, seats: list[Seat], node: Mapping[Worker, int]) -> None:
         self._schedule, self.seats, self._node = schedule, seats, node
         self._speed = schedule.times.per_mille_of
         self._count: Counter[tuple[Hashable, Hashable]] = Counter(
-            (_layers_of_role(seat), self._at(seat.worker)) for seat in seats)
+            (_held_layers_key(seat), self._machine_of(seat.worker)) for seat in seats)
 
-    def movers(self) -> list[int]:
+    def moved_seats(self) -> list[int]:
         """Return the indices of the seats whose role is in another column."""
         return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
 
-    def gain(self, one: int, other: int) -> int:
+    def swap_gain(self, one: int, other: int) -> int:
         """Return how many fewer pairs of holders of equal layers share a machine after two seats swap roles."""
         a, b = self.seats[one], self.seats[other]
-        here, there = self._at(a.worker), self._at(b.worker)
-        mine, theirs = _layers_of_role(a), _layers_of_role(b)
-        if here == there or mine == theirs or not self._may_swap(a, b):
+        here, there = self._machine_of(a.worker), self._machine_of(b.worker)
+        mine, theirs = _held_layers_key(a), _held_layers_key(b)
+        if here == there or mine == theirs or not self._can_swap(a, b):
             return 0
         count = self._count
         return (count[mine, here] - 1 - count[mine, there]) + (count[theirs, there] - 1 - count[theirs, here])
 
-    def swap(self, one: int, other: int) -> None:
+    def swap_roles(self, one: int, other: int) -> None:
         """Swap the roles of two seats, given by index."""
         a, b = self.seats[one], self.seats[other]
         for seat, worker in ((a, b.worker), (b, a.worker)):
-            self._count[_layers_of_role(seat), self._at(seat.worker)] -= 1
-            self._count[_layers_of_role(seat), self._at(worker)] += 1
+            self._count[_held_layers_key(seat), self._machine_of(seat.worker)] -= 1
+            self._count[_held_layers_key(seat), self._machine_of(worker)] += 1
         self.seats[one] = Seat(b.worker, a.role, a.program, a.holds)
         self.seats[other] = Seat(a.worker, b.role, b.program, b.holds)
 
-    def _may_swap(self, a: Seat, b: Seat) -> bool:
+    def _can_swap(self, a: Seat, b: Seat) -> bool:
         """Return whether two workers can swap roles: at equal speed, with no less room and no more layers to load."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
         swapped = [Seat(worker, seat.role, seat.program, seat.holds) for seat, worker in ((a, b.worker), (b, a.worker))]
-        if any((room(self._schedule, new) or 0) < (room(self._schedule, old) or 0)
+        if any((activation_room(self._schedule, new) or 0) < (activation_room(self._schedule, old) or 0)
                for new, old in zip(swapped, (a, b), strict=True)):
             return False
-        before, after = (sum(len(layers_lacked(self._schedule, seat)) for seat in pair) for pair in ((a, b), swapped))
+        before, after = (sum(len(missing_layers(self._schedule, seat)) for seat in pair) for pair in ((a, b), swapped))
         return after <= before
 
-    def _at(self, worker: Worker) -> Hashable:
+    def _machine_of(self, worker: Worker) -> Hashable:
         """Return the machine of a worker. A worker without a machine counts as its own."""
         return self._node.get(worker, worker)
 
 
-def _layers_of_role(seat: Seat) -> Hashable:
+def _held_layers_key(seat: Seat) -> Hashable:
     """Return a key that is equal for all seats that hold the same layers."""
     return seat.role.column if seat.holds is None else seat.holds
 
@@ -129,21 +131,22 @@ def _layers_of_role(seat: Seat) -> Hashable:
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
-Idle = tuple[int, int, Worker | None]
+IdleKind = tuple[int, int, Worker | None]
 """Kind of worker whose own role is vacant: (column, per mille of usual time, the worker if it has its own capacity)."""
-Wanted = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
+WantedRole = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
 """Kind of role to be taken over, as planned: (column, per mille of the usual time, layers held, room)."""
-NOBODY = -1
+ANY_PIPELINE = -1
 """Pipeline number that represents any pipeline."""
 
 
-def preload() -> None:
-    """Import what `relabel` needs. This takes a tenth of a second, which neither a plan nor a recovery should spend."""
+def preload_solver() -> None:
+    """Import what `relabel_schedule` needs. This takes a tenth of a second, which neither a plan nor a recovery should
+    spend."""
     import networkx  # noqa: F401
 
 
-def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
-            nodes: Nodes = ()) -> Schedule | None:
+def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
+                     nodes: Nodes = ()) -> Schedule | None:
     """Return this schedule for other failed workers, as many as it has vacant roles; None if that is impossible.
 
     It is impossible in two cases: a column has no live worker left to load its parameters from, unless they are
@@ -163,19 +166,19 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
     live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
     if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
-    renumbered = renumbering(schedule, down)
+    renumbered = renumber_pipelines(schedule, down)
     vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
-    moves = _fill(schedule, renumbered, vacant, set(down))
+    moves = _assign_roles(schedule, renumbered, vacant, set(down))
     if moves is None:
         return None
     players = {role: role for role in schedule.grid.workers() if role not in vacant and role not in moves} | moves
-    return _rebuilt(schedule, down, renumbered, players, nodes)
+    return _with_players(schedule, down, renumbered, players, nodes)
 
 
 # --- Which pipeline is which ------------------------------------------------------------------------------------------
 
 
-def renumbering(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
+def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
     """Return new pipeline numbers, within classes, with as many vacant roles as possible at failed workers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
@@ -183,11 +186,12 @@ def renumbering(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
         members[kind].append(pipeline)
     numbers: dict[int, int] = {}
     for pipelines in members.values():
-        numbers |= _match(pipelines, vacant, lost)
+        numbers |= _match_pipelines(pipelines, vacant, lost)
     return numbers
 
 
-def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
+def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int,
+                                                                                                                   int]:
     """Return new numbers for the pipelines of a class: equal patterns first, which is never worse, then by overlap."""
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
@@ -204,7 +208,8 @@ def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mappin
     for columns, _, count in pairs:
         supply[columns] -= count
         demand[columns] -= count
-    rest = transport(supply, demand, lambda vacant_columns, lost_columns: -len(set(vacant_columns) & set(lost_columns)))
+    rest = solve_transport(supply, demand, lambda vacant_columns,
+                           lost_columns: -len(set(vacant_columns) & set(lost_columns)))
     assert rest is not None
     for vacant_columns, lost_columns, count in [*pairs, *rest]:
         for _ in range(count):
@@ -215,7 +220,7 @@ def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mappin
 # --- Who plays what ---------------------------------------------------------------------------------------------------
 
 
-def _fill(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
+def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
         dict[Worker, Worker] | None:
     """Return new players for the roles that are not vacant but whose own worker is down, with fewest layers to load.
 
@@ -225,30 +230,30 @@ def _fill(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], f
     speed, memory = schedule.times.per_mille_of, schedule.memory
     own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}
     seats = {Worker(numbers[seat.role.pipeline], seat.role.column): seat for seat in schedule.seats}
-    unfilled: dict[Wanted, list[Worker]] = defaultdict(list)
-    idle_workers: dict[Idle, list[Worker]] = defaultdict(list)
+    unfilled: dict[WantedRole, list[Worker]] = defaultdict(list)
+    idle_workers: dict[IdleKind, list[Worker]] = defaultdict(list)
     for role in sorted(failed - vacant):
         planned = seats[role]
-        unfilled[role.column, speed.get(role, 1000), planned.holds, room(schedule, planned)].append(role)
+        unfilled[role.column, speed.get(role, 1000), planned.holds, activation_room(schedule, planned)].append(role)
     for worker in sorted(vacant - failed):
         idle_workers[worker.column, speed.get(worker, 1000), worker if worker in own_room else None].append(worker)
 
-    def loading_cost(have: Idle, want: Wanted) -> int | None:
+    def loading_cost(have: IdleKind, want: WantedRole) -> int | None:
         (column, pace, named), (wanted, needed, holds, least) = have, want
-        seat = Seat(named or Worker(NOBODY, column), Worker(NOBODY, wanted), 0, holds)
-        if pace > needed or (least is not None and (room(schedule, seat) or 0) < least):
+        seat = Seat(named or Worker(ANY_PIPELINE, column), Worker(ANY_PIPELINE, wanted), 0, holds)
+        if pace > needed or (least is not None and (activation_room(schedule, seat) or 0) < least):
             return None
-        return len(layers_lacked(schedule, seat))
+        return len(missing_layers(schedule, seat))
 
-    pairs = transport({kind: len(workers) for kind, workers in idle_workers.items()},
-                      {kind: len(roles) for kind, roles in unfilled.items()}, loading_cost)
+    pairs = solve_transport({kind: len(workers) for kind, workers in idle_workers.items()},
+                            {kind: len(roles) for kind, roles in unfilled.items()}, loading_cost)
     if pairs is None:
         return None
     return {unfilled[want].pop(0): idle_workers[have].pop(0) for have, want, count in pairs for _ in range(count)}
 
 
-def transport(supply: Mapping[A, int], demand: Mapping[B, int],
-              cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
+def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
+                    cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
     """Solve the transportation problem: assign every unit of supply to a unit of demand at the least total cost.
 
     There are equally many units of both. A pair is forbidden if its `cost` is None. Returns triples (from, to, count)
@@ -259,7 +264,7 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
     want = [(kind, count) for kind, count in demand.items() if count]
     if not have and not want:
         return []
-    import networkx as nx  # see `preload`
+    import networkx as nx  # see `preload_solver`
 
     graph: nx.DiGraph[tuple[str, int]] = nx.DiGraph()
     for left, (_, count) in enumerate(have):
@@ -281,26 +286,28 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
 # --- The schedule -----------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
-             players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
+def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
+                  players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
     """Return the schedule with new pipeline numbers and players, in canonical form."""
-    seats = spread(schedule, sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker), nodes)
+    seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
+                                               key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
     order: dict[int, int] = {}
     seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
-    programs = tuple(renamed(schedule.programs[index], numbers) for index in order)
+    programs = tuple(with_pipeline_numbers(schedule.programs[index], numbers) for index in order)
     relabelled = msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs)
-    return relabelled.with_bound(_bound(schedule, players), schedule.scope)
+    return relabelled.with_bound(_converted_bound(schedule, players), schedule.scope)
 
 
-def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]) -> Iterable[Seat]:
+def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
+                      players: Mapping[Worker, Worker]) -> Iterable[Seat]:
     """Iterate over the seats with new pipeline numbers and players."""
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
 
 
-def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
+def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
     """Return the lower bound that is proven with these players.
 
     If some players are faster than planned, the bound is divided by the largest factor: a schedule of the faster job,
@@ -310,7 +317,7 @@ def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
     pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}
     bound = schedule.lower_bound_ticks
     for role, player in pairs:
-        for slice in (*schedule.grid.stages_of(role.column), *range(stages, stages + len(schedule.slices))):
+        for slice in (*schedule.grid.stages_of_column(role.column), *range(stages, stages + len(schedule.slices))):
             for kind in (OpKind.F, OpKind.I, OpKind.W):
                 planned, real = (schedule.times.duration_ticks(kind, slice, who) for who in (role, player))
                 if real:

@@ -39,7 +39,7 @@ from slipstream.schedules.tables.file import (
     read_verified,
 )
 from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
-from slipstream.schedules.tables.relabel import Nodes, layers_lacked, preload, relabel
+from slipstream.schedules.tables.relabel import Nodes, missing_layers, preload_solver, relabel_schedule
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """Folder with the tables that come with Slipstream, one folder per table."""
@@ -59,7 +59,7 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layers_to_load(self) -> int:
         """Total number of model layers to load. A stage counts as one layer if the job does not say how many it has."""
-        return sum(len(layers_lacked(self.schedule, seat)) for seat in self.schedule.seats)
+        return sum(len(missing_layers(self.schedule, seat)) for seat in self.schedule.seats)
 
 
 class Table:
@@ -76,7 +76,7 @@ class Table:
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
         """Read a table. Raises TableError with a message of one line if a file is missing, malformed or changed."""
-        preload()
+        preload_solver()
         folder = Path(folder)
         index = read_index(folder)
         _validate_basis(index.basis, folder / INDEX)
@@ -104,20 +104,20 @@ class Table:
         """Programs of the table, as JSON text."""
         return self._programs
 
-    def stored(self, key: str) -> TableEntry:
+    def stored_entry(self, key: str) -> TableEntry:
         """Return an entry as it is stored. Raises KeyError if the key is unknown or has no plan."""
         return self._entries[key]
 
-    def entry(self, key: str) -> Schedule:
+    def checked_schedule(self, key: str) -> Schedule:
         """Return the stored schedule of an entry, checked. Raises TableError, or KeyError for an unknown key."""
         if key not in self._checked:
-            self._checked[key] = self._check(key)
+            self._checked[key] = self._decode_checked(key)
         return self._checked[key]
 
     def verify(self) -> None:
         """Check all schedules now, so that no later lookup has to. Raises TableError."""
         for key in self._entries:
-            self.entry(key)
+            self.checked_schedule(key)
 
     def lookup(self, failed: Iterable[Worker], *, settled: bool = False, roles_move: bool = False,
                held_elsewhere: bool = False, nodes: Nodes = (), checked: bool = True) -> LookupResult | None:
@@ -133,7 +133,7 @@ class Table:
 
         If an exact pattern and a normalised count have equal periods, the pattern is used, because it moves no worker.
         If several slow workers are down, the best of the entries for each of them is used. The result is valid because
-        the stored schedule is checked at first use and `relabel` keeps every rule.
+        the stored schedule is checked at first use and `relabel_schedule` keeps every rule.
 
         Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be used.
         """
@@ -146,10 +146,10 @@ class Table:
                 count_key(len(down))]
         if settled:
             keys += [settled_key(key) for key in keys]
-        known = sorted((key for key in keys if key in self._entries), key=self._period)
+        known = sorted((key for key in keys if key in self._entries), key=self._period_seconds)
         for key in known:
-            stored = self.entry(key) if checked else self.decoded(key)
-            schedule = relabel(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
+            stored = self.checked_schedule(key) if checked else self.unchecked_schedule(key)
+            schedule = relabel_schedule(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is None:
                 continue
             result = LookupResult(key=key, schedule=schedule)
@@ -157,18 +157,18 @@ class Table:
                 return result
         return None
 
-    def _period(self, key: str) -> float:
+    def _period_seconds(self, key: str) -> float:
         """Return the period of an entry, in seconds."""
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
-    def decoded(self, key: str) -> Schedule:
+    def unchecked_schedule(self, key: str) -> Schedule:
         """Return the stored schedule of an entry, unchecked. Raises TableError, or KeyError for an unknown key."""
         return decode_entry(self._entries[key], self.basis, self._programs)
 
-    def _check(self, key: str) -> Schedule:
+    def _decode_checked(self, key: str) -> Schedule:
         """Return the stored schedule of an entry. Raises TableError if it breaks a rule."""
-        schedule = self.decoded(key)
+        schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
             raise TableError(f"{self.folder / entry_file(key)}: the schedule breaks a rule: {violations[0]}")

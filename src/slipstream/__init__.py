@@ -67,7 +67,7 @@ def plan(job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanO
     from slipstream.planner.options import PlanOptions
     from slipstream.planner.plan import plan_with
 
-    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), _job(job), _workers(failed)))
+    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), _load_job(job), _parse_workers(failed)))
 
 
 def read(path: str | PathLike[str]) -> "Schedule":
@@ -113,7 +113,7 @@ def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedul
     from slipstream.runtime.launch import run
     from slipstream.runtime.run_options import Resilience, RunOptions
 
-    job = _job(job)
+    job = _load_job(job)
     config = parse_run_config(job.model, job.training)
     first = plan(job).schedule if schedule is None else schedule
     if resilience is None:
@@ -141,21 +141,21 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
         POLICIES,
         AvailabilityTrace,
         Throughputs,
-        compare,
+        compare_policies,
         costs_for,
         fit_to_job,
-        places_of_nodes,
+        find_node_places,
         read_availability_trace,
     )
 
-    job = _job(job)
+    job = _load_job(job)
     kinds = [POLICIES[name] for name in policies or POLICIES]
     read_trace = trace if isinstance(trace, AvailabilityTrace) else read_availability_trace(Path(trace), seed, job.ranks)
-    return compare(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
-                   fit_to_job(read_trace, job.pipelines * job.stages, seed, places_of_nodes(job)))
+    return compare_policies(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
+                            fit_to_job(read_trace, job.pipelines * job.stages, seed, find_node_places(job)))
 
 
-def _job(job: "Job | str | PathLike[str]") -> "Job":
+def _load_job(job: "Job | str | PathLike[str]") -> "Job":
     """Return the job, read from its file if a path is given. Raises JobError, and TypeError for anything else."""
     from slipstream.planner.job.file import Job
 
@@ -166,16 +166,16 @@ def _job(job: "Job | str | PathLike[str]") -> "Job":
     raise TypeError(f"expected a job, as slipstream.load gives one, or the path of its file; got a {type(job).__name__}")
 
 
-def _workers(names: Workers) -> "tuple[Worker, ...]":
+def _parse_workers(names: Workers) -> "tuple[Worker, ...]":
     """Return the workers sorted, each once. Raises ValueError for a name that is not a worker."""
     from slipstream.schedules.schedule import Worker
 
     if isinstance(names, str | Worker):
         names = [names]
-    return tuple(sorted({_worker(name) for name in names}))
+    return tuple(sorted({_parse_worker(name) for name in names}))
 
 
-def _worker(name: "str | Worker | tuple[int, int]") -> "Worker":
+def _parse_worker(name: "str | Worker | tuple[int, int]") -> "Worker":
     from slipstream.schedules.schedule import Worker
 
     if isinstance(name, str):
@@ -187,9 +187,9 @@ def _worker(name: "str | Worker | tuple[int, int]") -> "Worker":
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from slipstream.cli.shared.version import version
+        from slipstream.cli.shared.version import installed_version
 
-        return version()
+        return installed_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from slipstream.cli.drawing.svg_timeline import drawing
+from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.planner.plan import Plan
 
 
@@ -18,6 +18,6 @@ class NotebookPlan(Plan, frozen=True, kw_only=True):
         """Return the line of text, and the picture if it is not too large to draw."""
         line = f"<p>{escape(repr(self))}</p>"
         try:
-            return f"{line}{drawing(self.schedule).decode()}"
+            return f"{line}{draw_schedule(self.schedule).decode()}"
         except ValueError:
             return line

@@ -1,5 +1,5 @@
 """For processes of tests to import: their sums of gradients do nothing."""
 
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 
-Session.sum_over_sharers = lambda *_: None  # type: ignore[method-assign, assignment]
+GenerationSession.sum_over_sharers = lambda *_: None  # type: ignore[method-assign, assignment]

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.orders import digest_of
+from slipstream.runtime.coordinator.decisions.orders import compute_schedule_digest
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
     CheckpointWritten,
@@ -38,9 +38,9 @@ class Writer:
         self.events, self.losses = [], []
         whole, broken = (codec.encode(schedule_for(JOB, failed)) for failed in ([], [str(DEAD)]))
         with RunLog(folder) as log:
-            log.keep(whole)
-            log.keep(broken)
-        self.whole, self.broken = digest_of(whole), digest_of(broken)
+            log.store_schedule(whole)
+            log.store_schedule(broken)
+        self.whole, self.broken = compute_schedule_digest(whole), compute_schedule_digest(broken)
 
     def start(self, workers=4):
         """A start, an hour after the last one ended."""

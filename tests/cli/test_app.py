@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli.app import COMMANDS, app, load
+from slipstream.cli.app import COMMANDS, app, load_command
 from tests.patience import SECONDS
 
 
@@ -18,7 +18,7 @@ def test_lists_every_command():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_explains_itself(name):
-    assert " ".join(load(name).help.split()).startswith(COMMANDS[name].rstrip("."))
+    assert " ".join(load_command(name).help.split()).startswith(COMMANDS[name].rstrip("."))
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0 and "--json" in result.stdout
 

@@ -58,7 +58,7 @@ def test_columns_says_how_wide_a_pipe_is():
     assert max(map(len, printed(COLUMNS="60"))) == 60
 
 
-@pytest.mark.parametrize("kind", [console._StandardOutput, console._StandardError])
+@pytest.mark.parametrize("kind", [console._StdoutConsole, console._StderrConsole])
 def test_in_a_terminal_lines_end_between_words_and_paths_stay_whole(kind):
     written = io.StringIO()
     made = kind(file=written, force_terminal=True, width=40, markup=False, highlight=False)

@@ -49,7 +49,7 @@ def test_a_missing_package(monkeypatch):
 def test_a_broken_planner_is_told(monkeypatch):
     broken = Violation("memory", "worker 0.0 holds too much")
     monkeypatch.setattr("slipstream.schedules.check.check", lambda schedule: [broken])
-    found = next(iter(doctor._planning()))
+    found = next(iter(doctor._test_planning()))
     assert found.status == "failed" and "worker 0.0 holds too much" in found.detail
 
 
@@ -64,7 +64,7 @@ def test_processes_that_never_meet_are_ended():
 def test_a_process_that_dies_is_named():
     with SelfTest() as self_test:
         for name in ("0", "1"):  # else the other may have told of the broken connection first
-            self_test.fork_server.kill(name)
+            self_test.fork_server.kill_process(name)
         with pytest.raises(SelfTestError, match="ended with status -9"):
             self_test.wait(SECONDS)
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.runtime import launch
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from tests.runtime.counted_data import FOLDER
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command
@@ -28,7 +28,7 @@ COMMON = ("--method", "greedy", "--json")
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch):
-    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.setattr(launch, "ForkServer", own_fork_server)
 
 
@@ -100,7 +100,7 @@ def held_command(path: str, *words: str) -> int:
 def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     out = tmp_path / "out"
     assert train(job, *COMMON, "--iterations", 3, "--out", out).exit_code == 0
-    newest = latest(out / "checkpoints")
+    newest = open_latest(out / "checkpoints")
     assert newest is not None and newest.iteration == 3, "checkpoints are on by default, one at the end"
     for every in (0, 2):
         refused = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", every)

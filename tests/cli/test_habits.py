@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import COMMANDS, app
-from slipstream.cli.shared.version import version
+from slipstream.cli.shared.version import installed_version
 from slipstream.schedules.codec import write
 from tests.generate import BROKEN, by_hand
 from tests.patience import SECONDS
@@ -55,9 +55,9 @@ def test_version_of_a_source_tree_that_is_not_installed(monkeypatch):
     def none(name):
         raise PackageNotFoundError(name)
 
-    expected = version()
+    expected = installed_version()
     monkeypatch.setattr("slipstream.cli.shared.version.distribution", none)
-    assert version() == expected
+    assert installed_version() == expected
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

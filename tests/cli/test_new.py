@@ -4,9 +4,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli.app import app, load
+from slipstream.cli.app import app, load_command
 from slipstream.planner.job.file import parse_job, read_job
-from slipstream.planner.job.presets import preset, preset_names
+from slipstream.planner.job.presets import preset_names, preset_text
 from slipstream.planner.plan import plan_job
 from slipstream.schedules import codec
 from tests.jobs import grid
@@ -24,13 +24,14 @@ def new(*arguments, answers=""):
 def test_presets(name, tmp_path):
     done = new("--preset", name, "--out", tmp_path / "job.toml")
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "job.toml").read_text() == preset(name)
+    assert (tmp_path / "job.toml").read_text() == preset_text(name)
 
 
 def test_an_estimated_preset_with_sharded_optimizer_state(tmp_path):
     done = new("--preset", "llama-3-8b", "--shard-optimizer", "--out", tmp_path / "job.toml")
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "job.toml").read_text() == preset("llama-3-8b", shard_optimizer=True) != preset("llama-3-8b")
+    assert (tmp_path / "job.toml").read_text() == preset_text("llama-3-8b",
+                                                              shard_optimizer=True) != preset_text("llama-3-8b")
 
 
 def test_a_model_by_options_or_by_answers(tmp_path):
@@ -164,7 +165,7 @@ def test_nodes_are_written(tmp_path):
 
 
 def test_presets_are_completed():
-    [preset] = [param for param in load("new").params if param.name == "preset_name"]
+    [preset] = [param for param in load_command("new").params if param.name == "preset_name"]
     offered = [item.value for item in preset.shell_complete(None, "llama")]
     assert offered == [name for name in preset_names() if name.startswith("llama")] != []
 

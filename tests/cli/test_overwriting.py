@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli.app import COMMANDS, app, load
-from slipstream.cli.shared.overwriting import is_output_file
+from slipstream.cli.app import COMMANDS, app, load_command
+from slipstream.cli.shared.overwrite_guard import is_output_file
 from slipstream.schedules.codec import write
 from tests.generate import HEALTHY, by_hand
 from tests.patience import SECONDS
@@ -82,7 +82,7 @@ def test_a_pipe_may_be_both(here):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_of_each_option_it_is_known_whether_its_file_is_read_or_written(name):
-    for param in load(name).params:
+    for param in load_command(name).params:
         option = str(param.metavar) if param.param_type_name == "argument" else param.opts[0]
         if str(param.metavar).startswith("FILE") or str(param.metavar).endswith("FILE"):
             assert is_output_file(param) != (option in READ), (name, option)

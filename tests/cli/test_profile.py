@@ -11,18 +11,18 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.profile import comments, job_tables
+from slipstream.cli.profile import job_tables, table_comments
 from slipstream.planner.job.file import Job, parse_job, read_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.network import Network
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.worker_group import simulating_rank
 from slipstream.runtime.processes import fork_server
 from slipstream.runtime.tools.measurer import MeasuredNetwork
-from slipstream.runtime.tools.profile import Profile, profile
+from slipstream.runtime.tools.profile import Profile, profile_stages
 from slipstream.runtime.tools.stage_bench import StageProfile
 from tests.runtime.forked import own_fork_server
 
@@ -137,8 +137,8 @@ def test_a_worker_of_several_processes_is_measured_as_one(tmp_path) -> None:
     assert all(seconds > 0 for seconds in (*time.forward, *time.backward_weight, *time.optimizer, *time.all_reduce))
     assert time.transfer > 0 and time.backward_input[0] < min(time.backward_input[1:])
     config = parse_run_config(after.model, after.training)
-    with standing_in(2):
-        model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
+    with simulating_rank(2):
+        model = build_model(config.model, 0, torch.float32, torch.device("cpu"))
         by_layer = [sum(one.nbytes for one in model.build(layer).parameters()) for layer in range(model.layers)]
     # Parameters, gradients, two moments, and three copies to undo a step; a number for each parameter besides.
     for held, (first, end) in zip(memory.weights, ((0, 2), (2, 3), (3, 4), (4, 6)), strict=True):
@@ -151,7 +151,7 @@ def test_parts_of_optimizer_state_are_measured(tmp_path) -> None:
                               {"device": "cpu", "batch": 1, "dtype": "bf16", "master_weights": True,
                                "shard_optimizer": True})
     with own_fork_server() as server:
-        found = profile(config, [(0, 3)], copies=4, workers=4, microbatches=4, rounds=1, fork_server=server)
+        found = profile_stages(config, [(0, 3)], copies=4, workers=4, microbatches=4, rounds=1, fork_server=server)
     (stage,) = found.stages
     parameters = 256 * 64 + 16 * 64 + 12 * 64**2 + 13 * 64 + 2 * 64 + 256 * 64
     assert stage.static_bytes == pytest.approx(parameters * (2 + 4 + (24 + 20) / 4), rel=0.02)
@@ -187,7 +187,7 @@ def test_a_shared_gpu_is_divided_and_what_its_processes_take_besides_is_left_out
     (stage,) = {*job_tables(job, found)["memory"]["capacity"]}
     (alone,) = {*job_tables(job, msgspec.structs.replace(found, sharing=1, outside_bytes=0))["memory"]["capacity"]}
     assert stage == (2**30 // 4 - 2**20 - (2**30 - 1024 * alone)) // 1024
-    assert "shared by 4 processes" in comments(job, found)["memory"][0]
+    assert "shared by 4 processes" in table_comments(job, found)["memory"][0]
 
 
 @pytest.mark.parametrize(("device", "transport", "counts"), [("cpu", "gloo", True), ("cuda", "nccl", True),

@@ -42,7 +42,7 @@ def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
     assert str(progress) == "whole, 16 of 16 workers, planned 100 % of fault-free"
     commit(progress, 2, 2)
     assert str(progress) == "whole, 16 of 16 workers, 32,000 tokens/s, 12.0 s left, planned 100 % of fault-free"
-    commit(progress, *[4] * run_progress.RECENT)
+    commit(progress, *[4] * run_progress.RECENT_ITERATIONS)
     assert progress.tokens_per_second == 16_000
     progress.observe(order("at once", 15, 1.25))
     commit(progress, 9)

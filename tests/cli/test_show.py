@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.drawing.op_labels import worker_label
 from slipstream.cli.drawing.perfetto import perfetto_trace
-from slipstream.cli.drawing.svg_timeline import drawing
-from slipstream.cli.drawing.text_timeline import MAX_ROWS, timeline
+from slipstream.cli.drawing.svg_timeline import draw_schedule
+from slipstream.cli.drawing.text_timeline import MAX_ROWS, draw_timeline
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.schedules.codec import write
-from slipstream.schedules.layers import short
+from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
 from slipstream.schedules.schedule import Memory, OpKind, Worker
 from tests.general import general_schedules, layers_moved
@@ -34,7 +34,7 @@ def run(*arguments):
 def drawn(schedule, width=80, **console):
     console = Console(width=width, record=True, **console)
     with console.capture() as capture:
-        console.print(timeline(schedule, width))
+        console.print(draw_timeline(schedule, width))
     return capture.get().splitlines()
 
 
@@ -58,7 +58,7 @@ def test_timeline_without_colour():
 def test_timeline_in_colour():
     console = Console(width=80, force_terminal=True, color_system="truecolor", no_color=False)
     with console.capture() as capture:
-        console.print(timeline(by_hand(BROKEN), 80))
+        console.print(draw_timeline(by_hand(BROKEN), 80))
     assert "\x1b[30;48;2;86;180;233mF0   F1   \x1b[0m" in capture.get()
     assert "\x1b[1;4;30;48;2;86;180;233mf1.0 \x1b[0m" in capture.get()
 
@@ -246,7 +246,7 @@ def test_perfetto_file(tmp_path):
 @given(schedules())
 def test_picture_of_any_schedule(schedule):
     """Fused, bidirectional, several stages a worker: an op is one titled rectangle, and no label is wider than it."""
-    root = ElementTree.fromstring(drawing(schedule))
+    root = ElementTree.fromstring(draw_schedule(schedule))
     titled = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     lasting = [op for op in schedule.all_ops() if op.end_ticks > op.start_ticks]
     assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(map(schedule.op_text, lasting))
@@ -260,17 +260,17 @@ def test_picture_of_any_schedule(schedule):
 def test_picture_has_a_time_axis_and_room_for_labels_of_what_is_re_routed():
     """An op has no room for five characters unless the picture is made wider."""
     schedule = planned(grid(2, 4, 12), [Worker(0, 1)])
-    root = ElementTree.fromstring(drawing(schedule))
+    root = ElementTree.fromstring(draw_schedule(schedule))
     texts = {text.text for text in root.iter(f"{SVG}text")}
     assert {"0 s", "20"} <= texts and {f"f0.{number}" for number in range(12)} <= texts
     assert float(root.get("viewBox").split()[2]) > 1200
-    healthy = ElementTree.fromstring(drawing(planned(grid(2, 4, 12))))
+    healthy = ElementTree.fromstring(draw_schedule(planned(grid(2, 4, 12))))
     assert float(healthy.get("viewBox").split()[2]) == 1100
 
 
 def test_picture_tells_stages_of_one_worker_apart():
     schedule = planned(grid(1, 2, 2, more="[placement]\norder = 'v'\nchunks = 2"))
-    texts = {text.text for text in ElementTree.fromstring(drawing(schedule)).iter(f"{SVG}text")}
+    texts = {text.text for text in ElementTree.fromstring(draw_schedule(schedule)).iter(f"{SVG}text")}
     assert {"F0", "F1", "F0′", "F1′", "lighter, 1′: a worker's second stage"} <= texts
 
 
@@ -295,26 +295,26 @@ def test_layers_moved_in_the_terminal(tmp_path):
 
 
 def test_layers_moved_as_a_picture():
-    picture = drawing(layers_moved()).decode()
+    picture = draw_schedule(layers_moved()).decode()
     assert picture.count('stroke-dasharray="3 2"') == 3 + 1  # F, I and W of one micro-batch, and the legend
     for text in ("1.0 [0-2]", "<title>F(micro-batch 1.0, layers 0 to 2) on 1.0</title>", ">F0:0-2<", ">f1.1<", ">F0.1<",
                  "re-routed (pipeline.micro-batch)", ">shed<", "F3:4-6: layers 4 to 6"):
         assert text in picture
-    assert "shed" not in drawing(by_hand(BROKEN)).decode()
+    assert "shed" not in draw_schedule(by_hand(BROKEN)).decode()
 
 
 @settings(max_examples=30)
 @given(general_schedules())
 def test_no_name_of_a_worker_is_cut(schedule):
     """By the margin: where layers have moved, names are long. Layers that are left out are told by dots."""
-    root = ElementTree.fromstring(drawing(schedule))
+    root = ElementTree.fromstring(draw_schedule(schedule))
     left = float(root.get("viewBox").split()[0])
     names = {text.text: float(text.get("x")) for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "end"}
     assert len(names) == schedule.grid.pipelines * schedule.grid.columns
     assert all(left <= end - 6 * len(name) for name, end in names.items())  # 6: of a letter of this size
     for seat in schedule.seats:
         if schedule.holds_others(seat):
-            held = short(schedule.holds_of(seat))
+            held = compact_layers_text(schedule.holds_of(seat))
             assert worker_label(seat.worker, schedule).endswith(f"[{held}]" if len(held) <= 12 else f"[{held[:11]}…]")
 
 
@@ -334,8 +334,8 @@ def test_layers_moved_in_perfetto():
 @given(general_schedules())
 def test_layers_anywhere_are_drawn(schedule):
     """In the terminal, as a picture, for Perfetto and on a page: nothing is too odd to draw."""
-    Console(file=io.StringIO(), width=100).print(timeline(schedule, 100))
-    ElementTree.fromstring(drawing(schedule))
+    Console(file=io.StringIO(), width=100).print(draw_timeline(schedule, 100))
+    ElementTree.fromstring(draw_schedule(schedule))
     assert_well_formed(json.loads(perfetto_trace(schedule))["traceEvents"])
     assert timeline_page([ShownSchedule("any", schedule)])
 

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.drawing.simulation_report import COLOURS, colour
+from slipstream.cli.drawing.simulation_report import COLOURS, policy_colour
 from slipstream.cli.fleet import settled
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.simulate import DEFAULT_PARAMETERS
-from slipstream.cli.simulate import _parameters as parameters_of
+from slipstream.cli.simulate import _estimate_parameters as parameters_of
 from slipstream.planner.job.file import read_job
 from tests.browser import find_browser
 from tests.patience import SECONDS
@@ -73,7 +73,7 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
     monkeypatch.setitem(POLICIES, "newcomer", Newcomer)
     result = slipstream("simulate", job, "--trace", "trace.txt")
     assert result.exit_code == 0, result.output
-    colours = {name: colour(name) for name in POLICIES}
+    colours = {name: policy_colour(name) for name in POLICIES}
     assert len(set(colours.values())) == len(POLICIES)
     assert colours["newcomer"] in Path("job-simulation.html").read_text()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.shared.started_again import end_with_status, started_again
+from slipstream.cli.shared.supervisor import exit_on_signals, fork_supervised
 from tests import patience
 from tests.runtime.launchers import Launcher
 
@@ -17,9 +17,9 @@ def ended_by(folder: str, name: str) -> None:
     """Lead a run, or take part in one where there is no folder, that a signal ends which nobody has taken over."""
     signal.signal(signal.Signals[name], signal.SIG_DFL)
     if folder:
-        started_again(Path(folder), print)
+        fork_supervised(Path(folder), print)
     else:
-        end_with_status()
+        exit_on_signals()
     os.kill(os.getpid(), signal.Signals[name])
     time.sleep(patience.SECONDS)
 

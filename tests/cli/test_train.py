@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.planner.job.file import parse_job, read_job
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.runtime import launch
 from slipstream.runtime.coordinator.records.run_log import read_losses
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
@@ -75,7 +75,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from slipstream.cli.start import main; main()", "train", *map(str, arguments)]
     root = Path(__file__).parents[2]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
-                            env={**os.environ, "PYTHONPATH": str(root), VARIABLE: "0123456789abcdef"},
+                            env={**os.environ, "PYTHONPATH": str(root), SECRET_VARIABLE: "0123456789abcdef"},
                             start_new_session=True)
 
 
@@ -357,13 +357,13 @@ def test_rehearsals_that_cannot_happen_or_contradict_each_other_are_refused(job,
 def test_rehearsals_that_can_happen(job, kill, returned, absent):
     job.write_text(JOB + '[topology]\nnode = [["0.0", "1.0"], ["0.1", "1.1"]]\n')
     rehearsals = read_rehearsals(read_job(job), [*kill], returned, ["1.0=2@1", "1.0=1@2", "1.0=1@2"])
-    assert [*rehearsals.impossible(3, absent)] == []
+    assert [*rehearsals.find_conflicts(3, absent)] == []
 
 
 def test_a_job_that_names_no_model_is_refused_before_it_is_planned(tmp_path):
     """As `slipstream new` writes them."""
     job = tmp_path / "job.toml"
-    job.write_text(preset("llama-3-8b"))
+    job.write_text(preset_text("llama-3-8b"))
     refused = train(job)
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert "has no [model], and its stages have 32 layers: say which model is trained" in refused.stderr

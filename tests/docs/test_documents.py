@@ -11,12 +11,12 @@ import pytest
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
-from slipstream.cli.app import app, load
+from slipstream.cli.app import app, load_command
 from slipstream.cli.fleet import failure_cost
 from slipstream.cli.shared import planning
 from slipstream.planner import PlanOptions, normalised, parse_job, plan_job
 from slipstream.planner.budget import ProgressCallback
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 from tests.runtime.launchers import Launcher
@@ -88,7 +88,7 @@ def test_commands_have_such_options(path):
     for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             for name, rest in re.findall(r"(?:^|[ ;])slipstream ([a-z]+)( [^;|>]*)?", line.partition("#")[0]):
-                load(name).make_context(f"slipstream {name}", shlex.split(rest))
+                load_command(name).make_context(f"slipstream {name}", shlex.split(rest))
 
 
 def samples(row: str) -> list[float]:
@@ -122,7 +122,7 @@ def until(throughput: float, samples: int) -> ProgressCallback:
 ])
 def test_what_a_failure_costs(row, plan, counted_steps):
     """What is said is planned, or 2 % less than that: a search that is not over may end anywhere."""
-    job = parse_job(preset("llama-3-8b"))
+    job = parse_job(preset_text("llama-3-8b"))
     for failed, said in zip(([], ONE, FIVE), samples(row), strict=True):
         searched = bool(failed) or row == "Slipstream, settled"
         progress = until(said * (NEARLY if searched else 1), sum(job.microbatches))
@@ -133,8 +133,8 @@ def test_what_a_failure_costs(row, plan, counted_steps):
 def test_what_a_failure_costs_under_each_policy(tmp_path, counted_steps):
     """`simulate` prints what the table has. Rows of this planner are searched for, and asked of `plan` above."""
     job = tmp_path / "job.toml"
-    job.write_text(preset("llama-3-8b"))
-    rows = {name: text for name, text in failure_cost.ROWS.items() if not name.startswith("slipstream")}
+    job.write_text(preset_text("llama-3-8b"))
+    rows = {name: text for name, text in failure_cost.POLICY_LABELS.items() if not name.startswith("slipstream")}
     chosen = [part for name in rows for part in ("--policy", name)]
     for place, dead in ((1, ONE), (2, FIVE)):
         failed = [part for worker in dead for part in ("--failed", str(worker))]
@@ -145,7 +145,7 @@ def test_what_a_failure_costs_under_each_policy(tmp_path, counted_steps):
         for policy, row in rows.items():
             assert answer["policies"][policy] == pytest.approx(samples(row)[place], abs=0.06)
             assert answer["fault_free"][policy] >= samples(row)[0] - 0.06  # less what checkpoints cost
-    assert list(map(str, FIVE)) == list(failure_cost.DEAD)
+    assert list(map(str, FIVE)) == list(failure_cost.DEAD_WORKERS)
 
 
 def test_losses_of_the_table():
@@ -160,7 +160,7 @@ def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch, counted_
     """Every line in a text block that ends a `plan`: the same words, and numbers that are nearly the same."""
     monkeypatch.chdir(tmp_path)
     slipstream("new", "--preset", "llama-3-8b", "--out", "job.toml")
-    whole = parse_job(preset("llama-3-8b"))
+    whole = parse_job(preset_text("llama-3-8b"))
     settled = until(NEARLY * samples("Slipstream, settled")[1], sum(whole.microbatches))
     monkeypatch.setattr(planning, "normalised", lambda *given, progress, **more: normalised(
         *given, progress=lambda line: (progress(line), settled(line)), **more))

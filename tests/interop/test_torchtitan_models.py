@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, save
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, start_saving
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.compiling import check_compilable
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.sharing import put_tensor
-from slipstream.runtime.model.layers.split import backward_weight, deferring
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.compiling import require_compilable
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.sharing import replace_tensor
+from slipstream.runtime.model.layers.split_backward import backward_weight, deferring_weights
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_options import Resilience
 from slipstream.schedules.schedule import Worker
@@ -46,13 +46,13 @@ def titans_data(folder):
 
 def whole_of(config):
     """torchtitan's model in one piece, of the layers' parameters."""
-    model = model_for(config.model, 0, torch.float64, CPU)
+    model = build_model(config.model, 0, torch.float64, CPU)
     layers = [model.build(layer) for layer in range(model.layers)]
     whole = model._config.build().to(torch.float64)
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if name in layer.step_rules:
-                put_tensor(whole, name, parameter.detach())
+                replace_tensor(whole, name, parameter.detach())
             else:
                 whole.get_parameter(name).data = parameter.data
     if whole.enable_weight_tying:
@@ -107,7 +107,7 @@ def test_gradients_and_counted_tokens_of_experts_are_the_models(name, expected):
         parameter.data = parameter.data.clone()
     tokens, work = torch.randint(2000, (2, 16)), deque()
     whole(tokens).square().mean().backward()
-    with deferring(work):
+    with deferring_weights(work):
         for layer in layers:
             tokens = layer(tokens)
     tokens.square().mean().backward()
@@ -177,7 +177,7 @@ def test_the_layers_one_after_the_other_are_the_model(name):
 ])
 def test_other_models_are_refused_in_one_line(name, words):
     with pytest.raises(ConfigError, match=words) as error:
-        model_for(config(name).model, 0, torch.float64, CPU)
+        build_model(config(name).model, 0, torch.float64, CPU)
     assert "\n" not in str(error.value)
 
 
@@ -185,13 +185,13 @@ def test_other_models_are_refused_in_one_line(name, words):
 def test_on_cpus_attention_that_sees_documents_is_refused():
     given = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {})
     with pytest.raises(ConfigError, match=r"no backward on cpu; expected a GPU, or model\.options\.attention = 'sdpa'"):
-        model_for(given.model, 0, torch.float32, CPU)
+        build_model(given.model, 0, torch.float32, CPU)
 
 
 @installed
 def test_its_data_are_one_stream_by_iterations_that_can_be_gone_back(tmp_path):
     given = config(**titans_data(tmp_path))
-    corpus, another = load_corpus(given, (2, 1)), load_corpus(given, (2, 1))
+    corpus, another = load_data(given, (2, 1)), load_data(given, (2, 1))
     names = [Microbatch(iteration, pipeline, index) for iteration in range(12)
              for pipeline, count in enumerate((2, 1)) for index in range(count)]
     read = {name: corpus.batch(name, 2, 16) for name in names}
@@ -232,7 +232,7 @@ def test_compiled_layers_have_the_numbers_of_others(tmp_path, name):
 def test_layers_that_are_given_masks_are_not_compiled():
     given = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {"compile": True})
     with pytest.raises(ConfigError, match=r"given masks of documents, which is not tried; expected false"):
-        check_compilable(given, CPU)
+        require_compilable(given, CPU)
 
 
 @installed
@@ -245,18 +245,18 @@ def test_a_checkpoint_that_is_exported_is_one_of_torchtitan_and_where_layers_beg
     for number, layer in enumerate(layers):
         state = {f"model.{key}": value.detach() for key, value in layer.named_parameters()
                  if f"{number}.{key}" not in (group[1] for group in model.shared)}
-        save(tmp_path / "checkpoints", 3, {number: state}, identity_of(given, len(layers))).wait()
+        start_saving(tmp_path / "checkpoints", 3, {number: state}, identity_of(given, len(layers))).wait()
     done = CliRunner().invoke(app, ["export", str(tmp_path), str(folder), "--to", "torchtitan"])
     assert done.exit_code == 0 and done.stderr == f"iteration 3 written to {folder}\n", done.stderr
     read = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
     assert "layers.0.attention.qkv_linear.wq.weight" in read
     load(read, checkpoint_id=folder, no_dist=True)
     assert all(torch.equal(read[key], value) for key, value in whole.state_dict().items())
-    begun = model_for(config(name, model={"checkpoint": str(folder)}).model, 7, torch.float64, CPU)
+    begun = build_model(config(name, model={"checkpoint": str(folder)}).model, 7, torch.float64, CPU)
     for number in range(len(layers)):
         for key, value in begun.build(number).named_parameters():
             assert torch.equal(value, {**dict(whole.named_parameters()), **dict(whole.named_buffers())}[key])
-    absent = model_for(config(name, model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
+    absent = build_model(config(name, model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
     with pytest.raises(ConfigError, match="cannot be read"):
         absent.build(0)
 
@@ -266,7 +266,8 @@ def test_a_checkpoint_of_other_layers_is_not_exported(tmp_path):
     given = config()
     _, layers, _ = whole_of(given)
     for number in range(len(layers)):
-        save(tmp_path / "checkpoints", 3, {number: {"model.w": torch.zeros(2)}}, identity_of(given, len(layers))).wait()
+        start_saving(tmp_path / "checkpoints", 3, {number: {"model.w": torch.zeros(2)}},
+                     identity_of(given, len(layers))).wait()
     done = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "titan"), "--to", "torchtitan"])
     assert done.exit_code == 2 and "are not those of torchtitan's llama3/debugmodel" in done.stderr
     assert done.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

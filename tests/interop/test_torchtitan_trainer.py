@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
-from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode, decode_metrics
-from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.compiling import check_compilable
+from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode_event, decode_metrics
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.layers.compiling import require_compilable
 from tests.interop.titan_training import write_assets
 from tests.runtime.running import below, command_environment, free_port, losses_in
 
@@ -94,7 +94,7 @@ def scalars(path, tag):
 
 def orders_of(folder):
     return [event for line in (folder / "slipstream" / EVENTS).read_bytes().splitlines()
-            if isinstance(event := decode(line), OrderGiven)]
+            if isinstance(event := decode_event(line), OrderGiven)]
 
 
 def assert_same(ours, theirs, dtype, steps=STEPS, least=100):
@@ -239,12 +239,13 @@ def test_what_cannot_be_done_is_refused_in_one_line_before_anything_starts(tmp_p
 
 @installed
 def test_what_is_done_in_another_way_is_said():
-    from slipstream.runtime.model.layers.torchtitan.specification import as_given
-    from slipstream.runtime.model.layers.torchtitan.training import differences
+    from slipstream.runtime.model.layers.torchtitan.specification import parse_arguments
+    from slipstream.runtime.model.layers.torchtitan.training import describe_differences
 
     options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_layers_per_stage", "3",
                "--parallelism.tensor_parallel_degree", "2", "--checkpoint.enable", "--debug.deterministic"]
-    said = list(differences(as_given(["--module", "llama3", "--config", "llama3_debugmodel", *options])))
+    said = list(describe_differences(parse_arguments(["--module", "llama3", "--config", "llama3_debugmodel",
+                                                      *options])))
     for words in ("--checkpoint.interval 10 does not", "SelectiveAC.Config does not count", "sequence parallelism",
                   "--parallelism.pipeline_parallel_schedule, --parallelism.pipeline_parallel_layers_per_stage does not",
                   "--debug.deterministic is of this process"):
@@ -327,5 +328,5 @@ def test_nor_does_a_job_that_names_it(model, training, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
     given = parse_run_config(model, training)
     with pytest.raises(ConfigError, match=r"pip install -e '.\[torchtitan\]'") as error:
-        check_compilable(given, torch.device("cpu")) if given.training.compile else load_corpus(given, (1,))
+        require_compilable(given, torch.device("cpu")) if given.training.compile else load_data(given, (1,))
     assert "\n" not in str(error.value)

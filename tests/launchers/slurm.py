@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from tests.launchers.processes import SECONDS, kill_all, launcher, parent, wait_until, with_variable
 from tests.runtime.processes.torchrun import environment_of
 from tests.runtime.running import command_environment, free_port
@@ -45,7 +45,7 @@ class Cluster:
         self.folder = folder
         self.environment = {**command_environment(), "SLURM_CONF": str(folder / "slurm.conf"),
                             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        del self.environment[VARIABLE]  # scripts say where the secret is
+        del self.environment[SECRET_VARIABLE]  # scripts say where the secret is
         self._nodes = nodes
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 

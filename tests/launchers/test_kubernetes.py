@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.runtime.processes.launchers import Launched, launched
+from slipstream.runtime.processes.launch_environment import LaunchInfo, read_launch_info
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from tests.launchers.documents import PLANNING, blocks
 
@@ -85,5 +85,5 @@ def test_each_pod_is_told_which_node_it_is_and_where_node_0_is(manifests, kind):
     assert container["command"][:2] == ["sh", "-c"]
     assert container["command"][2].startswith("RANK=$JOB_COMPLETION_INDEX exec slipstream train ")
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
-    assert launched({**given, "RANK": "3"}) == Launched(
+    assert read_launch_info({**given, "RANK": "3"}) == LaunchInfo(
         node=3, nodes=spec["completions"], master=Rendezvous(f"{first}.{service}", 29500))

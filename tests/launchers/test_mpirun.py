@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from tests.launchers import paced_model
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import kill_all, launcher, wait_until, with_variable
@@ -41,7 +41,7 @@ class Run:
         self._environment = {**command_environment(), MARK: self._mark, "OMPI_ALLOW_RUN_AS_ROOT": "1",
                              "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                              "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        del self._environment[VARIABLE]  # the command says where the secret is
+        del self._environment[SECRET_VARIABLE]  # the command says where the secret is
 
     def start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
@@ -69,7 +69,7 @@ class Run:
         return self._log.read_text(errors="replace")
 
     def newest(self) -> int:
-        found = latest(self.out / "checkpoints")
+        found = open_latest(self.out / "checkpoints")
         assert found is not None, self.said()
         return found.iteration
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, latest
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, open_latest
 from tests.launchers import paced_model, slurm
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import wait_until
@@ -49,7 +49,7 @@ class Run:
     def start_again(self) -> Checkpoint:
         """Once it is in the queue again, where SLURM would let it wait for two minutes; what it will go on from."""
         self.wait_for_state("PENDING")
-        found = latest(self.out / "checkpoints")
+        found = open_latest(self.out / "checkpoints")
         assert found is not None, self.said()
         self.cluster.command("scontrol", "update", f"JobId={self.job}", "StartTime=now")
         return found
@@ -116,7 +116,7 @@ def test_the_warning_before_the_time_is_over_ends_the_run_with_a_checkpoint(run)
     run.trains_on(5)
     run.cluster.command("scancel", "--signal=USR1", run.job)
     run.wait_for_state("FAILED", "CANCELLED")
-    newest = latest(run.out / "checkpoints")
+    newest = open_latest(run.out / "checkpoints")
     assert newest is not None and newest.iteration == len(losses_in(run.out)), run.said()
     assert run.cluster.exit_status(run.job) == 128 + signal.SIGUSR1, run.said()
 

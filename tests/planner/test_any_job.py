@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import JobError
-from slipstream.planner.job.layers import exact
+from slipstream.planner.job.layers import exact_decimal
 from slipstream.planner.model.bounds import period_bound
-from slipstream.planner.model.from_job import layered_problem
+from slipstream.planner.model.from_job import build_layered_problem
 from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
@@ -17,7 +17,7 @@ from slipstream.planner.plan import plan_only, plan_with
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Scope, Worker
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.jobs import any_jobs, failures, grid
 from tests.planner.layout.brute_force import optimal_period_of_any_layout
 
@@ -46,7 +46,7 @@ def plans(job, failed, options):
 
 def seconds(schedule, ticks):
     """A third of a second is no float: two schedules in other ticks are compared by the fractions that were meant."""
-    return ticks * exact(schedule.tick_seconds).limit_denominator(10**6)
+    return ticks * exact_decimal(schedule.tick_seconds).limit_denominator(10**6)
 
 
 def period(schedule):
@@ -70,7 +70,7 @@ def assert_claims_hold(data, job, options):
             assert period(made[wide]) <= period(made[narrow]), f"{wide} is answered worse than {narrow}"
     if down and "in place" in made:
         workers = list(made["in place"].grid.workers())
-        found = relabel(made["in place"], data.draw(st.permutations(workers))[:len(down)])
+        found = relabel_schedule(made["in place"], data.draw(st.permutations(workers))[:len(down)])
         assert found is None or check(found) == []
 
 
@@ -121,12 +121,12 @@ def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, 
         job = grid(2, 1, 1, times=f"{whole}\ntransfer = {transfer}\noptimizer = {sum(steps)}",
                    more=f"[placement]\nlayers = [2]\n[layers]\n{text}\noptimizer = {steps}")
     options = PlanOptions(layers="move", backward="fused", steps=STEPS)
-    given_problem = layered_problem(job, (), LayoutScope(layers="move"), backward="fused")
+    given_problem = build_layered_problem(job, (), LayoutScope(layers="move"), backward="fused")
     made = plan_only(options, job, ()).schedule
     optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
                                            workers=2, microbatches=count, transfer=transfer)
-    tick = exact(made.tick_seconds)
-    least = period_bound(given_problem).ticks * exact(given_problem.tick_seconds)
+    tick = exact_decimal(made.tick_seconds)
+    least = period_bound(given_problem).ticks * exact_decimal(given_problem.tick_seconds)
     assert least <= optimum <= made.period_ticks * tick
     assert made.scope is Scope.LAYERS and made.lower_bound_ticks * tick <= optimum
 

@@ -57,24 +57,24 @@ def test_more_steps_are_a_longer_search():
 def test_a_thread_beside_counts_for_itself_and_the_latest_of_all_is_gone_on_from():
     clock = StepClock()
     budget = Budget(deadline=1000 * STEP_SECONDS, clock=clock)
-    clock.count(100)
-    other = budget.beside()
-    clock.count(200)
-    other.clock.count(500)
+    clock.count_steps(100)
+    other = budget.fork()
+    clock.count_steps(200)
+    other.clock.count_steps(500)
     assert clock.steps == 300 and other.clock.steps == 600
-    assert other.seconds == pytest.approx(400 * STEP_SECONDS)
+    assert other.seconds_left == pytest.approx(400 * STEP_SECONDS)
     budget.join(other)
-    assert clock.steps == 600 and budget.share(0.5).seconds == pytest.approx(200 * STEP_SECONDS)
+    assert clock.steps == 600 and budget.with_share(0.5).seconds_left == pytest.approx(200 * STEP_SECONDS)
 
 
 def test_seconds_are_those_of_the_machine_and_counted_steps_take_none_of_them():
     clock = Clock()
     budget = Budget(deadline=clock.now() + 1000)
-    clock.count(1e15)
-    assert 900 < budget.seconds <= 1000
+    clock.count_steps(1e15)
+    assert 900 < budget.seconds_left <= 1000
 
 
 def test_a_part_of_the_steps_is_counted_steps_again():
     options = PlanOptions(steps=1000)
-    assert options.within(options.seconds / 4).steps == 250 and isinstance(options.clock(), StepClock)
-    assert msgspec.structs.replace(options, steps=None).within(2.0).time_limit == 2.0
+    assert options.with_limit(options.limit_seconds / 4).steps == 250 and isinstance(options.make_clock(), StepClock)
+    assert msgspec.structs.replace(options, steps=None).with_limit(2.0).time_limit == 2.0

@@ -53,7 +53,7 @@ def run(folder: Path, **environment: str) -> tuple[bool, str]:
                           timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return any(f"# {line}" in lines for line in (compiled.LINE, compiled.NOT_KEPT)), lines[-1]
+    return any(f"# {line}" in lines for line in (compiled.COMPILING, compiled.COMPILING_EACH_TIME)), lines[-1]
 
 
 def test_compiled_before_it_is_used_and_again_when_its_source_differs(tmp_path):
@@ -86,12 +86,12 @@ def test_a_plan_within_seconds_is_made_of_list_schedules_while_another_process_c
     started, said = [], []
     for module in (compiled, loops):
         monkeypatch.setattr(module, "is_compiled", lambda: False)
-    monkeypatch.setattr(loops, "_compiled_beside", threading.Event())
-    monkeypatch.setattr(loops, "_machine_code", lambda: Kernel)
+    monkeypatch.setattr(loops, "_compiling_elsewhere", threading.Event())
+    monkeypatch.setattr(loops, "_compiled_kernel", lambda: Kernel)
     monkeypatch.setattr(compiled.subprocess, "Popen", lambda command, **_: started.append(command))
     plan = plan_with(PlanOptions(time_limit=1.0), uniform_job(2, 4, 4), [Worker(1, 2)], progress=said.append,
                      clock=Clock())
-    assert started == [[sys.executable, "-m", compiled.__name__]] and said[0] == compiled.BESIDE
+    assert started == [[sys.executable, "-m", compiled.__name__]] and said[0] == compiled.COMPILING_IN_BACKGROUND
     assert plan.schedule.method == "list schedules" and plan.schedule.period_ticks < 2 * plan.schedule.lower_bound_ticks
 
 
@@ -104,9 +104,9 @@ class Kernel:
 
 def test_no_plan_waits_for_the_compiler_within_its_time_limit():
     """Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds."""
-    compiled.ready()
+    compiled.ensure_compiled()
     job = uniform_job(2, 4, 4, capacity=8)
     for layers in ("fixed", "move"):
         plan_only(PlanOptions(layers=layers, time_limit=0.5), job, [Worker(1, 2)])
-    for entry in (kernel.list_order, kernel.earliest, kernel.latest, kernel.anneal):
+    for entry in (kernel.list_order, kernel.set_earliest_starts, kernel.set_latest_starts, kernel.anneal):
         assert len(entry.signatures) == 1, entry.signatures

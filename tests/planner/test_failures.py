@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from slipstream.planner import failures as failures_module
+from slipstream.planner.blockwise import TooLargeError
 from slipstream.planner.failures import FailurePlanner, period_seconds
 from slipstream.planner.job.file import StageMemory
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import FailureParams, ListParams, SearchParams
 from slipstream.planner.plan import plan_only
-from slipstream.planner.repetition import TooLargeError
 from slipstream.planner.tables.build import build_table
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
 from slipstream.planner.job.file import JobError, parse_job
-from slipstream.planner.job.presets import preset
+from slipstream.planner.job.presets import preset_text
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.placement import bound_of, failure_weights, find_placement
+from slipstream.planner.placement import bound_over_placements, failure_weights, find_placement
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Scope
@@ -91,7 +91,7 @@ def arrangements(draw, layers, stages):
 @settings(max_examples=40, deadline=None)
 def test_the_given_arrangement_is_the_given_job(text):
     layers = MovableLayers(text)
-    again = parse_job(layers.text(layers.given))
+    again = parse_job(layers.arranged_job_text(layers.own_arrangement))
     assert msgspec.structs.replace(again, layer_values=None) == msgspec.structs.replace(layers.job, layer_values=None)
 
 
@@ -103,14 +103,14 @@ def test_no_plan_of_any_placement_is_below_the_bound(data):
     layers = MovableLayers(text)
     bounds = []
     periods = []
-    for arrangement in (layers.given, data.draw(arrangements(layers.layers, layers.job.stages))):
+    for arrangement in (layers.own_arrangement, data.draw(arrangements(layers.layers, layers.job.stages))):
         try:
-            other = layers.text(arrangement)
+            other = layers.arranged_job_text(arrangement)
             options = msgspec.structs.replace(LIST, backward=data.draw(st.sampled_from(["split", "fused"])))
             made = plan_only(options, parse_job(other), ()).schedule
         except (JobError, NoPlanError):  # no room for the weights, or for a micro-batch
             continue
-        bound, below = bound_of(MovableLayers(other), options)
+        bound, below = bound_over_placements(MovableLayers(other), options)
         bounds.append((options.backward, bound.ticks * below.tick_seconds))
         periods.append((options.backward, made.seconds(made.period_ticks)))
     for (mode, bound), (other_mode, period) in itertools.product(bounds, periods):
@@ -135,7 +135,7 @@ def test_as_good_as_the_best_of_all_placements(layers, microbatches, capacity):
     movable, best = MovableLayers(text), None
     for arrangement in all_arrangements(len(layers), 2):
         try:
-            made = plan_only(LIST, parse_job(movable.text(arrangement)), ())
+            made = plan_only(LIST, parse_job(movable.arranged_job_text(arrangement)), ())
         except NoPlanError:
             continue
         best = made.period if best is None else min(best, made.period)
@@ -168,8 +168,8 @@ def test_the_file_says_what_was_planned_and_its_bound_is_proven_again():
 def test_little_memory_limits_every_placement():
     """Room for one micro-batch of the pipeline's layers: they are held for too long for workers to be busy."""
     tight, roomy = (uneven(stages=8, layers=(1,) * 16, microbatches=12, capacity=room) for room in (2, 40))
-    bound, below = bound_of(MovableLayers(tight), QUICK)
-    roomy, _ = bound_of(MovableLayers(roomy), QUICK)
+    bound, below = bound_over_placements(MovableLayers(tight), QUICK)
+    roomy, _ = bound_over_placements(MovableLayers(roomy), QUICK)
     assert bound.ticks > roomy.ticks and bound.scope is Scope.PLACEMENT
     made = plan_only(LIST, parse_job(tight), ())
     assert bound.ticks * below.tick_seconds <= made.period
@@ -194,9 +194,9 @@ def test_whatever_is_recomputed_is_found_with_it():
 
 def test_a_preset_stays_one():
     """A first stage without I keeps having none, whichever layers it has."""
-    layers = MovableLayers(preset("llama-3-8b"))
+    layers = MovableLayers(preset_text("llama-3-8b"))
     assert layers.input_free
-    other = parse_job(layers.text(Arrangement(order="v", chunks=2, counts=(4,) * 8)))
+    other = parse_job(layers.arranged_job_text(Arrangement(order="v", chunks=2, counts=(4,) * 8)))
     assert other.time.backward_input[0] == 0 < min(other.time.backward_input[1:])
     assert sum(other.time.backward_input + other.time.backward_weight) == pytest.approx(
         sum(layers.job.time.backward_input + layers.job.time.backward_weight))
@@ -212,9 +212,9 @@ def test_one_seed_gives_one_pipeline():
 def test_a_job_is_known_with_another_arrangement_and_no_other_job_is(data):
     layers = MovableLayers(data.draw(texts()))
     with suppress(JobError):  # no room for the weights
-        other = parse_job(layers.text(data.draw(arrangements(layers.layers, layers.job.stages))))
-        assert layers.is_arranged(other)
-        assert not layers.is_arranged(msgspec.structs.replace(other, pipelines=3, microbatches=(1, 1, 1)))
+        other = parse_job(layers.arranged_job_text(data.draw(arrangements(layers.layers, layers.job.stages))))
+        assert layers.is_rearrangement(other)
+        assert not layers.is_rearrangement(msgspec.structs.replace(other, pipelines=3, microbatches=(1, 1, 1)))
 
 
 def test_the_plan_is_no_longer_than_what_the_finalists_showed():

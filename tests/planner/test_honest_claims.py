@@ -11,20 +11,20 @@ import slipstream.cli.plan as plan_command
 import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
+from slipstream.planner.blockwise import Blocks
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound
-from slipstream.planner.normalise import normalised, windows_of
+from slipstream.planner.normalise import normalised, window_bounds_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import BlockParams, SearchParams
 from slipstream.planner.plan import plan_job, plan_with
-from slipstream.planner.repetition import Blocks
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Room, Scope, Worker
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.jobs import grid
 
 ONE = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"
@@ -40,9 +40,10 @@ def test_bounds_of_different_questions_are_not_combined():
     assert (one | Bound(5, Scope.STAGES)).ticks == 5
     with pytest.raises(AssertionError, match="not comparable"):
         one | other
-    assert all(wide.holds_for(narrow) for narrow, wide in pairwise(one for one in Scope if one is not Scope.PLACEMENT))
-    assert [one for one in Scope if Scope.PLACEMENT.holds_for(one)] == [Scope.OWN, Scope.PLACEMENT]
-    assert not any(one.holds_for(Scope.PLACEMENT) for one in Scope if one is not Scope.PLACEMENT)
+    assert all(wide.is_valid_for(narrow) for narrow,
+               wide in pairwise(one for one in Scope if one is not Scope.PLACEMENT))
+    assert [one for one in Scope if Scope.PLACEMENT.is_valid_for(one)] == [Scope.OWN, Scope.PLACEMENT]
+    assert not any(one.is_valid_for(Scope.PLACEMENT) for one in Scope if one is not Scope.PLACEMENT)
 
 
 @pytest.mark.parametrize(("method", "scope"), [("cp-sat", Scope.LAYERS), ("greedy", Scope.LAYERS),
@@ -54,7 +55,7 @@ def test_a_bound_with_layers_in_place_is_none_where_they_move(method, scope):
 
 
 def test_a_large_job_in_blocks_says_that_its_bound_is_of_layers_in_place(monkeypatch):
-    monkeypatch.setattr(planner_plan, "blocks_within", lambda *_, **__: Blocks(2, 0.1))
+    monkeypatch.setattr(planner_plan, "choose_blocks", lambda *_, **__: Blocks(2, 0.1))
     params = SearchParams(blocks=BlockParams(largest_moved=0))
     made = plan_with(PlanOptions(layers="move", steps=200_000, params=params), FAR).schedule
     assert made.scope is Scope.OWN and made.seconds(made.lower_bound_ticks) > 6
@@ -87,8 +88,8 @@ def test_a_file_without_the_scope_is_read_as_the_narrowest_that_it_can_mean():
 
 def test_any_holder_may_help_where_roles_move_though_no_worker_of_its_stage_is_down():
     """What bounds pipelines that keep their own micro-batches is no bound for a stage beside one with failures."""
-    windows = windows_of(grid(2, 2, 2), PlanOptions())
-    assert windows.bound(0, 0) == lower_bound(build_problem(grid(2, 2, 2), sharing=True))
+    windows = window_bounds_of(grid(2, 2, 2), PlanOptions())
+    assert windows.column_bound(0, 0) == lower_bound(build_problem(grid(2, 2, 2), sharing=True))
 
 
 def test_a_plan_with_roles_in_place_is_not_called_optimal_for_all_roles():
@@ -131,7 +132,7 @@ def test_a_role_goes_to_nobody_with_less_room():
     small = replace(planned, memory=replace(planned.memory, capacity_of=(Room(Worker(0, 0), 0),)))
     assert check(small) == []  # it is down
     for failed in small.grid.workers():
-        found = relabel(small, [failed])
+        found = relabel_schedule(small, [failed])
         assert found is None or check(found) == []
 
 
@@ -174,7 +175,7 @@ def test_gpus_that_come_back_are_no_failures():
 def test_loads_are_of_all_stages_that_a_worker_has():
     job = grid(1, 2, 1, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = [1, 2, 4, 8]\n",
                more="[placement]\norder = 'interleaved'\nchunks = 2\n")
-    assert Loads(job).longest_load((0, 0)) == 6 + 2 + 8
+    assert Loads(job).max_load_seconds((0, 0)) == 6 + 2 + 8
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from slipstream.planner.budget import interruptible
+from slipstream.planner.budget import defer_interrupts
 
 
 def test_the_first_is_noted_and_the_second_raised():
-    with interruptible() as stop:
+    with defer_interrupts() as stop:
         assert not stop.is_set()
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
@@ -19,11 +19,11 @@ def test_the_first_is_noted_and_the_second_raised():
 
 
 def test_what_ends_a_part_ends_the_whole():
-    with interruptible() as whole:
-        with interruptible():
+    with defer_interrupts() as whole:
+        with defer_interrupts():
             pass
         assert not whole.is_set()
-        with interruptible() as part:
+        with defer_interrupts() as part:
             signal.raise_signal(signal.SIGINT)
             assert part.is_set()
         assert whole.is_set()

@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.candidates import candidates, finer_slices
+from slipstream.planner.layout.candidates import generate_layouts, with_finer_slices
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
+from slipstream.planner.model.from_job import build_layered_problem, build_problem, with_layout
 from slipstream.planner.model.problem import Layout, LayoutScope, MicroBatch, RouteSlice
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.search.engine import solve
-from slipstream.planner.search.improvement import anneal, list_schedules
-from slipstream.planner.search.incumbent import divided
+from slipstream.planner.search.engine import find_best_candidate
+from slipstream.planner.search.improvement import improve_by_annealing, improve_by_list_schedules
+from slipstream.planner.search.incumbent import divide_problem
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
@@ -48,10 +48,10 @@ def recut(job, broken: int, dead: int) -> Layout:
 def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     job = layered(4, 4, 8, times=f"all_reduce = {all_reduce}")
     failed = [Worker(1, 2)]
-    problem = with_layout(layered_problem(job, failed, optimizer=optimizer), recut(job, 1, 2))
+    problem = with_layout(build_layered_problem(job, failed, optimizer=optimizer), recut(job, 1, 2))
     assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
-    solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = solved.schedule()
+    solved = find_best_candidate(problem, "cp-sat", Budget.of_steps(120_000))
+    schedule = solved.make_schedule()
     assert check(schedule) == []
     assert schedule.rerouted == schedule.shed == 0
 
@@ -59,16 +59,16 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
 def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     """A worker with layers of two stages goes on with those of the later one when the earlier ones are reduced."""
     job, failed = layered(2, 4, 8), [Worker(1, 2)]
-    given = layered_problem(job, failed)
-    problem = with_layout(given, finer_slices(given, recut(job, 1, 2), 1))
-    assert problem.interleaved
-    solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = solved.schedule()
+    given = build_layered_problem(job, failed)
+    problem = with_layout(given, with_finer_slices(given, recut(job, 1, 2), 1))
+    assert problem.can_reduce_early
+    solved = find_best_candidate(problem, "cp-sat", Budget.of_steps(120_000))
+    schedule = solved.make_schedule()
     assert check(schedule) == []
     kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
     assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
-    costly = with_layout(layered_problem(layered(2, 4, 8, times="all_reduce = 1"), failed), recut(job, 1, 2))
-    assert not costly.interleaved, "what takes time is left to the end"
+    costly = with_layout(build_layered_problem(layered(2, 4, 8, times="all_reduce = 1"), failed), recut(job, 1, 2))
+    assert not costly.can_reduce_early, "what takes time is left to the end"
 
 
 def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
@@ -81,16 +81,16 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
     layout = msgspec.structs.replace(layout, holds=holds,
                                      routes={batch: whole if batch.pipeline == 1 else route
                                              for batch, route in layout.routes.items()})
-    problem = with_layout(layered_problem(job, failed), layout)
-    assert problem.interleaved
-    solved = solve(problem, "greedy", Budget.of_steps(0))
-    assert check(solved.schedule()) == []
+    problem = with_layout(build_layered_problem(job, failed), layout)
+    assert problem.can_reduce_early
+    solved = find_best_candidate(problem, "greedy", Budget.of_steps(0))
+    assert check(solved.make_schedule()) == []
 
 
 def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
     """One of 16 workers down: half is left with layers in place, 0.93 with the broken pipeline cut anew."""
     job, failed = layered(2, 8, 16), [Worker(1, 3)]
-    free = solve(build_problem(job), "greedy", Budget.of_steps(120_000)).schedule()
+    free = find_best_candidate(build_problem(job), "greedy", Budget.of_steps(120_000)).make_schedule()
     made = plan_only(PlanOptions(layers="move", steps=400_000), job, failed).schedule
     assert check(made) == []
     assert free.seconds(free.period_ticks) > 0.85 * made.seconds(made.period_ticks)
@@ -117,18 +117,18 @@ def test_slices_even_out_what_whole_micro_batches_cannot():
 
 def test_less_room_for_activations_beside_more_weights():
     job = layered(2, 4, 4, more="[memory]\ncapacity = 8\nactivation = 1\nweights = 4\n")
-    problem = with_layout(layered_problem(job, [Worker(1, 2)]), recut(job, 1, 2))
+    problem = with_layout(build_layered_problem(job, [Worker(1, 2)]), recut(job, 1, 2))
     assert problem.memory is not None
-    rooms = {worker: problem.room(worker) * problem.memory.unit for worker in problem.live}
+    rooms = {worker: problem.activation_room(worker) * problem.memory.unit for worker in problem.live_workers}
     assert rooms[Worker(0, 1)] == pytest.approx(8.0) and rooms[Worker(1, 1)] == pytest.approx(8 - 4 * 2 / 4 + 0, abs=1)
 
 
 def test_slices_cost_what_their_layers_do():
     job = layered(2, 4, 4)
-    given = layered_problem(job, [Worker(1, 2)])
+    given = build_layered_problem(job, [Worker(1, 2)])
     problem = with_layout(given, recut(job, 1, 2))
     assert sum(given.costs.forward) == sum(problem.times.forward[:4])
-    assert problem.cost(OpKind.F, 4, Worker(1, 0)) == sum(given.costs.forward[slice(*problem.layers_of[4])])
+    assert problem.op_ticks(OpKind.F, 4, Worker(1, 0)) == sum(given.costs.forward[slice(*problem.layers_by_slice[4])])
 
 
 def test_a_bound_with_slices_counts_parts_of_ticks():
@@ -146,7 +146,7 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
     made = []
 
     def counted(*given, **how):
-        for layout in candidates(*given, **how):
+        for layout in generate_layouts(*given, **how):
             made.append(layout)
             yield layout
 
@@ -195,7 +195,8 @@ def test_two_pipelines_that_are_cut_anew_may_shift_their_deadlines():
     times = "forward = 80\nbackward_input = 80\nbackward_weight = 80\ntransfer = 8\noptimizer = 40\n"
     job = grid(2, 4, 16, times=times, more="[memory]\ncapacity = 10\nactivation = 1\nweight_stash = 1\nweights = 4\n"
                "[placement]\nlayers = [4, 4, 4, 4]\n")
-    given = layered_problem(job, [Worker(0, 0), Worker(1, 2)], LayoutScope(layers="move"))
-    known = list_schedules(divided(with_layout(given, next(candidates(given)))), Budget.of_steps(20_000))
+    given = build_layered_problem(job, [Worker(0, 0), Worker(1, 2)], LayoutScope(layers="move"))
+    known = improve_by_list_schedules(divide_problem(with_layout(given, next(generate_layouts(given)))),
+                                      Budget.of_steps(20_000))
     assert [piece.problem.grid.pipelines for piece in known.pieces] == [1, 1]
-    assert anneal(known, Budget.of_steps(60_000)).period < known.period
+    assert improve_by_annealing(known, Budget.of_steps(60_000)).period < known.period

@@ -8,7 +8,7 @@ import pytest
 from slipstream.planner import normalise
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError
-from slipstream.planner.normalise import candidates, normal_form, normalised, windows_of
+from slipstream.planner.normalise import candidate_vacancies, normal_form, normalised, window_bounds_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_only
 from slipstream.schedules.check import check
@@ -32,7 +32,7 @@ def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):
     job = SMALL["deep"]
     made = plan_only(GREEDY, job, [Worker(0, 1)])
     monkeypatch.setattr(normalise, "normal_form", lambda *_, **__: msgspec.structs.replace(made, interrupted=True))
-    monkeypatch.setattr(normalise.Windows, "least", lambda *_: Bound(0, Scope.ROLES))
+    monkeypatch.setattr(normalise.WindowBounds, "least", lambda *_: Bound(0, Scope.ROLES))
     plan = normalised(job, [Worker(0, 1)], GREEDY)
     assert plan.interrupted and not plan.schedule.moves
 
@@ -70,33 +70,33 @@ def test_two_failures_in_one_stage_are_worth_a_move():
 @pytest.mark.parametrize("failures", [1, 2, 3, 4])
 def test_the_programme_finds_the_least_window(failures):
     job = grid(3, 3, 4, times="forward = [3, 2, 1]\nbackward_input = [1, 2, 2]\nbackward_weight = 1\ntransfer = 1\n")
-    windows = windows_of(job, GREEDY)
-    best = min(max(windows.bound(column, down) for column, down in enumerate(counts))
+    windows = window_bounds_of(job, GREEDY)
+    best = min(max(windows.column_bound(column, down) for column, down in enumerate(counts))
                for counts in product(range(3), repeat=3) if sum(counts) == failures)
-    ranked = windows.distributions(failures)
+    ranked = windows.best_distributions(failures)
     assert ranked == sorted(ranked) and ranked[0][0] == best
-    assert all(sum(counts) == failures and max(map(windows.bound, range(3), counts)) == longest
+    assert all(sum(counts) == failures and max(map(windows.column_bound, range(3), counts)) == longest
                for longest, _, _, counts in ranked)
 
 
 def test_equal_windows_are_filled_evenly(monkeypatch):
-    monkeypatch.setattr(normalise.Windows, "bound", lambda self, column, down: 10)
-    *_, counts = windows_of(grid(8, 4, 2), GREEDY).distributions(6)[0]
+    monkeypatch.setattr(normalise.WindowBounds, "bound", lambda self, column, down: 10)
+    *_, counts = window_bounds_of(grid(8, 4, 2), GREEDY).best_distributions(6)[0]
     assert counts == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize("job", [grid(4, 3, 4), grid(12, 4, 2)])
 @pytest.mark.parametrize("order", [(8, 5, 4, 3, 1), (1, 4, 3, 8, 5)])
 def test_one_object_serves_all_numbers_in_any_order(job, order):
-    windows = windows_of(job, GREEDY)
-    asked = [windows.distributions(failures) for failures in order]
-    assert asked == [windows_of(job, GREEDY).distributions(failures) for failures in order]
+    windows = window_bounds_of(job, GREEDY)
+    asked = [windows.best_distributions(failures) for failures in order]
+    assert asked == [window_bounds_of(job, GREEDY).best_distributions(failures) for failures in order]
 
 
 def test_a_normal_form_does_not_depend_on_what_was_asked_before():
     job = grid(12, 4, 2)
-    windows = windows_of(job, GREEDY)
-    windows.distributions(8)
+    windows = window_bounds_of(job, GREEDY)
+    windows.best_distributions(8)
     after = normal_form(job, 4, GREEDY, windows=windows)
     assert encode(after.schedule) == encode(normal_form(job, 4, GREEDY).schedule)
 
@@ -104,7 +104,8 @@ def test_a_normal_form_does_not_depend_on_what_was_asked_before():
 def test_slow_workers_keep_their_roles():
     job = SMALL["slow"]
     for failures in (1, 2, 3):
-        assert all(Worker(1, 1) not in holes for holes in candidates(job, windows_of(job, GREEDY), failures))
+        assert all(Worker(1, 1) not in holes
+                   for holes in candidate_vacancies(job, window_bounds_of(job, GREEDY), failures))
 
 
 def test_a_slow_worker_that_is_down_keeps_no_role():
@@ -120,7 +121,7 @@ def test_candidates_are_patterns_of_the_right_size():
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     for failures in (1, 3, 7, 18):
-        found = candidates(job, windows_of(job, GREEDY), failures)
+        found = candidate_vacancies(job, window_bounds_of(job, GREEDY), failures)
         assert found and all(len(holes) == failures and dead_column(holes, problem.grid) is None for holes in found)
         assert len({pattern_of(holes, classes) for holes in found}) == len(found)
 

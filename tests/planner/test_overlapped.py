@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slipstream.cli.drawing.perfetto import perfetto_trace
-from slipstream.cli.drawing.svg_timeline import LINK, drawing
+from slipstream.cli.drawing.svg_timeline import LINK_HEIGHT, draw_schedule
 from slipstream.cli.shared.schedule_summary import busy_shares
 from slipstream.cli.timeline_page import ShownSchedule, timeline_data
 from slipstream.planner.bound_verifier import proven_bound
@@ -18,14 +18,14 @@ from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.network import Network
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import overlaps, without_reductions
+from slipstream.planner.overlapped import has_overlapping_reductions, without_reductions
 from slipstream.planner.periods import Periods
 from slipstream.planner.plan import plan_job, plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.dealing import Dealer
 from slipstream.schedules.schedule import OpKind, Worker
-from slipstream.schedules.timing import Noise, replay
+from slipstream.schedules.timing import Noise, replay_with_noise
 from tests.jobs import any_jobs, jobs
 
 JOB = """
@@ -63,16 +63,16 @@ def test_any_job_has_a_plan_that_is_no_shorter_than_without_reductions(job, data
     except (NoPlanError, JobError):
         return
     assert check(schedule) == []
-    assert schedule.overlaps == any(job.time.all_reduce)
+    assert schedule.has_overlap == any(job.time.all_reduce)
     assert schedule.seconds(schedule.period_ticks) >= none.seconds(none.lower_bound_ticks) * (1 - 1e-6)
     assert decode(encode(schedule)) == schedule
     assert proven_bound(schedule).ticks <= schedule.period_ticks
     if schedule.optimizer == "staggered":
         period = schedule.seconds(schedule.period_ticks)
-        assert replay(schedule, Noise(), replays=1)[0] <= period * (1 + 1e-9)
+        assert replay_with_noise(schedule, Noise(), replays=1)[0] <= period * (1 + 1e-9)
         samples = schedule.grid.total_microbatches
         dealer = Dealer(schedule)
-        even = dealer.seconds([np.ones((samples, 3))] * 3, [np.arange(samples)] * 3)
+        even = dealer.iteration_seconds([np.ones((samples, 3))] * 3, [np.arange(samples)] * 3)
         assert max(even[1:]) <= period * (1 + 1e-6)
 
 
@@ -198,7 +198,7 @@ def test_times_follow_from_bytes_bandwidth_and_latency():
         "overlap = true", "bandwidth = 100\nlatency = 0.25\ngradients = [200, 400]\nactivation = 10")
     job = parse_job(text)
     assert job.time.all_reduce == (2.5, 4.5) and job.time.transfer == 0.35
-    assert not overlaps(job) and overlaps(parse_job(text + "\noverlap = true"))
+    assert not has_overlapping_reductions(job) and has_overlapping_reductions(parse_job(text + "\noverlap = true"))
 
 
 def test_what_reductions_take_from_compute_is_counted():
@@ -224,19 +224,19 @@ def test_pictures_show_reductions_beside_other_ops():
     assert links == {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"
                      and one["args"]["name"].startswith("links of ")} and len(links) == 4
     reductions = sum(op.kind is OpKind.A for op in schedule.all_ops())
-    assert drawing(schedule).decode().count(f'height="{LINK}"') == reductions
+    assert draw_schedule(schedule).decode().count(f'height="{LINK_HEIGHT}"') == reductions
     tracks = timeline_data([ShownSchedule("plan", schedule)])["panels"][0]["tracks"]
     assert all(len(track["links"]) == 4 and "A" not in track["kinds"] for track in tracks)
     assert all(share <= 1 for share in busy_shares(schedule).values())
 
 
 def test_periods_that_simulations_ask_for_count_what_remains():
-    options = PlanOptions(method="greedy", steps=0, slices=False).within(0.1)
+    options = PlanOptions(method="greedy", steps=0, slices=False).with_limit(0.1)
     overlapped, blocking = (Periods(parse_job(text), options) for text in (JOB, JOB.replace("true", "false")))
     schedule = planned(parse_job(JOB))
-    assert overlapped.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks)
-    assert blocking.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks) + 3
-    assert overlapped.one_f_one_b(4) < blocking.one_f_one_b(4)
+    assert overlapped.planned_period((0, 0))[0] == schedule.seconds(schedule.period_ticks)
+    assert blocking.planned_period((0, 0))[0] == schedule.seconds(schedule.period_ticks) + 3
+    assert overlapped.one_f_one_b_period(4) < blocking.one_f_one_b_period(4)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -176,7 +176,7 @@ def test_roles_move_with_reductions_beside_compute(name, failed):
     """Never longer than where failures fell, and the bound holds whichever worker is down."""
     job, options = JOBS[name], PlanOptions(steps=50_000)
     left, schedule = plan_only(options, job, failed).schedule, normalised(job, failed, options).schedule
-    assert schedule.overlaps and check(schedule) == [] and list(schedule.failed) == failed
+    assert schedule.has_overlap and check(schedule) == [] and list(schedule.failed) == failed
     assert schedule.seconds(schedule.period_ticks) <= left.seconds(left.period_ticks) * (1 + 1e-9)
     bound = ceil(schedule.seconds(schedule.lower_bound_ticks) * (1 - 1e-9))
     assert not any(is_possible(job, [Worker(0, column)], bound - 1) for column in range(job.stages))

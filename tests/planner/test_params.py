@@ -21,8 +21,8 @@ from slipstream.planner.params import (
     read_params,
 )
 from slipstream.planner.plan import FaultFree, plan_only, plan_with
-from slipstream.planner.search.annealing import OPERATORS
-from slipstream.planner.search.engine import solve
+from slipstream.planner.search.annealing import OPERATOR_NAMES
+from slipstream.planner.search.engine import find_best_candidate
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -62,13 +62,13 @@ def test_what_is_not_known_is_refused_in_one_line(tmp_path, text, says):
 
 def tally_of(steering):
     budget = Budget.of_steps(400_000)
-    solved = solve(build_problem(JOB, DOWN), "cp-sat", budget, steering)
+    solved = find_best_candidate(build_problem(JOB, DOWN), "cp-sat", budget, steering)
     return budget.tally, solved
 
 
 def test_a_search_says_what_it_tried_and_how_often_that_helped():
     tally, solved = tally_of(DEFAULTS)
-    operators = {f"annealing: {name}" for name in OPERATORS.values()}
+    operators = {f"annealing: {name}" for name in OPERATOR_NAMES.values()}
     assert operators < set(tally.tried) and all(tally.tried[name] > 0 for name in operators)
     assert all(0 <= tally.helped[what] <= tried for what, tried in tally.tried.items())
     assert tally.helped["annealing: exchange runs of ops"] > 0 and tally.helped["list schedules: dispatch rules"] > 0
@@ -126,9 +126,9 @@ def test_no_plan_depends_on_what_is_known_of_the_fault_free_period():
 
 def test_what_threads_have_tried_is_added_up():
     one, other = Tally(), Tally()
-    one.add("list schedules: random steps", 3, 1)
-    other.add("list schedules: random steps", 4, 2)
-    other.add("annealing: trade units", 0)
+    one.count_uses("list schedules: random steps", 3, 1)
+    other.count_uses("list schedules: random steps", 4, 2)
+    other.count_uses("annealing: trade units", 0)
     one.join(other)
     assert one.tried["list schedules: random steps"] == 7 and one.helped["list schedules: random steps"] == 3
     assert one.techniques == ["list schedules"]
@@ -139,7 +139,7 @@ def test_why_a_search_ends_is_told():
 
     def ended(method, steps, **how):
         budget = msgspec.structs.replace(Budget.of_steps(steps), **how)
-        return solve(problem, method, budget).end
+        return find_best_candidate(problem, method, budget).end
 
     stopped = threading.Event()
     stopped.set()
@@ -148,4 +148,5 @@ def test_why_a_search_ends_is_told():
     assert ended("cp-sat", 100_000, stop=stopped) is SearchEnd.INTERRUPT
     now = Clock().now()
     assert ended("cp-sat", 0, clock=Clock(), deadline=now) is SearchEnd.SECONDS
-    assert solve(build_problem(grid(2, 2, 4)), "cp-sat", Budget.of_steps(4_000_000)).end is SearchEnd.BOUND
+    assert find_best_candidate(build_problem(grid(2, 2, 4)), "cp-sat",
+                               Budget.of_steps(4_000_000)).end is SearchEnd.BOUND

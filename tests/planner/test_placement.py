@@ -47,7 +47,7 @@ def test_copies_reduce_their_gradients_together():
     starts = {}
     for op in schedule.all_ops():
         if op.kind is OpKind.A:
-            starts.setdefault(schedule.grid.original(op.slice), set()).add(op.start_ticks)
+            starts.setdefault(schedule.grid.original_stage(op.slice), set()).add(op.start_ticks)
     assert sorted(starts) == [0, 1, 2, 3] and all(len(times) == 1 for times in starts.values())
     assert schedule.rerouted == 5  # each of its micro-batches passes the dead worker once, one way or the other
     assert codec.decode(codec.encode(schedule)) == schedule

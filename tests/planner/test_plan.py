@@ -15,11 +15,11 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.model.start_times import earliest, solution_period, timed
+from slipstream.planner.model.start_times import compute_earliest, solution_period, time_order
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_job, plan_only, plan_with
-from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign_hosts
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import OpKind, Worker
@@ -34,19 +34,19 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 def test_list_schedules_keep_every_rule(data, job, modes, order, lookahead, assignment):
     down = data.draw(failures(job))
     problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
-    arrays = ProblemArrays(problem, assign(problem, assignment))
+    arrays = ProblemArrays(problem, assign_hosts(problem, assignment))
     limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(job.columns)))
     rule = DispatchRule(forward_order=order, lookahead=lookahead, ignore_transfers=data.draw(st.booleans()),
                         in_flight=limits)
     bound = strongest_bound(problem)
-    sequence = ListScheduler(arrays).order(rule)
-    early = earliest(arrays, sequence)
-    best, start = timed(arrays, sequence)
+    sequence = ListScheduler(arrays).order_ops(rule)
+    early = compute_earliest(arrays, sequence)
+    best, start = time_order(arrays, sequence)
     for starts in (early, start):
-        plan = arrays.solution(sequence, starts)
+        plan = arrays.make_solution(sequence, starts)
         assert check(build_schedule(problem, plan, bound=bound, method="greedy")) == []
         assert bound.ticks <= solution_period(plan) == solution_period(Solution(arrays, sequence, starts))
-    late, soon = (solution_period(arrays.solution(sequence, starts)) for starts in (start, early))
+    late, soon = (solution_period(arrays.make_solution(sequence, starts)) for starts in (start, early))
     assert best == late <= soon
 
 

@@ -12,7 +12,7 @@ from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job
-from slipstream.planner.recompute import choose_recomputation, recomputing
+from slipstream.planner.recompute import choose_recomputation, with_recomputation
 from slipstream.schedules.check import check
 from tests.jobs import jobs
 
@@ -70,7 +70,7 @@ def test_no_other_stages_are_much_better(capacity):
     """Against list schedules of all sets of three stages."""
     tight = job(3, 8, capacity)
     every = chain.from_iterable(combinations(range(3), count) for count in range(4))
-    periods = [plan_job(recomputing(tight, stages), method="greedy").period for stages in every]
+    periods = [plan_job(with_recomputation(tight, stages), method="greedy").period for stages in every]
     assert choose_recomputation(tight, QUICK).period <= 1.02 * min(periods)
 
 
@@ -80,7 +80,7 @@ def test_work_and_memory_of_what_is_computed_again(given_job, data):
     """A forward more for each chosen stage; what is held is less, as is the room. Layers still add up to stages."""
     stages = data.draw(st.sets(st.integers(0, given_job.depth - 1)))
     known = replace(given_job, memory=replace(given_job.memory, recomputed=(0.5,) * len(given_job.columns)))
-    again = recomputing(known, stages)
+    again = with_recomputation(known, stages)
     for place in range(len(known.columns)):
         more = sum(getattr(again.time, key)[place] - getattr(known.time, key)[place]
                    for key in ("backward_input", "backward_weight"))

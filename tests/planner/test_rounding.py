@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError
-from slipstream.planner.job.layers import exact, layer_costs
-from slipstream.planner.model.bounds import least_of
-from slipstream.planner.model.from_job import FINEST, layered_problem, tick_of
+from slipstream.planner.job.layers import exact_decimal, layer_costs
+from slipstream.planner.model.bounds import layout_lower_bound
+from slipstream.planner.model.from_job import MAX_TICKS, build_layered_problem, choose_tick
 from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import overlaps, without_reductions
+from slipstream.planner.overlapped import has_overlapping_reductions, without_reductions
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
-from slipstream.schedules.schedule import ProgramOp, Worker, period_ticks
+from slipstream.schedules.schedule import ProgramOp, Worker, compute_period_ticks
 from tests.jobs import any_jobs, failures, grid
 
 CLOSE = 1 + Fraction(1, 10**12)
@@ -58,7 +58,7 @@ def shortened(schedule, below):
                 times.duration_ticks(op.kind, op.slice, op.worker)), op.pipeline) for op in schedule.ops(seat.worker)))
     made = msgspec.structs.replace(schedule, times=times, memory=memory, seats=tuple(seats), programs=tuple(programs))
     ops = list(made.all_ops())
-    period = period_ticks(ops) if made.optimizer == "staggered" else \
+    period = compute_period_ticks(ops) if made.optimizer == "staggered" else \
         max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
     return msgspec.structs.replace(made, period_ticks=period, lower_bound_ticks=0,
                                    status="feasible"), schedule.period_ticks * per_tick
@@ -75,12 +75,15 @@ def test_a_schedule_stays_one_with_times_rounded_down(data, job, layers, backwar
     except (NoPlanError, JobError):
         return
     assume(schedule.times.of_layers)
-    below = layered_problem(job, down, LayoutScope(layers=layers), backward=backward, optimizer=optimizer, down=True)
+    below = build_layered_problem(job, down, LayoutScope(layers=layers), backward=backward, optimizer=optimizer,
+                                  down=True)
     shorter, longest = shortened(schedule, below)
     assert check(shorter) == [] and shorter.period_ticks <= longest
-    bounding = layered_problem(without_reductions(job) if overlaps(job) else job, down, LayoutScope(layers=layers),
-                               backward=backward, optimizer=optimizer, down=True)
-    assert least_of(bounding).ticks * exact(bounding.tick_seconds) <= longest * exact(below.tick_seconds) * CLOSE
+    bounding = build_layered_problem(without_reductions(job) if has_overlapping_reductions(job) else job, down,
+                                     LayoutScope(layers=layers),
+                                     backward=backward, optimizer=optimizer, down=True)
+    assert layout_lower_bound(bounding).ticks * exact_decimal(bounding.tick_seconds) \
+        <= longest * exact_decimal(below.tick_seconds) * CLOSE
     claimed = decode(encode(schedule))
     assert claimed == schedule
     assert schedule.lower_bound_ticks <= proven_bound(claimed).ticks <= schedule.period_ticks
@@ -90,10 +93,11 @@ def test_nothing_is_rounded_below_the_times_of_the_job():
     """Halves of a time of ten digits, and its sum, in ticks of a millionth of the longest op."""
     job = grid(2, 1, 1, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1.00000051\n",
                more="[placement]\nlayers = [2]\n")
-    tick = tick_of(job, layer_costs(job))
-    assert tick == exact(1.00000051) / FINEST
+    tick = choose_tick(job, layer_costs(job))
+    assert tick == exact_decimal(1.00000051) / MAX_TICKS
     question = LayoutScope(layers="move")
-    above, below = (layered_problem(job, [Worker(0, 0)], question, down=down) for down in (False, True))
-    assert least_of(below).ticks * tick <= 2 * 3 + exact(1.00000051) <= least_of(above).ticks * tick
+    above, below = (build_layered_problem(job, [Worker(0, 0)], question, down=down) for down in (False, True))
+    assert layout_lower_bound(below).ticks * tick <= 2 * 3 + exact_decimal(1.00000051) \
+        <= layout_lower_bound(above).ticks * tick
     made = plan_only(PlanOptions(layers="move", steps=10_000), job, [Worker(0, 0)]).schedule
     assert made.seconds(made.lower_bound_ticks) <= 7.00000051 <= made.seconds(made.period_ticks)

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.runtime.coordinator import event_loop
-from slipstream.runtime.coordinator.planning.background import in_thread
+from slipstream.runtime.coordinator.planning.background import run_in_thread
 from slipstream.runtime.processes.fork_server import ForkServer
 from tests.runtime.forked import own_fork_server
 
@@ -25,4 +25,4 @@ def other_fork_server():
 @pytest.fixture
 def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs plan in threads, so that a scheduler can note what it is asked."""
-    monkeypatch.setattr(event_loop, "background_for", lambda _: in_thread)
+    monkeypatch.setattr(event_loop, "choose_background", lambda _: run_in_thread)

@@ -7,7 +7,7 @@ import numpy as np
 
 from slipstream.runtime.api import Microbatch, RunConfig
 from slipstream.runtime.model.data.token_data import TokenData
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 
 FOLDER = "COUNTED_DATA_FOLDER"
 
@@ -19,7 +19,7 @@ class Uncounted:
 
     def __init__(self, config: RunConfig) -> None:
         self.context, self.microbatches = config.model.context, config.training.options["microbatches"]
-        self.count_from(FROM_THE_START)
+        self.count_from(NOTHING_READ)
 
     def count_from(self, read: SamplesRead) -> None:
         self.data = TokenData("counted", np.arange(256, dtype=np.uint8), vocabulary=256, context=self.context,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.planner.failures import FailurePlanner, job_at
+from slipstream.planner.failures import FailurePlanner, with_speeds
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
@@ -18,7 +18,7 @@ from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.events import Event
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place
@@ -53,15 +53,16 @@ class Planning(FailurePlanner):
         self.asked: list[tuple[tuple[Worker, ...], Speeds]] = []
         """For settled schedules."""
 
-    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        schedule = super().at_once(down, held, speeds)
-        assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
+    def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+        schedule = super().plan_at_once(down, held, speeds)
+        assert all(schedule.held_layers(worker) == layers for worker,
+                   layers in held), "nobody needs what it does not hold"
         return schedule
 
-    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         self.asked.append((down, speeds))
         options = PlanOptions(method="greedy", time_limit=0.1, layers="move", holds=held)
-        return plan_only(options, job_at(self._job, speeds) if speeds else self._job, down).schedule
+        return plan_only(options, with_speeds(self._job, speeds) if speeds else self._job, down).schedule
 
 
 def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
@@ -136,12 +137,13 @@ def train_until(happened: Callable[[Told], object], fork_server: ForkServer, out
 
 def assert_same_so_far(out: Path, job: Job, config: RunConfig) -> None:
     """The losses, and the parameters of the last checkpoint, of a run that was ended are those of one process."""
-    losses, checkpoint = losses_in(out), latest(out / "checkpoints")
+    losses, checkpoint = losses_in(out), open_latest(out / "checkpoints")
     assert checkpoint is not None and checkpoint.iteration == len(losses)
     reference = judge(config, job.microbatches, len(losses))
     assert losses == pytest.approx(reference.losses, rel=0, abs=1e-9)
     layers = {int(name.partition(".")[0]) for name in reference.parameters}
-    found = {f"{layer}.{name.removeprefix('model.')}": tensor for layer, state in load(checkpoint, layers).items()
+    found = {f"{layer}.{name.removeprefix('model.')}": tensor for layer,
+             state in load_layers(checkpoint, layers).items()
              for name, tensor in state.items() if name.startswith("model.")}
     for name, theirs in reference.parameters.items():
         torch.testing.assert_close(found[name], theirs, rtol=0, atol=1e-9)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, environment
-from slipstream.runtime.processes.fork_server_messages import Adopted
+from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, build_environment
+from slipstream.runtime.processes.fork_server_messages import ServerAdopted
 from slipstream.runtime.processes.fork_server_process import _Server
-from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS
+from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
 from tests.runtime.launchers import START_SECONDS, Launcher
 
 HIGHEST = 4096
@@ -38,7 +38,7 @@ class ForkedServer(AdoptedForkServer):
             listener.bind(f"\0{name}-test")
             listener.listen(1)
             listener.settimeout(START_SECONDS)
-            task = Where(f"{name}-test", environment(), str(Path.cwd()))
+            task = Where(f"{name}-test", build_environment(), str(Path.cwd()))
             self._process = Launcher(f"{__name__}:connect", msgspec.json.encode(task).decode(), log=os.devnull,
                                      imports=imports)
             connection, _ = listener.accept()
@@ -81,11 +81,11 @@ def fork_server_of_launcher() -> ForkServer:
 
 def serve(connection: socket.socket) -> None:
     """Be a fork server, at the other end of a connection, to the end."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_SCHEDULERS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
     os.dup2(connection.fileno(), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     connection.close()
-    os.write(0, msgspec.json.encode(Adopted("", ())) + b"\n")
+    os.write(0, msgspec.json.encode(ServerAdopted("", ())) + b"\n")
     gc.freeze()
     _Server().serve()
     os._exit(0)

@@ -15,7 +15,7 @@ import msgspec
 
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 
 NUMBERS = itertools.count()
 START_SECONDS = 240.0
@@ -58,8 +58,8 @@ class Servant:
     def start(self, name: str, target: str, words: Sequence[object], log: Path | str, imports: Sequence[str]) -> int:
         task = msgspec.json.encode([target, *map(str, words)]).decode()
         module, _, _ = target.partition(":")
-        self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
-                                       imports=("tests.runtime.warm", module, *imports)))  # once for all
+        self._server.start_process(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
+                                               imports=("tests.runtime.warm", module, *imports)))  # once for all
         deadline = time.monotonic() + START_SECONDS
         while name not in self._server.pids:
             assert time.monotonic() < deadline and name not in self._status
@@ -105,7 +105,7 @@ def command(*words: str) -> int:
     from tests.runtime.forked import fork_server_of_launcher
 
     launch.ForkServer = node_agent.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]
-    os.environ[VARIABLE] = SECRET
+    os.environ[SECRET_VARIABLE] = SECRET
     sys.argv[1:] = words
     try:
         main()

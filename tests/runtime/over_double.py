@@ -4,17 +4,17 @@ report what they have run without a commit point."""
 import os
 from functools import partial
 
-from slipstream.runtime.replay import links, session
-from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.replay import group_cache, session
+from slipstream.runtime.replay.nccl import NcclBackend
 from tests.runtime.replay.double import HASTY, Double
 
-_USUAL = session.Session.commit_point
+_USUAL = session.GenerationSession.reach_commit_point
 
 
-def _commit_point(self: session.Session) -> None:
+def _commit_point(self: session.GenerationSession) -> None:
     if HASTY not in os.environ:
         _USUAL(self)
 
 
-links.Nccl = partial(Nccl, Double)  # type: ignore[misc, assignment]
-session.Session.commit_point = _commit_point  # type: ignore[method-assign]
+group_cache.NcclBackend = partial(NcclBackend, Double)  # type: ignore[misc, assignment]
+session.GenerationSession.reach_commit_point = _commit_point  # type: ignore[method-assign]

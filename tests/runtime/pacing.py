@@ -42,18 +42,18 @@ class Pauses:
 
 def after_each_iteration(monkeypatch: pytest.MonkeyPatch, progress: Callable[[int, float], None]) -> None:
     """Have this called in runs that commands start in this process."""
-    write = RunLog.commit
+    write = RunLog.write_iteration
 
     def written(log: RunLog, iteration: int, loss: float, *more: float | None, **known: float | None) -> None:
         write(log, iteration, loss, *more, **known)
         progress(iteration, loss)
 
-    monkeypatch.setattr(RunLog, "commit", written)
+    monkeypatch.setattr(RunLog, "write_iteration", written)
 
 
 def hold_at(iteration: int, path: Path) -> None:
     """Have the run of a command in this process wait after an iteration until a file is there."""
-    write = RunLog.commit
+    write = RunLog.write_iteration
 
     def written(log: RunLog, number: int, loss: float, *more: float | None, **known: float | None) -> None:
         write(log, number, loss, *more, **known)
@@ -61,7 +61,7 @@ def hold_at(iteration: int, path: Path) -> None:
         while number == iteration and not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    RunLog.commit = written  # type: ignore[method-assign]
+    RunLog.write_iteration = written  # type: ignore[method-assign]
 
 
 def slowly_until(happened: Callable[[], bool]) -> Callable[[int, float], None]:

@@ -11,13 +11,13 @@ from torch import Tensor, distributed
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.shards import whole_layer
-from slipstream.runtime.model.layers.worker_group import Connection, WorkerGroup, enter_group
-from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.shards import gather_layer
+from slipstream.runtime.model.layers.worker_group import GroupConnection, WorkerGroup, enter_group
+from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.model.tensor_codec import write_tensors
-from slipstream.runtime.processes.children import Children
+from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
 
@@ -44,8 +44,8 @@ def find_on_ranks(configs: Sequence[RunConfig], folder: Path, fork_server: ForkS
     """Have the ranks of a worker write `whole_gradients` of each configuration."""
     (_, opened), ranks = (kept := host_store()), configs[0].training.tensor_parallel
     tasks = [Task(rank, tuple(configs), opened, str(folder)) for rank in range(ranks)]
-    with Children(f"{__name__}:find", tasks, fork_server) as children:
-        children.answers(120.0)
+    with ChildProcesses(f"{__name__}:find", tasks, fork_server) as children:
+        children.collect_results(120.0)
     del kept
 
 
@@ -57,7 +57,7 @@ def find(task: str) -> bytes:
     group = enter_group(asked.rank, size)
     assert group is not None
     backend = distributed.ProcessGroupGloo(connect_store(asked.rendezvous), asked.rank, size, timedelta(seconds=60))
-    group.connect(Connection(backend, lambda _: nullcontext(), CPU, staged=False))
+    group.connect(GroupConnection(backend, lambda _: nullcontext(), CPU, staged=False))
     for index, config in enumerate(asked.configs):
         write_tensors(file_of(Path(asked.folder), index, asked.rank), whole_gradients(config, group))
     return b""
@@ -65,9 +65,9 @@ def find(task: str) -> bytes:
 
 def whole_gradients(config: RunConfig, group: WorkerGroup | None) -> dict[str, Tensor]:
     """The loss of a micro-batch, and the gradients of all parameters, by a backward in two."""
-    model = model_for(config.model, 0, torch.float64, CPU)
+    model = build_model(config.model, 0, torch.float64, CPU)
     holding = build_holding(model, range(model.layers), config.training)
-    batch = load_corpus(config).batch(NAME, config.training.batch, config.model.context)
+    batch = load_data(config).batch(NAME, config.training.batch, config.model.context)
     first, second = (SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config)
                      for layers in ((0, 1), (1, model.layers)))
     features = first.forward(NAME, batch[0], None, batch, split=True)
@@ -81,5 +81,5 @@ def whole_gradients(config: RunConfig, group: WorkerGroup | None) -> dict[str, T
         for parameter in module.parameters():
             assert parameter.grad is not None
             parameter.data = parameter.grad
-        found.update({f"{layer}.{name}": tensor for name, tensor in whole_layer(module, group).items()})
+        found.update({f"{layer}.{name}": tensor for name, tensor in gather_layer(module, group).items()})
     return found

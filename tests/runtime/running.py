@@ -16,9 +16,9 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.events import EVENTS, METRICS, Metrics, decode_metrics
 from slipstream.runtime.launch import RunResult
-from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
@@ -72,9 +72,9 @@ def assert_same_masters(result: RunResult, config: RunConfig, microbatches: tupl
     they have gone at most."""
     reference, first = judge(config, microbatches, iterations), judge(config, microbatches, 0)
     assert result.losses == pytest.approx(reference.losses, rel=1e-3)
-    newest = latest(result.out / CHECKPOINTS)
+    newest = open_latest(result.out / CHECKPOINTS)
     assert newest is not None and newest.iteration == iterations
-    states = load(newest, range(1 + max(int(name.partition(".")[0]) for name in reference.masters)))
+    states = load_layers(newest, range(1 + max(int(name.partition(".")[0]) for name in reference.masters)))
     ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
             for layer, _, of in [name.partition(".")]}
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
@@ -116,7 +116,7 @@ def judge_of_text(text: str) -> ReferenceResult:
 
 def command_environment() -> dict[str, str]:
     """For commands that are run elsewhere, and share this machine."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: "0123456789abcdef"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), SECRET_VARIABLE: "0123456789abcdef"}
 
 
 def losses_in(out: Path) -> list[float]:

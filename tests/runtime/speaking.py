@@ -11,14 +11,14 @@ from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
     TAG_BYTES,
-    Answer,
     Challenge,
-    Keys,
+    ChallengeAnswer,
+    ConnectionKeys,
     Secret,
-    introduce,
+    authenticate_connection,
 )
-from slipstream.runtime.protocol.channel import Frames, frame
-from slipstream.runtime.worker.layer_messages import pack, read_message
+from slipstream.runtime.protocol.channel import FrameParser, encode_frame
+from slipstream.runtime.worker.layer_messages import encode_message, read_message
 from slipstream.schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")
@@ -27,43 +27,43 @@ SECRET = Secret(b"the secret of tests has 32 bytes")
 class Talk:
     """A connection to the coordinator, in an event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: Keys) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: ConnectionKeys) -> None:
         self.reader, self.writer, self.keys = reader, writer, keys
-        self.frames = Frames(keys.receiving)
+        self.frames = FrameParser(keys.receiving)
 
     def say(self, *messages) -> None:
         for message in messages:
-            self.writer.write(frame(message).tagged(self.keys.sending))
+            self.writer.write(encode_frame(message).with_tag(self.keys.sending))
 
     def say_body(self, body: bytes) -> None:
         """With the tag that belongs to it, whatever it is."""
         self.writer.write(framed(body, self.keys))
 
 
-def framed(body: bytes, keys: Keys) -> bytes:
-    return len(body).to_bytes(4, "little") + body + keys.sending.next(hashlib.sha256(body).digest())
+def framed(body: bytes, keys: ConnectionKeys) -> bytes:
+    return len(body).to_bytes(4, "little") + body + keys.sending.compute_next(hashlib.sha256(body).digest())
 
 
 async def talk(address, *first, secret: Secret = SECRET) -> Talk:
     """Connect, shake hands, and say the first messages."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    answer = Answer(secret, "control", await reader.readexactly(GREETING_BYTES))
+    answer = ChallengeAnswer(secret, "control", await reader.readexactly(GREETING_BYTES))
     writer.write(answer.hello)
     spoken = Talk(reader, writer, answer.keys)
     spoken.say(*first)
-    answer.require(await reader.readexactly(TAG_BYTES))
+    answer.verify_proof(await reader.readexactly(TAG_BYTES))
     return spoken
 
 
 class Asking:
     """A connection between a layer sender and one who asks, at either end."""
 
-    def __init__(self, connection: socket.socket, keys: Keys) -> None:
+    def __init__(self, connection: socket.socket, keys: ConnectionKeys) -> None:
         self.connection, self.keys = connection, keys
         self._raw = connection.makefile("rb", buffering=0)
 
     def send(self, message, tensors=None) -> None:
-        for piece in pack(self.keys.sending, message, tensors):
+        for piece in encode_message(self.keys.sending, message, tensors):
             self.connection.sendall(piece)
 
     def receive(self):
@@ -87,7 +87,7 @@ class Asking:
 def ask(address: tuple[str, int], seconds: float, secret: Secret = SECRET) -> Asking:
     """Connect to a layer sender, and shake hands."""
     connection = socket.create_connection(address, seconds)
-    keys = introduce(connection, secret, "layers", lambda _: b"")
+    keys = authenticate_connection(connection, secret, "layers", lambda _: b"")
     connection.settimeout(seconds)
     return Asking(connection, keys)
 
@@ -99,7 +99,7 @@ def be_asked(connection: socket.socket, purpose="layers", secret: Secret = SECRE
     hello = b""
     while len(hello) < HELLO_BYTES:
         hello += connection.recv(HELLO_BYTES - len(hello))
-    proof, keys = challenge.admit(hello)
+    proof, keys = challenge.verify_hello(hello)
     connection.sendall(proof)
     return Asking(connection, keys)
 

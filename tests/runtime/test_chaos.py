@@ -15,7 +15,7 @@ from benchmarks.chaos import TOLERANCE, switching, train_through
 from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
 from benchmarks.chaos_scenario import settings
 from slipstream.runtime.events import Failed, Joined, Noted
-from slipstream.runtime.processes.children import Children
+from slipstream.runtime.processes.child_processes import ChildProcesses
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
@@ -155,6 +155,6 @@ def test_what_is_left_after_a_run_is_told(monkeypatch, tmp_path):
 
 def test_the_switch_interval_is_that_of_every_process():
     usual = sys.getswitchinterval()
-    with switching(1e-6), Children("tests.runtime.processes.child:switch_interval", [Life(0.0)]) as children:
-        assert float(children.answers(60)[0]) == sys.getswitchinterval() == pytest.approx(1e-6)
+    with switching(1e-6), ChildProcesses("tests.runtime.processes.child:switch_interval", [Life(0.0)]) as children:
+        assert float(children.collect_results(60)[0]) == sys.getswitchinterval() == pytest.approx(1e-6)
     assert sys.getswitchinterval() == usual

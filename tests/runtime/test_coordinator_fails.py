@@ -49,7 +49,7 @@ def test_a_planner_that_fails_is_asked_once_more(fork_server, tmp_path):
 
 
 def test_one_that_never_plans_ends_the_run_with_a_line(monkeypatch, fork_server, tmp_path):
-    monkeypatch.setattr(launch, "RESTARTS", 1)
+    monkeypatch.setattr(launch, "MAX_RESTARTS", 1)
     asked = []
 
     def scheduler(down):
@@ -62,7 +62,7 @@ def test_one_that_never_plans_ends_the_run_with_a_line(monkeypatch, fork_server,
 
 
 def test_one_that_fails_again_and_again_ends_the_run_with_its_error(monkeypatch, fork_server, tmp_path):
-    monkeypatch.setattr(launch, "RESTARTS", 1)
+    monkeypatch.setattr(launch, "MAX_RESTARTS", 1)
     failing(monkeypatch, 100, after=0)
     with pytest.raises(KeyError, match="nobody has thought of this"):
         run(schedule_for(JOB), CONFIG, out=tmp_path, fork_server=fork_server)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from slipstream.runtime.node_agent import _join_node
+from slipstream.runtime.node_agent import _connect_to_coordinator
 from slipstream.runtime.protocol import to_coordinator, to_worker
-from slipstream.runtime.protocol.channel import Channel, Frames, frame
+from slipstream.runtime.protocol.channel import Channel, FrameParser, encode_frame
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from slipstream.runtime.protocol.to_node_agent import NodeTaken
-from slipstream.runtime.worker import main, setting_up
+from slipstream.runtime.worker import context_builder, main
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 from tests.runtime.speaking import SECRET, be_asked
@@ -41,27 +41,28 @@ class Node0s:
                 connection, _ = self._listener.accept()
                 with connection:
                     keys = be_asked(connection, "control").keys
-                    frames, bodies = Frames(keys.receiving), []
+                    frames, bodies = FrameParser(keys.receiving), []
                     while not bodies:
-                        bodies = frames.feed(connection.recv(4096))
+                        bodies = frames.parse_messages(connection.recv(4096))
                     self.heard.append(to_coordinator.decode(bodies[0]))
                     if answer is not None:
-                        connection.sendall(frame(answer).tagged(keys.sending))
+                        connection.sendall(encode_frame(answer).with_tag(keys.sending))
 
 
 def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
     node_0 = Node0s(None, SETUP)
     spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
-    channel, setup = main._join(spec, lambda hello, seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
-                                                                     seconds))
+    channel, setup = main._join_run(spec, lambda hello,
+                                    seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
+                                                                         seconds))
     channel.close()
     assert setup == SETUP and len(node_0.heard) == 2
 
 
 def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeypatch):
     """It would wait for the other's store, and end, and nobody would know that it was waited for."""
-    monkeypatch.setattr(setting_up, "STORE_TIMEOUT", setting_up.timedelta(seconds=1))
+    monkeypatch.setattr(context_builder, "STORE_TIMEOUT", context_builder.timedelta(seconds=1))
     store, address = host_store()
     setups = [msgspec.structs.replace(SETUP, epoch=1), msgspec.structs.replace(SETUP, epoch=2, store=address)]
     node_0 = Node0s(*setups)
@@ -71,11 +72,11 @@ def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeyp
 
     hello = to_coordinator.JoinWorker(Worker(0, 0))
     channel = connect(hello, SOON)
-    link = CoordinatorLink(channel, channel.wait_for(type(SETUP)), connect)
+    link = CoordinatorLink(channel, channel.read_first(type(SETUP)), connect)
     spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
     with closing(link):
-        assert setting_up._reach_store(spec, link).port == address.port
+        assert context_builder._connect_to_store(spec, link).port == address.port
         assert link.setup == setups[1] and node_0.heard[1].epoch == 1
     del store
 
@@ -85,7 +86,7 @@ def test_a_launcher_that_was_told_to_wait_does_not_wait_for_a_run_that_has_ended
     job = SimpleNamespace(secret=SECRET, coordinator_timeout_seconds=1.0)
     began = time.monotonic()
     with pytest.raises(RendezvousError):
-        _join_node(node_0.address, job, 1, 600.0, lambda _: None)
+        _connect_to_coordinator(node_0.address, job, 1, 600.0, lambda _: None)
     assert time.monotonic() - began < 300.0 and len(node_0.heard) == 2
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.node_agent import join
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.processes.stop_signals import REPEATED_SECONDS, SIGNALS, RunStopped
+from slipstream.runtime.processes.stop_signals import REPEAT_SECONDS, SIGNALS, RunStopped
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import GRACE_SECONDS, JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
@@ -30,7 +30,7 @@ def committed(out: Path) -> int:
 
 
 def newest(out: Path) -> int | None:
-    found = latest(out / "checkpoints")
+    found = open_latest(out / "checkpoints")
     return None if found is None else found.iteration
 
 
@@ -47,7 +47,7 @@ def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None =
 
 def assert_goes_on(out: Path, fork_server: ForkServer, lost: int = 0) -> None:
     """From the checkpoint, to the numbers of a run that nothing has happened to."""
-    checkpoint = latest(out / "checkpoints")
+    checkpoint = open_latest(out / "checkpoints")
     assert checkpoint is not None and checkpoint.iteration + lost == committed(out) < 30
     run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, resilience=Resilience(resume=checkpoint))
     losses = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
@@ -109,7 +109,7 @@ def test_a_second_signal_ends_it_at_once(fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(REPEATED_SECONDS[signal.SIGINT] + 0.1)
+            time.sleep(REPEAT_SECONDS[signal.SIGINT] + 0.1)
             os.kill(os.getpid(), signal.SIGINT)
 
     assert stopped(tmp_path, fork_server, tell).number == signal.SIGINT
@@ -222,8 +222,8 @@ def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):
 
     def follow() -> None:
         try:
-            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other",
-                 fork_server=other_fork_server)
+            join_run(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other",
+                     fork_server=other_fork_server)
         except Exception as error:
             errors.append(error)
 

@@ -9,19 +9,19 @@ import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.model.computing.slices import Slices, forms
-from slipstream.runtime.model.data.data import load_corpus, load_validation
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.state.holding import build_holding
-from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.model.computing.slices import WorkerSlices, find_forms
+from slipstream.runtime.model.data.data import load_data, load_validation_data
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
@@ -48,7 +48,7 @@ def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_serve
     result = run(scheduler(()), config, iterations=6, out=tmp_path, fork_server=fork_server, resilience=half)
     assert dead(result) == ["1.0", "0.1"]
     resumed = run(scheduler(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=scheduler, resume=latest(tmp_path / "checkpoints"), injections=(at("0.0", 9, "evaluating"),)))
+        scheduler=scheduler, resume=open_latest(tmp_path / "checkpoints"), injections=(at("0.0", 9, "evaluating"),)))
     assert dead(resumed) == ["0.0"]
     reference = judge(config, JOB.microbatches, 10)
     assert [*result.losses, *resumed.losses] == pytest.approx(reference.losses, rel=0, abs=1e-9)
@@ -59,9 +59,10 @@ def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_serve
 def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
     """A thread that is stuck in the network is left behind; the iteration is run again on its layers, with dropout."""
     config, schedule, (store, _) = tiny(), schedule_for(grid(1, 1, 2)), host_store()
-    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     worker, placement = Worker(0, 0), Placement([0, model.layers])
-    session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=model.device, store=store)
+    session = GenerationSession(Membership(1, {worker: 0}, worker), links=GroupCache("gloo"), device=model.device,
+                                store=store)
     session.connect()
     holding = build_holding(model, range(model.layers), config.training)
     stuck, freed, mode = Event(), Event(), EvaluationMode()
@@ -71,18 +72,18 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
         assert freed.wait(TIMEOUT_SECONDS)
 
     evaluation = Evaluation(
-        schedule, session=session, steps=Steps(holding, config.training, layers=model.layers, share=None,
+        schedule, session=session, steps=StepController(holding, config.training, layers=model.layers, share=None,
                                                          staggered=False),
-        slices=Slices(holding, placement.slices(schedule, worker), model, loss_scale=0.5, config=config),
-        exchange=lambda one, iterations: Exchange(one, session, forms(model, config), iterations),
-        feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
+        slices=WorkerSlices(holding, placement.slice_layers(schedule, worker), model, loss_scale=0.5, config=config),
+        exchange=lambda one, iterations: Exchange(one, session, find_forms(model, config), iterations),
+        feed=lambda one: load_data(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
         mode=mode)
     modules = [one for module in holding.modules.values() for one in module.modules()]
     assert all(one.training for one in modules)
     with ThreadPoolExecutor(1) as pool:
         loss = pool.submit(evaluation.run)
         assert stuck.wait(TIMEOUT_SECONDS) and not any(one.training for one in modules)
-        mode.end()
+        mode.leave_mode()
         assert all(one.training for one in modules)
         modules[0].training = False  # another evaluation has begun
         freed.set()
@@ -104,4 +105,4 @@ def test_keys_that_do_not_go_together(training, said):
     ("validation_text", "training.validation_text is '/none', which does not exist")])
 def test_the_key_is_named(key, said):
     with pytest.raises(ConfigError, match=f"^{said}"):
-        load_validation(parse_run_config({}, {"evaluate_every": 3, key: "/none"}))
+        load_validation_data(parse_run_config({}, {"evaluate_every": 3, key: "/none"}))

@@ -8,9 +8,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from slipstream.runtime.events import Event, Iteration, Kind, decode, decode_iteration
+from slipstream.runtime.events import AnyEvent, Event, Iteration, decode_event, decode_iteration
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.schedules.codec import read
@@ -52,12 +52,12 @@ def folder(tmp_path_factory):
                          [Injection(LOST, 5, 2)], scheduler=planned(JOB), checkpoint_every=20, returns=back))
         assert [one.live for one in result.recoveries] == [3, 4]
         run(schedule_for(JOB), tiny(), out=out, iterations=43, fork_server=fork_server,
-            resilience=Resilience(resume=latest(out / "checkpoints")))
+            resilience=Resilience(resume=open_latest(out / "checkpoints")))
     return out
 
 
 def test_the_documentation_describes_every_kind_with_its_fields():
-    kinds = {kind.__struct_config__.tag: fields(kind) for kind in get_args(Kind)}
+    kinds = {kind.__struct_config__.tag: fields(kind) for kind in get_args(AnyEvent)}
     assert described() == kinds
     text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     line = re.search(r"`losses.jsonl` \|.*?`(\{.*?\})`", text)
@@ -69,7 +69,7 @@ def test_every_line_of_a_run_is_as_described(folder):
     for line in lines(folder):
         assert list(line) == ["event", *COMMON, *kinds[line["event"]]], line
     for line in (folder / "events.jsonl").read_bytes().splitlines():
-        decode(line)
+        decode_event(line)
     for line in (folder / "losses.jsonl").read_bytes().splitlines():
         decode_iteration(line)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from slipstream.runtime.failure_domains import FailureDomains, divide_workers_by_node, find_domains
 from slipstream.runtime.replay.placement import PlacementError
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -16,39 +16,40 @@ BY_STAGE = [(A, C), (B, D)]
 def test_workers_of_one_machine_fail_together():
     domains = FailureDomains([(C, A), (B, D)])
     assert domains.domains == ((A, C), (B, D))
-    assert [domains.number(worker) for worker in (A, B, C, D)] == [0, 1, 0, 1]
-    assert domains.together(C) == (A, C)
-    assert B not in domains.together(A) and {A, C} <= {*domains.together(A)}
+    assert [domains.domain_of(worker) for worker in (A, B, C, D)] == [0, 1, 0, 1]
+    assert domains.workers_failing_with(C) == (A, C)
+    assert B not in domains.workers_failing_with(A) and {A, C} <= {*domains.workers_failing_with(A)}
 
 
 def test_who_is_in_none_fails_alone():
     domains = FailureDomains([(A, B)])
-    assert domains.together(C) == (C,) and domains.number(C) is None
-    assert domains.together(C) == (C,)
+    assert domains.workers_failing_with(C) == (C,) and domains.domain_of(C) is None
+    assert domains.workers_failing_with(C) == (C,)
 
 
 def test_each_node_is_a_machine_where_nothing_else_is_known():
-    shares = shares_of_nodes([A, B, C, D], 2, ())
+    shares = divide_workers_by_node([A, B, C, D], 2, ())
     assert shares == [[A, B], [C, D]]
     assert find_domains(GRID, shares, 1, ()).domains == ((A, B), (C, D))
 
 
 def test_nodes_that_share_a_machine_are_one_domain():
-    shares = shares_of_nodes([A, B, C, D], 4, ())
+    shares = divide_workers_by_node([A, B, C, D], 4, ())
     assert find_domains(GRID, shares, 2, ()).domains == ((A, B), (C, D))
     assert find_domains(GRID, shares, 3, ()).domains == ((A, B, C), (D,))
 
 
 def test_who_is_not_there_from_the_start_would_be_on_node_0():
-    assert find_domains(GRID, shares_of_nodes([A, B, D], 3, ()), 1, ()).domains == ((A, C), (B,), (D,))
+    assert find_domains(GRID, divide_workers_by_node([A, B, D], 3, ()), 1, ()).domains == ((A, C), (B,), (D,))
 
 
 def test_a_topology_overrides_the_nodes_and_says_who_is_where():
-    assert find_domains(GRID, shares_of_nodes([A, B, C, D], 1, BY_STAGE), 1, BY_STAGE).domains == ((A, C), (B, D))
-    assert shares_of_nodes([A, B, C, D], 1, BY_STAGE) == [[A, B, C, D]]
-    assert shares_of_nodes([A, B, D], 2, BY_STAGE) == [[A], [B, D]]
-    assert shares_of_nodes([A, B, C, D], 4, BY_STAGE) == [[A], [C], [B], [D]]  # two processes on each machine
-    assert shares_of_nodes([A, B, C, D], 4, BY_STAGE[::-1]) == [[B], [D], [A], [C]]
+    assert find_domains(GRID, divide_workers_by_node([A, B, C, D], 1, BY_STAGE), 1, BY_STAGE).domains == ((A, C),
+                                                                                                          (B, D))
+    assert divide_workers_by_node([A, B, C, D], 1, BY_STAGE) == [[A, B, C, D]]
+    assert divide_workers_by_node([A, B, D], 2, BY_STAGE) == [[A], [B, D]]
+    assert divide_workers_by_node([A, B, C, D], 4, BY_STAGE) == [[A], [C], [B], [D]]  # two processes on each machine
+    assert divide_workers_by_node([A, B, C, D], 4, BY_STAGE[::-1]) == [[B], [D], [A], [C]]
 
 
 @pytest.mark.parametrize(("topology", "wrong"), [([(A, B, C)], D), ([(A, B), (C, D, A)], A),

@@ -9,7 +9,7 @@ from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import CheckpointWritten
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import complete, latest, load, open_checkpoint
+from slipstream.runtime.model.checkpoints.checkpoint import find_complete, load_layers, open_checkpoint, open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -28,7 +28,7 @@ def saved(out, *iterations):
     """Have the run wait, after each of these iterations, until the checkpoint of the state before it is complete."""
     def wait(iteration, _):
         deadline = time.monotonic() + 120
-        while iteration in iterations and iteration not in complete(out / "checkpoints"):
+        while iteration in iterations and iteration not in find_complete(out / "checkpoints"):
             assert time.monotonic() < deadline, "the checkpoint is not written"
             time.sleep(0.01)
     return wait
@@ -61,7 +61,7 @@ def test_they_go_back_to_the_newest_checkpoint(optimizer, fork_server, tmp_path)
     *_, back = result.recoveries
     assert back.went_back_to in (4, 8) and back.repeated in (0, 1, 4, 5)
     assert seen[-14 + back.went_back_to:] == list(range(back.went_back_to, 14))
-    assert latest(tmp_path / "checkpoints").iteration == 14
+    assert open_latest(tmp_path / "checkpoints").iteration == 14
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.8])
@@ -94,7 +94,8 @@ def test_a_run_that_began_from_a_checkpoint_goes_back_to_it(fork_server, tmp_pat
     train([], fork_server, tmp_path / "first", config=tiny(iterations=4), checkpoint_every=4)
     config = tiny(iterations=9)
     resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=0,
-                            resume=latest(tmp_path / "first" / "checkpoints"), injections=(at("0.1", 6), at("1.1", 7)))
+                            resume=open_latest(tmp_path / "first" / "checkpoints"),
+                            injections=(at("0.1", 6), at("1.1", 7)))
     result = run(schedule_for(JOB), config, out=tmp_path / "out", fork_server=fork_server, resilience=resilience)
     assert result.recoveries[-1].went_back_to == 4 == result.first_iteration
     reference = judge(config, JOB.microbatches, 9)
@@ -112,7 +113,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, t
                 for path in (tmp_path / "checkpoints" / "iteration-6").glob("*.safetensors"):
                     path.write_bytes(b"\0" + path.read_bytes()[1:])
             else:
-                assert load(open_checkpoint(complete(tmp_path / "checkpoints")[6]), range(4)), "it is written anew"
+                assert load_layers(open_checkpoint(find_complete(tmp_path / "checkpoints")[6]),
+                                   range(4)), "it is written anew"
 
     resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=3,
                             injections=(at("0.1", 8), at("1.1", 9, 4)))

@@ -20,33 +20,33 @@ from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
-    SPOKEN,
+    PROTOCOL_VERSION,
+    SECRET_VARIABLE,
     TAG_BYTES,
-    VARIABLE,
-    Answer,
     Challenge,
+    ChallengeAnswer,
     Secret,
-    introduce,
+    authenticate_connection,
 )
-from slipstream.runtime.protocol.channel import frame
+from slipstream.runtime.protocol.channel import encode_frame
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
     Finished,
     Heartbeat,
+    HeldState,
     Injected,
+    IterationReport,
     JoinNode,
     JoinWorker,
-    Kept,
     Note,
     Paused,
-    Ran,
-    Validated,
+    StepValidated,
 )
-from slipstream.runtime.protocol.to_worker import EndOrder, Factor, Finish, Leave
-from slipstream.runtime.run_folder import left_behind
-from slipstream.runtime.worker.layer_messages import LayerRequest, pack
+from slipstream.runtime.protocol.to_worker import EndOrder, Finish, Leave, StepFactor
+from slipstream.runtime.run_folder import read_takeover_record
+from slipstream.runtime.worker.layer_messages import LayerRequest, encode_message
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far
@@ -74,13 +74,13 @@ class Victim:
         self.control: Address = ("", 0)
         self.layers: dict[Worker, Address] = {}
         self.errors: list[BaseException] = []
-        ready = transition._ready
+        ready = transition._handle_ready
 
         def watch(step, report) -> None:
             self.layers[report.worker] = report.addresses[0]
             ready(step, report)
 
-        monkeypatch.setattr(transition, "_ready", watch)
+        monkeypatch.setattr(transition, "_handle_ready", watch)
 
     def suffer(self, attack: Callable[["Victim"], None], secret: Secret | None = SECRET):
         """Its numbers are those of one process, and nobody was lost. It is ended some time after the attack is over."""
@@ -150,16 +150,16 @@ def answer_to(address: Address, data: bytes) -> bytes:
 
 def is_greeting(data: bytes) -> bool:
     """All that a stranger hears; nothing where what it sent had made the connection end before it was heard."""
-    return data == b"" or (data.startswith(SPOKEN) and len(data) == GREETING_BYTES)
+    return data == b"" or (data.startswith(PROTOCOL_VERSION) and len(data) == GREETING_BYTES)
 
 
 def recorded(address: Address, purpose="control") -> bytes:
     """What one who knows the secret says to a greeting, as one who listens hears it."""
     with connect(address) as connection:
         greeting = connection.recv(GREETING_BYTES, socket.MSG_WAITALL)
-        answer = Answer(SECRET, purpose, greeting)
-        first = frame(JoinWorker(ABSENT)).tagged(answer.keys.sending) if purpose == "control" \
-            else b"".join(pack(answer.keys.sending, LayerRequest((0,))))
+        answer = ChallengeAnswer(SECRET, purpose, greeting)
+        first = encode_frame(JoinWorker(ABSENT)).with_tag(answer.keys.sending) if purpose == "control" \
+            else b"".join(encode_message(answer.keys.sending, LayerRequest((0,))))
         return answer.hello + first
 
 
@@ -173,11 +173,12 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
                          bytes(10**7), recorded(address, purpose), recorded(address, other)):
                 assert is_greeting(answer_to(address, data))
             with connect(address) as connection, pytest.raises(Exception, match="its secret is another one"):
-                introduce(connection, OTHER, purpose, lambda tags: frame(JoinNode(1)).tagged(tags))
+                authenticate_connection(connection, OTHER, purpose,
+                                        lambda tags: encode_frame(JoinNode(1)).with_tag(tags))
         with connect(victim.control) as mirror, connect(victim.control) as other:  # each hears what the other says
             greeting = mirror.recv(GREETING_BYTES, socket.MSG_WAITALL)
             other.recv(GREETING_BYTES, socket.MSG_WAITALL)
-            other.sendall(greeting[len(SPOKEN):] + bytes(TAG_BYTES))
+            other.sendall(greeting[len(PROTOCOL_VERSION):] + bytes(TAG_BYTES))
             assert all_of(other) == b""
         half = connect(victim.control)
         half.sendall(b"a part of a hello")
@@ -197,7 +198,7 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
 def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body, victim):
     def attack(victim: Victim) -> None:
         with connect(victim.control) as connection:
-            keys = introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
+            keys = authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(framed(body, keys))
             all_of(connection)
@@ -208,18 +209,20 @@ def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body
 
 
 def test_a_peer_with_the_secret_that_says_what_cannot_be_ends_its_own_connection(victim):
-    wrong = [Ran(ABSENT, 1, 10**9, 0.0, 0.1), Validated(1, Factor(10**9, None)),
-             Paused(ABSENT, 1, Kept(((0, 99),)), None, None), Paused(ABSENT, 1, Kept(parts=((99, 0, 1),)), None, None),
-             Paused(ABSENT, 1, Kept(((0, 1),)), Factor(-7, 1.0), None),
+    wrong = [IterationReport(ABSENT, 1, 10**9, 0.0, 0.1), StepValidated(1, StepFactor(10**9, None)),
+             Paused(ABSENT, 1, HeldState(((0, 99),)), None, None),
+             Paused(ABSENT, 1, HeldState(parts=((99, 0, 1),)), None, None),
+             Paused(ABSENT, 1, HeldState(((0, 1),)), StepFactor(-7, 1.0), None),
              Injected(ABSENT, 10**6, 0.0)]
-    harmless = [Finished(ABSENT, 1, {"weight": "x"}), FetchFailed(ABSENT, 9), Heartbeat(), Ran(ABSENT, 9, 3, 0.0, 0.1),
+    harmless = [Finished(ABSENT, 1, {"weight": "x"}), FetchFailed(ABSENT, 9), Heartbeat(),
+                IterationReport(ABSENT, 9, 3, 0.0, 0.1),
                 Note(ABSENT, "\x1b[2Jall is lost\n" + "x" * 10**5)]
 
     def attack(victim: Victim) -> None:
         for message in wrong:
             with connect(victim.control) as connection:
-                keys = introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
-                connection.sendall(b"".join(frame(one).tagged(keys.sending) for one in (*harmless, message)))
+                keys = authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
+                connection.sendall(b"".join(encode_frame(one).with_tag(keys.sending) for one in (*harmless, message)))
                 all_of(connection)
 
     victim.suffer(attack)
@@ -234,7 +237,7 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
 
     def attack(victim: Victim) -> None:
         with connect(victim.control) as connection:
-            introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
+            authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
             heard.append(connection.recv(2**16))
 
     victim.suffer(attack)
@@ -248,7 +251,7 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
 @pytest.mark.slow
 def test_the_secret_is_in_no_command_line_and_in_no_environment(tmp_path, monkeypatch):
     text = "a secret that is given by hand"
-    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setenv(SECRET_VARIABLE, text)
     seen: list[bytes] = []
 
     def attack(victim: Victim) -> None:
@@ -314,10 +317,10 @@ class Impostor:
     def repeat_what_was_said(self, connection: socket.socket) -> None:
         """By a coordinator that had the secret, to another connection."""
         challenge = Challenge(SECRET, "control")
-        proof, keys = challenge.admit(Answer(SECRET, "control", challenge.greeting).hello)
+        proof, keys = challenge.verify_hello(ChallengeAnswer(SECRET, "control", challenge.greeting).hello)
         connection.sendall(challenge.greeting)
         connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
-        connection.sendall(proof + frame(self.setup(self.epoch + 1)).tagged(keys.sending))
+        connection.sendall(proof + encode_frame(self.setup(self.epoch + 1)).with_tag(keys.sending))
 
     def hang_up(self, connection: socket.socket) -> bool:
         be_asked(connection, "control")
@@ -335,12 +338,13 @@ class Impostor:
 
     def answer(self, connection: socket.socket, *messages) -> None:
         keys = be_asked(connection, "control").keys
-        connection.sendall(b"".join(frame(one).tagged(keys.sending) for one in messages))
+        connection.sendall(b"".join(encode_frame(one).with_tag(keys.sending) for one in messages))
 
-    def setup(self, epoch: int) -> Setup:
-        return Setup(epoch=epoch, first_iteration=0, iterations=1, traced=0, nodes=1, transport="gloo", device="cpu",
-                     store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=(), forms=(), loss_scale=1.0,
-                     heartbeat_timeout_seconds=1.0)
+    def setup(self, epoch: int) -> WorkerSetup:
+        return WorkerSetup(epoch=epoch, first_iteration=0, iterations=1, traced=0, nodes=1, transport="gloo",
+                           device="cpu",
+                           store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=(), forms=(), loss_scale=1.0,
+                           heartbeat_timeout_seconds=1.0)
 
 
 def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_node_0_is(tmp_path):
@@ -349,7 +353,7 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
     words = (out, 0, 1, "training@5", "", 240, "with the secret")
     first = Launcher(LEAD, *words, log=log)
     killed(first, log)
-    behind = left_behind(out)
+    behind = read_takeover_record(out)
     assert behind is not None
     address = behind.coordinator.host, behind.coordinator.port
     with Impostor(address, behind.epoch) as impostor:
@@ -357,10 +361,11 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
         impostor.play()
         before = losses_in(out)
     second, heard = Launcher(LEAD, *words[:3], "", *words[4:], log=log), []
-    hello = Answer(SECRET, "control", said)
+    hello = ChallengeAnswer(SECRET, "control", said)
     while second.poll() is None:
         with contextlib.suppress(OSError):
-            heard.append(answer_to(address, hello.hello + frame(JoinWorker(Worker(0, 0))).tagged(hello.keys.sending)))
+            heard.append(answer_to(address,
+                                   hello.hello + encode_frame(JoinWorker(Worker(0, 0))).with_tag(hello.keys.sending)))
         time.sleep(0.05)
     told = log.read_text()
     assert second.poll() == 0 and "node 0 goes on with the 4 workers" in told and "Traceback" not in told, told

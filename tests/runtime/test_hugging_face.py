@@ -15,19 +15,19 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
-from slipstream.runtime.launch import HUGGING_FACE, Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import difference, identity_of
-from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.launch import HUGGING_FACE_FOLDER, Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import describe_difference, identity_of
+from slipstream.runtime.model.computing.forms import find_forms
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layers import worker_group
-from slipstream.runtime.model.layers.compiling import COMPILED
-from slipstream.runtime.model.layers.flops import counted
+from slipstream.runtime.model.layers.compiling import COMPILABLE_MODELS
+from slipstream.runtime.model.layers.flops import counting_flops
 from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.worker_group import simulating_rank
 from slipstream.runtime.model.seeds import derive_seed
-from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.state.held_layers import build_holding
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -90,7 +90,7 @@ def loaded(folder: Path) -> torch.nn.Module:
 
 def train_alone(folder: Path, config: RunConfig, iterations: int) -> tuple[list[float], torch.nn.Module]:
     """transformers' own training, in one process: its model, its loss, torch's AdamW."""
-    model, corpus, count = loaded(folder), load_corpus(config), JOB.pipelines * JOB.microbatches[0]
+    model, corpus, count = loaded(folder), load_data(config), JOB.pipelines * JOB.microbatches[0]
     decays = [[one for one in model.parameters() if (one.dim() >= 2) is decays] for decays in (True, False)]
     groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
@@ -121,12 +121,12 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
     losses, alone = train_alone(folder, config, 20)
     assert dead(result) == ["1.1"]
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
-    ours = loaded(tmp_path / HUGGING_FACE)
+    ours = loaded(tmp_path / HUGGING_FACE_FOLDER)
     parameters = dict(alone.named_parameters())
     assert dict(ours.named_parameters()).keys() == parameters.keys()
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-9)
-    assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
+    assert names_in(tmp_path / HUGGING_FACE_FOLDER) == names_in(folder)
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_workers_of_two_ranks_train_as_transformers_does(kind, shard_optimizer, 
     losses, alone = train_alone(folder, configured(folder), 40)
     assert dead(result) == ["1.1"] and joined(tmp_path) == ["1.1"]
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
-    assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
-    ours = loaded(tmp_path / HUGGING_FACE)
+    assert names_in(tmp_path / HUGGING_FACE_FOLDER) == names_in(folder)
+    ours = loaded(tmp_path / HUGGING_FACE_FOLDER)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=0, atol=1e-9)
 
@@ -168,7 +168,7 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype(tmp_path, monk
         make(*given)
 
     def make_model() -> None:
-        model_for(config.model, 0, torch.float64, CPU)
+        build_model(config.model, 0, torch.float64, CPU)
         over.set()
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", slow)
@@ -195,8 +195,8 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype(tmp_path, monk
     ("mistral", {"attention_dropout": 0.1}, "attention_dropout 0.1: what is dropped would depend on the ranks")])
 def test_what_cannot_be_cut_is_refused(kind, more, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind], **more}))
-    with standing_in(2), pytest.raises(ConfigError, match=message):
-        model_for(configured(tmp_path / "config.json").model, 0, torch.float64, CPU)
+    with simulating_rank(2), pytest.raises(ConfigError, match=message):
+        build_model(configured(tmp_path / "config.json").model, 0, torch.float64, CPU)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -205,15 +205,15 @@ def test_products_that_are_cut_give_what_whole_ones_do(biases, monkeypatch, tmp_
     more = {"num_key_value_heads": 2, "attention_bias": biases, "mlp_bias": biases}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
     config = configured(tmp_path / "config.json")
-    batch, given = load_corpus(config).batch(Microbatch(0, 0, 0), 1, 16), torch.randn(1, 16, 16, dtype=torch.float64)
+    batch, given = load_data(config).batch(Microbatch(0, 0, 0), 1, 16), torch.randn(1, 16, 16, dtype=torch.float64)
 
     def decoder() -> torch.nn.Module:
-        return model_for(config.model, 0, torch.float64, CPU).build(1)
+        return build_model(config.model, 0, torch.float64, CPU).build(1)
 
     whole = decoder()
     torch.nn.init.normal_(whole.layer.self_attn.o_proj.bias) if biases else None
     with monkeypatch.context() as alone:
-        alone.setattr(worker_group._PRESENT, "group", worker_group.WorkerGroup(0, 1))
+        alone.setattr(worker_group._THREAD_GROUP, "group", worker_group.WorkerGroup(0, 1))
         cut = decoder()
         cut.load_state_dict(whole.state_dict())
         assert set(cut.shards) == {name for name, _ in whole.named_parameters() if "norm" not in name
@@ -232,12 +232,12 @@ def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_pa
     config = configured(folder, iterations=4)
     run(schedule_for(JOB), config, out=tmp_path / "run", fork_server=fork_server,
         resilience=Resilience(checkpoint_every=2))
-    assert (tmp_path / "run" / HUGGING_FACE / "tokenizer.json").exists()
+    assert (tmp_path / "run" / HUGGING_FACE_FOLDER / "tokenizer.json").exists()
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration-2"
     command = ["export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
-    tokens = load_corpus(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
+    tokens = load_data(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
     alone = train_alone(folder, config, 2)[1]
     with torch.no_grad():
         torch.testing.assert_close(loaded(tmp_path / "two")(tokens).logits, alone(tokens).logits, rtol=0, atol=1e-9)
@@ -262,10 +262,10 @@ class Packed(NamedTuple):
 def test_masks_and_positions_come_from_the_micro_batch(kind, named, pretrained):
     folder = pretrained(kind)
     config = configured(folder)
-    model = model_for(config.model, 0, torch.float64, CPU)
+    model = build_model(config.model, 0, torch.float64, CPU)
     holding = build_holding(model, range(model.layers), config.training)
     alone = loaded(folder)
-    tokens, targets = load_corpus(config).batch(Microbatch(0, 0, 0), 2, 16)
+    tokens, targets = load_data(config).batch(Microbatch(0, 0, 0), 2, 16)
     given = {"attention_mask": (torch.arange(16)[None] < torch.tensor([[16], [9]])).long(),
              "position_ids": torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)}[named]
     batch = (Padded if named == "attention_mask" else Packed)(tokens, targets, given)
@@ -277,7 +277,7 @@ def test_masks_and_positions_come_from_the_micro_batch(kind, named, pretrained):
     runner.backward(Microbatch(0, 0, 0), None)
     theirs.backward()
     squares = sum(one.grad.square().sum() for one in alone.parameters())
-    assert sum(holding.optimizer.squares().values()) == pytest.approx(squares.item(), rel=1e-9)
+    assert sum(holding.optimizer.layer_squares().values()) == pytest.approx(squares.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "olmoe"])
@@ -286,7 +286,7 @@ def test_without_weights_they_begin_as_transformers_begins(kind, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
     config = parse_run_config({"hugging_face": str(path), "context": 8}, {"batch": 1})
-    model = model_for(config.model, 3, torch.float32, CPU)
+    model = build_model(config.model, 3, torch.float32, CPU)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **KINDS[kind]))
     decoder = theirs.base_model.h[0] if kind == "gpt2" else theirs.base_model.layers[0]
     ours = model.build(1).layer
@@ -295,7 +295,7 @@ def test_without_weights_they_begin_as_transformers_begins(kind, tmp_path):
     again = model.build(1).layer.state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in ours.state_dict().items())
     assert derive_seed("parameters", 3, 1) != derive_seed("parameters", 3, 2)
-    assert len(forms(model, config)) == 6
+    assert len(find_forms(model, config)) == 6
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -307,10 +307,10 @@ def test_weights_keep_their_digits_and_angles_of_positions_theirs(kind, tmp_path
         torch.nn.init.normal_(parameter)
     theirs.save_pretrained(tmp_path)
     decoder = theirs.base_model.h[1] if kind == "gpt2" else theirs.base_model.layers[1]
-    ours = model_for(configured(tmp_path).model, 0, torch.float64, CPU).build(2)
+    ours = build_model(configured(tmp_path).model, 0, torch.float64, CPU).build(2)
     for (name, one), other in zip(ours.layer.named_parameters(), decoder.parameters(), strict=True):
         assert torch.equal(one, other), name
-    half = model_for(configured(tmp_path).model, 0, torch.bfloat16, CPU).build(2)
+    half = build_model(configured(tmp_path).model, 0, torch.bfloat16, CPU).build(2)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in half.buffers()} <= {torch.float32}
     for one, other in zip(half.buffers(), ours.buffers(), strict=True):
@@ -328,13 +328,13 @@ def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_
     value, found = torch.randn(2, 16, 16, dtype=torch.float64), []
     for recompute, again in (("none", 0), ("attention", 1), (["attention", "mlp"], 2)):
         config, called = configured(tmp_path / "config.json", recompute=recompute), []
-        with standing_in(ranks):
-            model = model_for(config.model, 0, torch.float64, CPU)
+        with simulating_rank(ranks):
+            model = build_model(config.model, 0, torch.float64, CPU)
             holding = build_holding(model, [1], config.training)
             for product in (module for module in holding.modules[1].layer.modules() if not list(module.children())):
                 product.register_forward_hook(lambda *_, called=called: called.append(1))
             runner = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
-            given = runner.forward(Microbatch(0, 0, 0), value, None, load_corpus(config).batch(
+            given = runner.forward(Microbatch(0, 0, 0), value, None, load_data(config).batch(
                 Microbatch(0, 0, 0), 2, 16), split=True)
             once = len(called)
             wanted = tuple(torch.ones_like(one) for one in (given if isinstance(given, tuple) else [given])
@@ -343,7 +343,7 @@ def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_
             runner.backward_weight(Microbatch(0, 0, 0))
         assert (len(called) > once) is bool(again)
         found.append([gradient if isinstance(gradient, torch.Tensor) else gradient[0],
-                      *(one.grad.clone() for one in holding.parameters().values())])
+                      *(one.grad.clone() for one in holding.parameters_by_name().values())])
     for other in found[1:]:
         for mine, first in zip(other, found[0], strict=True):
             assert torch.equal(mine, first)
@@ -351,15 +351,15 @@ def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_
 
 def test_the_weights_of_experts_get_their_gradients_in_w(pretrained):
     config = configured(pretrained("mixtral"))
-    model = model_for(config.model, 0, torch.float64, CPU)
+    model = build_model(config.model, 0, torch.float64, CPU)
     holding = build_holding(model, [1], config.training)
     runner = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
-    tokens, targets = load_corpus(config).batch(Microbatch(0, 0, 0), 2, 16)
+    tokens, targets = load_data(config).batch(Microbatch(0, 0, 0), 2, 16)
     value = torch.randn(2, 16, 16, dtype=torch.float64)
     given = runner.forward(Microbatch(0, 0, 0), value, None, (tokens, targets), split=True)
     assert isinstance(given, tuple) and [one.dtype for one in given] == [torch.float64, torch.int64, torch.float32]
     runner.backward_input(Microbatch(0, 0, 0), (torch.ones_like(given[0]), torch.ones_like(given[2])))
-    gradients = {name: one.grad for name, one in holding.parameters().items() if one.dim() >= 2}
+    gradients = {name: one.grad for name, one in holding.parameters_by_name().items() if one.dim() >= 2}
     assert sum("experts" in name for name in gradients) == 2 and not any(one.any() for one in gradients.values())
     runner.backward_weight(Microbatch(0, 0, 0))
     assert all(one.any() for one in gradients.values())
@@ -370,10 +370,10 @@ def test_the_work_of_experts_is_counted(pretrained):
     def flops(**options: object) -> float:
         path = pretrained("mixtral") / "config.json"
         config = parse_run_config({"hugging_face": str(path), "context": 8, "options": options}, {"dtype": "float64"})
-        model = model_for(config.model, 0, torch.float64, CPU)
-        with counted() as found:
-            forms(model, config)
-        return found.training(1)
+        model = build_model(config.model, 0, torch.float64, CPU)
+        with counting_flops() as found:
+            find_forms(model, config)
+        return found.training_flops(1)
 
     four, two, one = flops(), flops(num_local_experts=2), flops(num_experts_per_tok=1)
     routers = 3 * 3 * 2 * 4 * 8 * 16 * 2
@@ -385,7 +385,7 @@ def test_refusals(tmp_path, pretrained):
         (tmp_path / "config.json").write_text(json.dumps(document or {"model_type": "llama", **SHAPE}))
         with pytest.raises(ConfigError) as caught:
             config = parse_run_config({"hugging_face": str(path or tmp_path / "config.json"), **(more or {})}, {})
-            model_for(config.model, 0, torch.float32, CPU)
+            build_model(config.model, 0, torch.float32, CPU)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -405,15 +405,15 @@ def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
         assert config.model.vocabulary == more.get("vocab_size", 256)
         return identity_of(config, 5)
 
-    assert difference(identity("here.json"), identity("there.json")) is None
-    assert difference(identity("here.json"), identity("other.json", rms_norm_eps=0.1)) == \
+    assert describe_difference(identity("here.json"), identity("there.json")) is None
+    assert describe_difference(identity("here.json"), identity("other.json", rms_norm_eps=0.1)) == \
         "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
     identity("large.json", vocab_size=300)
     assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", COMPILABLE_MODELS)
 def test_compiled_layers_give_the_gradients_of_others(kind, pretrained, monkeypatch):
     """Split into I and W, of two layers, the second of which is not compiled anew."""
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3"):  # else they are computed in float32, and rounded so
@@ -421,16 +421,16 @@ def test_compiled_layers_give_the_gradients_of_others(kind, pretrained, monkeypa
         monkeypatch.setattr(getattr(module, f"{name}RMSNorm"), "forward", lambda self, features: functional.rms_norm(
             features, self.weight.shape, self.weight, self.variance_epsilon))
     folder, found = pretrained(kind), []
-    tokens, targets = load_corpus(configured(folder)).batch(Microbatch(0, 0, 0), 1, 16)
+    tokens, targets = load_data(configured(folder)).batch(Microbatch(0, 0, 0), 1, 16)
     for compiled in (False, True):
         config = configured(folder, compile=compiled)
-        model = model_for(config.model, 0, torch.float64, CPU)
+        model = build_model(config.model, 0, torch.float64, CPU)
         holding = build_holding(model, range(model.layers), config.training)
         runner = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
         runner.forward(Microbatch(0, 0, 0), tokens, targets, (tokens, targets), split=True)
         runner.backward_input(Microbatch(0, 0, 0), None)
         runner.backward_weight(Microbatch(0, 0, 0))
-        found.append([runner.take_loss(), *(one.grad.clone() for one in holding.parameters().values())])
+        found.append([runner.take_loss(), *(one.grad.clone() for one in holding.parameters_by_name().values())])
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
@@ -439,4 +439,4 @@ def test_compiled_layers_give_the_gradients_of_others(kind, pretrained, monkeypa
 def test_other_kinds_are_not_compiled(kind, pretrained):
     config = configured(pretrained(kind), compile=True)
     with pytest.raises(ConfigError, match=rf"^training\.compile is true, and model\.hugging_face names a {kind}"):
-        forms(model_for(config.model, 0, torch.float64, CPU), config)
+        find_forms(build_model(config.model, 0, torch.float64, CPU), config)

@@ -10,10 +10,10 @@ import torch
 from msgspec.structs import replace
 from torch.autograd.graph import saved_tensors_hooks
 
-from slipstream.planner.job.model_shape import experts
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.split import backward_input, deferring
-from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.planner.job.model_shape import experts_shape
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.split_backward import backward_input, deferring_weights
+from slipstream.runtime.model.layers.worker_group import simulating_rank
 from slipstream.runtime.model.tensor_codec import read_tensors
 from tests.runtime.failing import at, dead
 from tests.runtime.rank_gradients import file_of, find_on_ranks, whole_gradients
@@ -51,8 +51,8 @@ def kept_by_experts(ranks: int, width: int, folder: Path) -> tuple[float, float]
     """Bytes that the experts of a rank keep for their backward, and then for W."""
     config = config_of(folder, "mixtral", "none", ranks, intermediate_size=width, num_key_value_heads=4)
     found, work = dict[int, int](), deque()
-    with standing_in(ranks):
-        mixture = model_for(config.model, 0, torch.float64, CPU).build(1).layer.mlp
+    with simulating_rank(ranks):
+        mixture = build_model(config.model, 0, torch.float64, CPU).build(1).layer.mlp
         given = torch.randn(2, 16, 16, dtype=torch.float64, requires_grad=True)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def kept_by_experts(ranks: int, width: int, folder: Path) -> tuple[float, float]
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with deferring(work), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with deferring_weights(work), saved_tensors_hooks(keep, lambda tensor: tensor):
             output = mixture(given)
         backward_input([output], [torch.ones_like(output)], work)
     stashed = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for one in work
@@ -74,10 +74,12 @@ def test_a_rank_has_room_for_all_tokens_that_may_choose_its_experts(tmp_path):
         kept_by_experts(ranks, width, tmp_path) for width in (48, 24)), strict=True)] for ranks in (1, 2, 4)}
     assert kept[2] == kept[1] == [2 * bytes_ for bytes_ in kept[4]]
     of_bfloat16, tokens, grown = 4, 32, [large - small for large, small in zip(*(
-        experts(16, width, number=4, chosen=2, gated=True).crowded(1) for width in (48, 24)), strict=True)]
+        experts_shape(16, width, number=4, chosen=2, gated=True).worst_case_bytes(1) for width in (48, 24)),
+                                                                               strict=True)]
     assert kept[1][1] == of_bfloat16 * tokens * grown[1]
-    wide = experts(16, 48, number=4, chosen=2, gated=True)
-    assert [wide.crowded(ranks)[1] / ranks / wide.stash for ranks in (2, 4)] == pytest.approx([1, 0.5], rel=0.05)
+    wide = experts_shape(16, 48, number=4, chosen=2, gated=True)
+    assert [wide.worst_case_bytes(ranks)[1] / ranks / wide.stash for ranks in (2, 4)] == pytest.approx([1, 0.5],
+                                                                                                       rel=0.05)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import Resilience, RunError, RunOptions, run
-from slipstream.runtime.node_agent import join
+from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from slipstream.runtime.replay.placement import PlacementError
@@ -211,6 +211,6 @@ class Joining:
     def _join(self, rendezvous: Rendezvous, fork_server: ForkServer, out: Path) -> None:
         try:
             own = own_job(JOB, tiny())
-            join(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
+            join_run(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
         except Exception as error:
             self.error = error

@@ -10,12 +10,12 @@ import torch
 from slipstream.planner.job.file import Job
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
-from slipstream.runtime.tools.reference import ReferenceResult, _loss
+from slipstream.runtime.tools.reference import ReferenceResult, _compute_loss
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
@@ -34,8 +34,8 @@ BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 def by_torch(config: RunConfig, job: Job = WIDE) -> ReferenceResult:
     """One process, as one would write it: Muon for what is a matrix in the blocks, clipping by torch's own function."""
     training = config.training
-    model = model_for(config.model, training.seed, torch.float64, torch.device("cpu"))
-    corpus = load_corpus(config, job.microbatches)
+    model = build_model(config.model, training.seed, torch.float64, torch.device("cpu"))
+    corpus = load_data(config, job.microbatches)
     layers = torch.nn.ModuleList(model.build(layer) for layer in range(model.layers))
     matrices = [one for block in layers[1:-1] for one in block.parameters() if one.dim() == 2]
     vectors = [one for one in layers.parameters() if one.dim() == 1]
@@ -47,7 +47,7 @@ def by_torch(config: RunConfig, job: Job = WIDE) -> ReferenceResult:
     for iteration in range(training.iterations):
         samples = [Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(job.microbatches)
                    for index in range(count)]
-        mean = [_loss(config, model, layers, corpus, sample) / len(samples) for sample in samples]
+        mean = [_compute_loss(config, model, layers, corpus, sample) / len(samples) for sample in samples]
         for loss in mean:
             loss.backward()
         losses.append(sum(loss.item() for loss in mean))
@@ -95,7 +95,7 @@ def test_a_checkpoint_goes_on_with_its_momentum(fork_server, tmp_path):
     first = run(schedule_for(WIDE), config, out=tmp_path / "first", iterations=3, fork_server=fork_server,
                 resilience=Resilience(checkpoint_every=3))
     second = run(schedule_for(WIDE), config, out=tmp_path / "second", fork_server=fork_server,
-                 resilience=Resilience(resume=latest(first.out / CHECKPOINTS)))
+                 resilience=Resilience(resume=open_latest(first.out / CHECKPOINTS)))
     assert_same_numbers(replace(second, losses=first.losses + second.losses), by_torch(config))
 
 

@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed import DebugLevel, distributed_c10d
 
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.torch_private import BLOCKING, NCCL_ENVIRONMENT, nccl_group
+from slipstream.runtime.torch_private import BLOCKING_VARIABLE, NCCL_ENVIRONMENT, create_nccl_group
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_whatever_the_user_has_set_torch_ends_no_process(level, seen):
     os.environ.update(dict.fromkeys(NCCL_ENVIRONMENT, "1"))
     distributed.set_debug_level(level)
     store, _ = host_store()
-    nccl_group(store, "some/", 0, 1, timedelta(seconds=7), False)
+    create_nccl_group(store, "some/", 0, 1, timedelta(seconds=7), False)
     ((environment, debugs, options),) = seen
     assert NCCL_ENVIRONMENT.items() <= environment.items()
     assert debugs == (DebugLevel.INFO if level == DebugLevel.DETAIL else level)
@@ -48,9 +48,9 @@ def test_whatever_the_user_has_set_torch_ends_no_process(level, seen):
 @pytest.mark.parametrize("directed", [False, True])
 def test_who_is_one_of_two_takes_few_channels(directed, seen, monkeypatch):
     """Each channel takes memory of the device."""
-    monkeypatch.setitem(os.environ, BLOCKING, "0")
+    monkeypatch.setitem(os.environ, BLOCKING_VARIABLE, "0")
     store, _ = host_store()
-    nccl_group(store, "some/", 0, 2, timedelta(seconds=7), directed)
+    create_nccl_group(store, "some/", 0, 2, timedelta(seconds=7), directed)
     ((_, _, options),) = seen
     assert options.config.blocking is False and hasattr(options.config, "max_ctas") is directed
 

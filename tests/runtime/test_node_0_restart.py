@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, Committed
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommittedIteration
 from slipstream.runtime.launch import RunOptions, run
-from slipstream.runtime.node_agent import join
+from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.to_coordinator import Ran
-from slipstream.runtime.protocol.to_worker import Factor
-from slipstream.runtime.run_folder import left_behind
+from slipstream.runtime.protocol.to_coordinator import IterationReport
+from slipstream.runtime.protocol.to_worker import StepFactor
+from slipstream.runtime.run_folder import read_takeover_record
 from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, against
 from tests.runtime.forked import fork_server_of_launcher
@@ -63,10 +63,10 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             import threading
             threading.Timer(0.03, die).start()
 
-    def validated(log: CommitLog, order: int, factor: Factor) -> tuple[CommitLog, list[Committed]]:
+    def validated(log: CommitLog, order: int, factor: StepFactor) -> tuple[CommitLog, list[CommittedIteration]]:
         return (log, []) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
 
-    def ran(log: CommitLog, *reports: Ran) -> tuple[CommitLog, list[Committed]]:
+    def ran(log: CommitLog, *reports: IterationReport) -> tuple[CommitLog, list[CommittedIteration]]:
         if place == "stepped" and any(one.iteration > int(at) and one.worker != Worker(0, 0) for one in reports):
             time.sleep(1.0)  # the others step it, too
             die()
@@ -75,10 +75,10 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             die()
         return found
 
-    heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
-    entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]
+    heard, CommitLog.with_factor = CommitLog.with_factor, validated  # type: ignore[method-assign]
+    entered, CommitLog.with_reports = CommitLog.with_reports, ran  # type: ignore[method-assign]
     if place == "anew":
-        failover.FIND_SECONDS = 3.0
+        failover.FIRST_WORKER_SECONDS = 3.0
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":
@@ -100,8 +100,8 @@ def follow(out: str, port: str, clip: str, timeout: str = "240") -> None:
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
     own = replace(own_job(JOB, config), coordinator_timeout_seconds=float(timeout))
     with fork_server_of_launcher() as fork_server:
-        join(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, out=Path(out), fork_server=fork_server,
-             notify=lambda news: print(news, file=sys.stderr, flush=True))
+        join_run(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, out=Path(out), fork_server=fork_server,
+                 notify=lambda news: print(news, file=sys.stderr, flush=True))
 
 
 def started(out: Path, process: Launcher, log: Path, losses: int = 1) -> None:
@@ -142,21 +142,21 @@ def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     a commit and the line that tells of it, and where the workers have stepped on before the commit."""
     out, log = tmp_path / "out", tmp_path / "log"
     pids = led_until_killed(out, log, 0, 1, dies, clip, 240, "", ranks)
-    assert left_behind(out) is not None
+    assert read_takeover_record(out) is not None
     second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
     told = log.read_text()
     assert "node 0 goes on with the" in told and "Traceback" not in told, told
     assert_right(out, float(clip) if clip else None)
     wait_until_gone(pids)
-    assert left_behind(out) is None and not list(out.glob(".*"))
+    assert read_takeover_record(out) is None and not list(out.glob(".*"))
 
 
 def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
     """As one that connects, to which the system has given it."""
     out, log = tmp_path / "out", tmp_path / "log"
     led_until_killed(out, log, 0, 1, "committed@4", "")
-    with socket.create_server(("127.0.0.1", left_behind(out).coordinator.port)):
+    with socket.create_server(("127.0.0.1", read_takeover_record(out).coordinator.port)):
         second = Launcher(LEAD, out, 0, 1, "", "", log=log)
         time.sleep(1.0)
     assert second.wait(240) == 0, log.read_text()

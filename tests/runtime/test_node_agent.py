@@ -6,12 +6,12 @@ from slipstream.runtime.node_agent import _NodeAgent
 from slipstream.runtime.processes.start_limit import StartLimit
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import RendezvousError
-from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_coordinator import WorkerEnded
 from slipstream.runtime.protocol.to_node_agent import RunEnded
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 
-LOST, WHOLE = Ended(Worker(1, 0), -9), Worker(1, 1)
+LOST, WHOLE = WorkerEnded(Worker(1, 0), -9), Worker(1, 1)
 
 
 class Link:
@@ -31,7 +31,7 @@ class Link:
             raise RendezvousError("gone")
         return [RunEnded(None)]
 
-    def follow_another(self, hello, *_):
+    def follow_new_coordinator(self, hello, *_):
         self.gone, self.told = False, list(hello.alive)
 
     def send(self, message):
@@ -52,7 +52,7 @@ class Processes:
         ends, self._ends = self._ends, []
         return ends
 
-    def alive(self):
+    def list_alive(self):
         return [WHOLE]
 
 

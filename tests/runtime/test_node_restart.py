@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
-from slipstream.runtime.node_agent import join
+from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.rendezvous import Rendezvous
@@ -43,9 +43,9 @@ CONFIG = tiny(iterations=80)
 def follow(port: str, out: str) -> None:
     """Node 1."""
     with fork_server_of_launcher() as fork_server:
-        join(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
-             fork_server=fork_server, join_timeout_seconds=240,
-             notify=lambda text: print(text, file=sys.stderr, flush=True))
+        join_run(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
+                 fork_server=fork_server, join_timeout_seconds=240,
+                 notify=lambda text: print(text, file=sys.stderr, flush=True))
 
 
 class Node:

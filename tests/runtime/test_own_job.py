@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import RunError, RunOptions, run
-from slipstream.runtime.node_agent import NodeJob, join
+from slipstream.runtime.node_agent import NodeJob, join_run
 from slipstream.runtime.processes import start_limit
-from slipstream.runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
+from slipstream.runtime.processes.start_limit import MAX_STARTS, StartLimit, StartLimitError
 from slipstream.runtime.protocol import authentication, to_node_agent
-from slipstream.runtime.protocol.channel import frame
-from slipstream.runtime.protocol.rendezvous import Rendezvous, listen
+from slipstream.runtime.protocol.channel import encode_frame
+from slipstream.runtime.protocol.rendezvous import Rendezvous, open_listener
 from slipstream.runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -32,7 +32,7 @@ SOON = 20.0
 @pytest.fixture
 def node_0():
     """Somebody who knows the secret, and says to a node agent what a test wants, and then nothing more."""
-    listener, address = listen()
+    listener, address = open_listener()
     over = threading.Event()
 
     def say(*messages: msgspec.Struct) -> Rendezvous:
@@ -40,7 +40,7 @@ def node_0():
             asking = be_asked(listener.accept()[0], "control")
             with asking:
                 for message in messages:
-                    asking.connection.sendall(frame(message).tagged(asking.keys.sending))
+                    asking.connection.sendall(encode_frame(message).with_tag(asking.keys.sending))
                 over.wait(SOON)
 
         threading.Thread(target=speak, daemon=True).start()
@@ -52,7 +52,7 @@ def node_0():
 
 
 def join_as_node_1(address: Rendezvous, out: Path, fork_server, own: NodeJob = OWN) -> None:
-    join(address, own, node=1, nodes=2, out=out, fork_server=fork_server)
+    join_run(address, own, node=1, nodes=2, out=out, fork_server=fork_server)
 
 
 @pytest.mark.parametrize(("setup", "reason"), [
@@ -78,12 +78,12 @@ def test_starts_are_limited_in_number_and_rate(monkeypatch):
     monkeypatch.setattr(start_limit.time, "monotonic", lambda: clock[0])
     limit = StartLimit(WORKERS)
     for worker in WORKERS:
-        for _ in range(STARTS):
-            limit.require(worker)
+        for _ in range(MAX_STARTS):
+            limit.count_start(worker)
     with pytest.raises(StartLimitError, match=r"^node 0 wants to start worker 0\.0 more than 60 times in 60 s$"):
-        limit.require(WORKERS[0])
+        limit.count_start(WORKERS[0])
     clock[0] = 61.0
-    limit.require(WORKERS[0])
+    limit.count_start(WORKERS[0])
 
 
 @pytest.mark.slow

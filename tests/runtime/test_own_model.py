@@ -12,9 +12,9 @@ from slipstream.planner.job.file import parse_job
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import Resilience, RunError, run
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.state.held_layers import build_holding
 from tests.runtime.failing import JOB, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -65,7 +65,7 @@ def test_w_gets_every_linear_layer(kind, here, transformers) -> None:
     """Of a block's parameters only the norms, and nothing of any size, get their gradients before W."""
     job = parse_job(blocks("toml")[0])
     config = parse_run_config({**job.model, "blocks": 1, "width": 32, "context": 8}, job.training)
-    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     if kind == "gpt2":
         build = model.build
         model.build = lambda layer: gpt2_block() if layer == 1 else build(layer)
@@ -75,12 +75,12 @@ def test_w_gets_every_linear_layer(kind, here, transformers) -> None:
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, value, split=True)
     stage.backward_input(microbatch, gradient)
-    early = {name for name, parameter in holding.parameters().items() if parameter.grad.any()}
-    matrices = {name for name, parameter in holding.parameters().items() if parameter.dim() > 1}
+    early = {name for name, parameter in holding.parameters_by_name().items() if parameter.grad.any()}
+    matrices = {name for name, parameter in holding.parameters_by_name().items() if parameter.dim() > 1}
     assert len(matrices) >= 4 and not early & matrices
     assert early and all("norm" in name or "ln_" in name for name in early)
     stage.backward_weight(microbatch)
-    assert all(parameter.grad.any() for name, parameter in holding.parameters().items() if name in matrices)
+    assert all(parameter.grad.any() for name, parameter in holding.parameters_by_name().items() if name in matrices)
 
 
 def gpt2_block() -> nn.Module:
@@ -129,20 +129,20 @@ class OfOwnFunctions:
 def test_a_function_that_is_not_told_of_w_has_its_gradients_in_i_and_the_numbers_of_one_backward(here) -> None:
     """pytorch 166577: an own autograd.Function under a split backward."""
     config = parse_run_config({"name": f"{__name__}:OfOwnFunctions", "context": 8}, {"dtype": "float64"})
-    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     holding = build_holding(model, [1], config.training)
     stage = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
     value, gradient = (torch.randn(2, 8, 32, dtype=torch.float64) for _ in range(2))
     stage.forward(Microbatch(0, 0, 0), value, split=True)
     passed = stage.backward_input(Microbatch(0, 0, 0), gradient)
-    early = {name: parameter.grad.clone() for name, parameter in holding.parameters().items()}
+    early = {name: parameter.grad.clone() for name, parameter in holding.parameters_by_name().items()}
     stage.backward_weight(Microbatch(0, 0, 0))
     layer, x = holding.modules[1], value.requires_grad_()
     parameters = dict(layer.named_parameters())
     whole = torch.autograd.grad(layer(x), [x, *parameters.values()], gradient)
     assert torch.equal(passed, whole[0])
     for name, expected in zip(parameters, whole[1:], strict=True):
-        torch.testing.assert_close(holding.parameters()[f"1.{name}"].grad, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(holding.parameters_by_name()[f"1.{name}"].grad, expected, rtol=0, atol=1e-12)
         assert bool(early[f"1.{name}"].any()) is (name == "own"), name
 
 
@@ -165,7 +165,7 @@ def test_data_that_no_worker_can_train_on_end_the_run_in_one_line(data, error, s
 
 def test_own_data(here) -> None:
     config = parse_run_config({"context": 4}, {"data": "my_data:Data", "batch": 3})
-    data = load_corpus(config)
+    data = load_data(config)
     tokens, targets = data.batch(Microbatch(1, 2, 3), 3, 4)
     assert tokens.shape == targets.shape == (3, 4) and torch.equal(tokens[:, 1:], targets[:, :-1])
     assert data.digest == "counting, version 1"
@@ -178,6 +178,6 @@ def test_refusals(here) -> None:
                           ("my_data:Missing", "has no attribute 'Missing'"),
                           ("broken_model:Model", "which cannot be imported: first$")):
         with pytest.raises(ConfigError, match=message):
-            model_for(parse_run_config({"name": name}, {}).model, 0, torch.float32, torch.device("cpu"))
+            build_model(parse_run_config({"name": name}, {}).model, 0, torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"training\.data is 'x'; expected the name of a function"):
         parse_run_config({}, {"data": "x"})

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.events import METRICS, decode_metrics
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import layer_randomness, model_for
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
 from tests.runtime.running import tiny
 
@@ -33,7 +33,7 @@ PLACES = [at("1.0", 2, "O"), at("0.1", 7, 3)]
 def plain_torch(config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Losses, parameters and gradient norms of one process, with torch's classes alone."""
     training, cpu = config.training, torch.device("cpu")
-    model, corpus = model_for(config.model, training.seed, torch.float64, cpu), load_corpus(config)
+    model, corpus = build_model(config.model, training.seed, torch.float64, cpu), load_data(config)
     layers = nn.ModuleList(model.build(layer) for layer in range(model.layers))
     named = dict(layers.named_parameters())
     first = [one for name, one in named.items() if name.startswith("0.")]
@@ -55,7 +55,7 @@ def plain_torch(config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor]
                 one = Microbatch(iteration, pipeline, index)
                 value, target = corpus.batch(one, training.batch, config.model.context)
                 for layer, module in enumerate(layers):
-                    with layer_randomness(training.seed, *one, layer, cpu):
+                    with seeded_for_layer(training.seed, *one, layer, cpu):
                         value = module(value)
                 loss = model.loss(value, target) / sum(JOB.microbatches)
                 loss.backward()
@@ -95,7 +95,7 @@ def test_failures_and_a_resume_change_no_number(fork_server, tmp_path):
     for config, out, resume in ((half, first, None), (CONFIG, second, first)):
         parts.append(run(planned(JOB)(()), config, out=out, fork_server=fork_server, resilience=Resilience(
             scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=HALF,
-            resume=None if resume is None else latest(resume / "checkpoints"),
+            resume=None if resume is None else open_latest(resume / "checkpoints"),
             injections=(PLACES[0 if resume is None else 1],))))
     assert [dead(one) for one in parts] == [["1.0"], ["0.1"]]
     losses, parameters, norms = plain_torch(CONFIG)

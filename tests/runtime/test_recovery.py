@@ -14,13 +14,13 @@ from slipstream.planner.options import PlanOptions
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
-from slipstream.runtime.node_agent import join
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
+from slipstream.runtime.node_agent import join_run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.rendezvous import Rendezvous, host_store
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.runtime.failing import (
     JOB,
     LONG,
@@ -116,7 +116,7 @@ def test_roles_move_after_failures_and_back(fork_server, tmp_path):
     used = []
 
     def normal(down):
-        schedule = relabel(normal_form(WIDE, len(down), options).schedule, down)
+        schedule = relabel_schedule(normal_form(WIDE, len(down), options).schedule, down)
         assert schedule is not None
         used.append(schedule)
         return schedule
@@ -135,7 +135,7 @@ def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_th
     on_the_spot = FailurePlanner(WIDE, planned(WIDE)(()), None).after
 
     def table(down):
-        found = relabel(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None
+        found = relabel_schedule(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None
         return found or on_the_spot(down)
 
     result = train([at("0.0", 2, 3), at("1.0", 4, "stepped"), at("2.0", 7, 1)], fork_server, tmp_path, job=WIDE,
@@ -179,7 +179,7 @@ def test_a_whole_node_dies(fork_server, tmp_path):
 
     def follow(other):
         try:
-            join(rendezvous, own_job(JOB, LONG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join_run(rendezvous, own_job(JOB, LONG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except RunError as error:
             errors.append(str(error))
 
@@ -237,7 +237,7 @@ def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(fork_server, t
     """It is swept away by newer ones; whoever comes back takes all from the others."""
     folder = tmp_path / "checkpoints"
     train([], fork_server, tmp_path, checkpoint_every=3)
-    first = latest(folder)
+    first = open_latest(folder)
     given = against([at("0.0", 20)], scheduler=planned(JOB), checkpoint_every=2, resume=first,
                     returns=(Return(Worker(0, 0), 21),))
     pace = UntilBack(given.returns)

@@ -12,13 +12,13 @@ from torch import Tensor
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.checkpoint import load_layers, open_latest
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.model.data.data import Microbatch
-from slipstream.runtime.model.layers.calling import adding_losses
-from slipstream.runtime.model.layers.layered_model import layer_randomness
+from slipstream.runtime.model.layers.calling import collecting_losses
+from slipstream.runtime.model.layers.layered_model import seeded_for_layer
 from slipstream.runtime.processes.process_manager import Return
-from slipstream.runtime.tools.profile import profile
+from slipstream.runtime.tools.profile import profile_stages
 from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -54,9 +54,9 @@ def plain(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> 
                            for index in range(count)):
             batch = data.batch(microbatch, 1, 8)
             value = batch.tokens
-            with adding_losses() as added:
+            with collecting_losses() as added:
                 for index, layer in enumerate(layers):
-                    with layer_randomness(0, *microbatch, index, model.device):
+                    with seeded_for_layer(0, *microbatch, index, model.device):
                         value = layer(value) if index == len(layers) - 1 else layer(value, batch)
             loss = (model.loss(value, batch.targets, batch) + sum(added)) / sum(microbatches)
             assert len(added) == 6
@@ -113,9 +113,9 @@ def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_serve
     config = rich(iterations=12)
     run(schedule_for(LINEAR), rich(iterations=12, shard_optimizer=True), out=tmp_path / "half", iterations=6,
         fork_server=fork_server, resilience=Resilience(checkpoint_every=6))
-    checkpoint = latest(tmp_path / "half" / "checkpoints")
+    checkpoint = open_latest(tmp_path / "half" / "checkpoints")
     assert checkpoint is not None and checkpoint.iteration == 6
-    written = load(checkpoint, (0, 7))
+    written = load_layers(checkpoint, (0, 7))
     assert "model.tokens.weight" in written[0] and not any("logits" in name for name in written[7])
     assert not any("logits" in name for name in load_parameters(tmp_path / "half"))
     job = grid(2, 2, 4)
@@ -131,8 +131,8 @@ def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_serve
 def test_profile_measures_them_and_what_computing_again_saves(fork_server):
     """On two stages: of the first one, and of a later one that takes a tuple."""
     ranges = [(0, 4), (4, 8)]
-    kept, again = (profile(rich(recompute=recompute), ranges, copies=1, workers=1, microbatches=2, rounds=1,
-                           fork_server=fork_server)
+    kept, again = (profile_stages(rich(recompute=recompute), ranges, copies=1, workers=1, microbatches=2, rounds=1,
+                                  fork_server=fork_server)
                    for recompute in ("none", "full"))
     for plain, less in zip(kept.stages, again.stages, strict=True):
         assert 0 < less.activation_bytes < 0.6 * plain.activation_bytes

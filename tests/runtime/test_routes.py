@@ -8,11 +8,11 @@ import pytest
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.layout.candidates import generate_layouts
+from slipstream.planner.model.from_job import build_layered_problem, with_layout
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.options import Layers
-from slipstream.planner.search.engine import solve
+from slipstream.planner.search.engine import find_best_candidate
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.launch import run
@@ -38,14 +38,15 @@ def eight_layers(iterations: int = 6, **training: object) -> RunConfig:
 def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: BackwardMode = "split",
             optimizer: OptimizerMode = "staggered") -> Iterator[Schedule]:
     """A schedule for each way to answer these failures."""
-    given = layered_problem(job, failed, LayoutScope(layers=layers), backward=backward, optimizer=optimizer)
-    for layout in candidates(given):
-        yield solve(with_layout(given, layout), "greedy", Budget(deadline=time.monotonic() + SECONDS)).schedule()
+    given = build_layered_problem(job, failed, LayoutScope(layers=layers), backward=backward, optimizer=optimizer)
+    for layout in generate_layouts(given):
+        yield find_best_candidate(with_layout(given, layout), "greedy",
+                                  Budget(deadline=time.monotonic() + SECONDS)).make_schedule()
 
 
 def floats(schedule: Schedule) -> bool:
     """Whether neighbours of a pipeline hold the same layer, beside those with stages of their own."""
-    held = [schedule.holds(seat.worker) for seat in schedule.seats if schedule.holds_others(seat)]
+    held = [schedule.held_layers(seat.worker) for seat in schedule.seats if schedule.has_moved_layers(seat)]
     return any(before[-1][1] > after[0][0] > before[0][0] for before, after in pairwise(held))
 
 
@@ -57,7 +58,7 @@ def reduces_early(schedule: Schedule) -> bool:
 
 def moves(schedule: Schedule) -> bool:
     """Whether somebody holds other layers than those of its stage."""
-    return any(map(schedule.holds_others, schedule.seats))
+    return any(map(schedule.has_moved_layers, schedule.seats))
 
 
 def cut_anew(job: Job, used: dict[tuple[Worker, ...], Schedule] | None = None) -> Scheduler:

@@ -15,10 +15,16 @@ import pytest
 from slipstream.runtime.coordinator.decisions import checkpoint_timer
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    KEPT_CHECKPOINTS,
+    load_layers,
+    open_checkpoint,
+    open_latest,
+    start_saving,
+)
 from slipstream.runtime.model.checkpoints.parameters import save_layer
 from slipstream.runtime.processes.process_manager import Return
-from slipstream.runtime.run_folder import FolderError, claim, clean_up, locked
+from slipstream.runtime.run_folder import FolderError, claim_folder, clean_up_folder, hold_folder_lock
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -64,14 +70,14 @@ def test_a_crash_lets_go_of_the_folder(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE,
                               env=command_environment())
     assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-    with pytest.raises(FolderError, match=f"process {holder.pid} on "), locked(tmp_path, 0):
+    with pytest.raises(FolderError, match=f"process {holder.pid} on "), hold_folder_lock(tmp_path, 0):
         pass
-    with locked(tmp_path, 1):
+    with hold_folder_lock(tmp_path, 1):
         pass  # another node of the same run
     holder.send_signal(signal.SIGKILL)
     holder.wait(10)
     holder.stdout.close()
-    with locked(tmp_path, 0):
+    with hold_folder_lock(tmp_path, 0):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -84,7 +90,7 @@ def test_of_many_that_want_the_folder_one_at_a_time_has_it(tmp_path):
         nonlocal inside, most, got
         for _ in range(300):
             try:
-                with locked(tmp_path, 0):
+                with hold_folder_lock(tmp_path, 0):
                     inside += 1
                     most, got = max(most, inside), got + 1
                     inside -= 1
@@ -113,7 +119,7 @@ def test_the_results_of_another_run_are_kept_unless_told_otherwise(every, fork_s
     result = run(schedule, config, out=tmp_path, fork_server=fork_server, resilience=resilience,
                  options=RunOptions(force=True))
     assert_same_numbers(result, judge(config, JOB.microbatches, 2))
-    newest = latest(tmp_path / "checkpoints")
+    newest = open_latest(tmp_path / "checkpoints")
     assert newest is None if every == 0 else newest is not None and newest.iteration == 2
     assert committed(tmp_path) == [0, 1]
 
@@ -135,7 +141,7 @@ def test_going_on_keeps_the_losses_and_drops_what_is_newer_only_when_told_to(for
     run(schedule, tiny(iterations=5), out=tmp_path, fork_server=fork_server, resilience=back,
         options=RunOptions(force=True))
     assert committed(tmp_path) == [0, 1, 2, 3, 4]
-    newest = latest(tmp_path / "checkpoints")
+    newest = open_latest(tmp_path / "checkpoints")
     assert newest is not None and newest.iteration == 5
 
 
@@ -177,7 +183,7 @@ def killed(folder: Path, number: int, work) -> bool:
 
 def writing(folder: Path, out: Path) -> None:
     """All that workers and node 0 write: a checkpoint that makes an older one go, a layer, and a file of node 0."""
-    save(folder, 30, share(states(3), 1, 2, 3), IDENTITY).wait()
+    start_saving(folder, 30, share(states(3), 1, 2, 3), IDENTITY).wait()
     save_layer(out, 0, states()[0])
     write_atomically(out / "schedule.json", b"{}")
     RunLog(out, 1)
@@ -189,7 +195,7 @@ def prepared(out: Path) -> None:
     for iteration in (10, 20):
         write(folder, iteration, states(iteration))
     for seed in (2, 3):
-        save(folder, 30, share(states(seed), 0), IDENTITY).wait()
+        start_saving(folder, 30, share(states(seed), 0), IDENTITY).wait()
 
 
 def whole(out: Path) -> set[str]:
@@ -215,14 +221,14 @@ def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
         shutil.copytree(before, out, dirs_exist_ok=True)
         folder = out / "checkpoints"
         more = killed(out, number, lambda folder=folder, out=out: writing(folder, out))
-        newest = latest(folder, IDENTITY)
+        newest = open_latest(folder, IDENTITY)
         assert newest is not None and newest.iteration in (20, 30)
         found |= {path for path in names(out) if "/." in path or path.startswith(".")}
         if number % 2:
-            claim(out, newest, tiny(), force=False)
+            claim_folder(out, newest, tiny(), force=False)
             (out / "trace.json").touch()  # made anew
         else:
-            clean_up(out)
+            clean_up_folder(out)
         assert names(out) - {"trace.json"} == (whole(out) if number % 2 == 0 else {
             name for name in whole(out) if not name.startswith("parameters/")}), number
         assert_same(load_all(folder), states(20) if newest.iteration == 20 else states(3))
@@ -236,16 +242,16 @@ def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
 
 
 def load_all(folder: Path):
-    newest = latest(folder, IDENTITY)
+    newest = open_latest(folder, IDENTITY)
     assert newest is not None
-    return load(newest, range(4))
+    return load_layers(newest, range(4))
 
 
 @pytest.mark.slow
 def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
     """By the run's own measure; a worker dies and comes back meanwhile."""
-    monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.05)
-    monkeypatch.setattr(checkpoint_timer, "SHARE", 0.1)
+    monkeypatch.setattr(checkpoint_timer, "MIN_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(checkpoint_timer, "MAX_TIME_SHARE", 0.1)
     began = time.monotonic()
     seen = set()
 
@@ -263,12 +269,12 @@ def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_pat
     # One may be measured late: by a worker that is slower than those whose cost the pause was taken from.
     assert sum(costs) - max(costs) <= 0.1 * (time.monotonic() - began)
     assert len(seen) >= 2
-    newest = latest(tmp_path / "checkpoints")
+    newest = open_latest(tmp_path / "checkpoints")
     assert newest is not None and newest.iteration == 120
 
 
 def test_what_is_never_complete_does_not_fill_the_disk(tmp_path):
     """As where the nodes see different folders."""
     for iteration in range(5):
-        save(tmp_path, iteration, share(states(), 0, 1), IDENTITY).wait()
-    assert len(list(tmp_path.iterdir())) <= KEEP + 1
+        start_saving(tmp_path, iteration, share(states(), 0, 1), IDENTITY).wait()
+    assert len(list(tmp_path.iterdir())) <= KEPT_CHECKPOINTS + 1

@@ -57,7 +57,7 @@ def test_a_run_that_has_just_begun(tmp_path):
     writer = Writer(tmp_path / "run")
     writer.start()
     run = read_run(writer.close())
-    assert run.stretches == () and run.committed == () and run.whole_seconds is None and run.seconds == 0
+    assert run.stretches == () and run.committed == () and run.full_grid_iteration_seconds is None and run.seconds == 0
 
 
 def refusal(folder):

@@ -9,7 +9,7 @@ import pytest
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
 from slipstream.runtime.launch import Resilience, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
@@ -150,9 +150,9 @@ def test_a_checkpoint_is_whole_and_goes_anywhere(fork_server, tmp_path):
     first, then = tmp_path / "sharded", tmp_path / "then"
     run(schedule_for(WIDE), sharded(4), out=first, fork_server=fork_server, resilience=Resilience(checkpoint_every=2))
     run(schedule_for(grid(2, 4, 3)), tiny(iterations=6), out=then, fork_server=fork_server,
-        resilience=Resilience(resume=latest(first / CHECKPOINTS)))
+        resilience=Resilience(resume=open_latest(first / CHECKPOINTS)))
     result = run(schedule_for(WIDE), sharded(8), out=tmp_path / "again", fork_server=fork_server,
-                 resilience=Resilience(resume=latest(then / CHECKPOINTS)))
+                 resilience=Resilience(resume=open_latest(then / CHECKPOINTS)))
     assert_same_numbers(result, judge(tiny(iterations=8), (2, 2, 2), 8))
 
 

@@ -31,8 +31,8 @@ from slipstream.runtime.events import (
     WentBack,
 )
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.protocol.failure_injection import Slowdown, factor_at
-from slipstream.runtime.worker.slowed_recorder import lasting
+from slipstream.runtime.protocol.failure_injection import Slowdown, find_slowdown_factor
+from slipstream.runtime.worker.slowed_recorder import prolong_block
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -79,14 +79,14 @@ def fork_server_of_idlers() -> Iterator[ForkServer]:
 def speeds(monkeypatch) -> dict[Worker, float]:
     """By how much longer workers take than planned: this is what is measured."""
     factors: dict[Worker, float] = {}
-    observe = SlowDetector.observe
+    observe = SlowDetector.add_iteration
 
     def as_given(detector, iteration, seconds, measured):
         return observe(detector, iteration, seconds, {
             worker: [cell._replace(seconds=cell.planned_seconds * factors.get(worker, 1.0)) for cell in cells]
             for worker, cells in measured.items()})
 
-    monkeypatch.setattr(SlowDetector, "observe", as_given)
+    monkeypatch.setattr(SlowDetector, "add_iteration", as_given)
     return factors
 
 
@@ -107,7 +107,8 @@ def changes_of(told):
 
 def test_work_is_shed_and_given_back(tmp_path, monkeypatch):
     """The worker sleeps longer, and that is measured."""
-    monkeypatch.setattr(slow_workers, "FIRST_PAUSE_SECONDS", 0.2)  # it may be left out where it seems to be very slow
+    # it may be left out where it seems to be very slow
+    monkeypatch.setattr(slow_workers, "FIRST_EXCLUSION_SECONDS", 0.2)
     slow = tmp_path / "slow"
     slow.mkdir()
     with fork_server_of_sleepers(slow) as fork_server:
@@ -140,7 +141,7 @@ def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):
 
 
 def test_one_that_is_left_out_comes_back_after_a_pause(speeds, fork_server_of_idlers, tmp_path, monkeypatch):
-    monkeypatch.setattr(slow_workers, "FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(slow_workers, "FIRST_EXCLUSION_SECONDS", 0.2)
     begins = after(USUAL, lambda: speeds.update({SLOW: 20.0}))
 
     def happened(told):
@@ -208,17 +209,17 @@ def test_a_model_with_dropout_has_the_same_numbers_with_shed_work(fork_server, t
 
 def test_a_slowdown_lasts_until_the_next():
     slowdowns = [Slowdown(SLOW, 10, 1.0), Slowdown(SLOW, 4, 2.0)]
-    assert [factor_at(slowdowns, iteration) for iteration in (0, 3, 4, 9, 10, 99)] == [1, 1, 2, 2, 1, 1]
+    assert [find_slowdown_factor(slowdowns, iteration) for iteration in (0, 3, 4, 9, 10, 99)] == [1, 1, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_what_computes_computes_longer_and_what_sleeps_sleeps_longer(factor):
-    with lasting(factor, CPU):
+    with prolong_block(factor, CPU):
         began = time.thread_time()  # within, so that what lasts longer is at least this
         while time.thread_time() - began < 0.02:
             pass
     assert 0.02 * factor <= time.thread_time() - began < 0.02 * factor + 0.02
     began, busy = time.perf_counter(), time.thread_time()
-    with lasting(factor, CPU):
+    with prolong_block(factor, CPU):
         time.sleep(0.02)
     assert time.perf_counter() - began >= 0.02 * factor * 0.99 and time.thread_time() - busy < 0.01

@@ -9,10 +9,10 @@ from torch import nn
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import layer_randomness, model_for
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
 from slipstream.runtime.model.layers.step_rules import leave_gradient
-from slipstream.runtime.model.state.holding import build_layer
+from slipstream.runtime.model.state.held_layers import build_layer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 from slipstream.schedules.schedule import Worker
@@ -39,7 +39,7 @@ def plain(config: RunConfig, microbatches: tuple[int, ...]) -> ReferenceResult:
     """A loop that sees the model's parameters, but for the biases, as torch's optimizer does."""
     training = config.training
     model = Model(config.model, training.seed, torch.float64, torch.device("cpu"))
-    corpus = load_corpus(config, microbatches)
+    corpus = load_data(config, microbatches)
     layers = nn.ModuleList(model.build(layer) for layer in range(model.layers))
     mine = [one for name, one in layers.named_parameters() if not name.endswith(".bias") or name.count(".") > 1]
     matrices, vectors = ([one for one in mine if (one.dim() >= 2) is is_matrix] for is_matrix in (True, False))
@@ -53,7 +53,7 @@ def plain(config: RunConfig, microbatches: tuple[int, ...]) -> ReferenceResult:
                        for index in range(count)):
             value, target = corpus.batch(sample, 1, 8)
             for index, layer in enumerate(layers):
-                with layer_randomness(training.seed, *sample, index, model.device):
+                with seeded_for_layer(training.seed, *sample, index, model.device):
                     value = layer(value)
             loss = model.loss(value, target) / sum(microbatches)
             loss.backward()
@@ -131,7 +131,7 @@ def test_counts_are_exact_beside_parameters_of_fewer_bits(fork_server, tmp_path)
     ({"router.running": level}, "'router.running', which is no trained parameter of it")])
 def test_a_rule_without_a_parameter_is_refused_in_one_line(rules, words, monkeypatch) -> None:
     config = ruled()
-    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     build = model.build
 
     def wrong(layer: int) -> nn.Module:

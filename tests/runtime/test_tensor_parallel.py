@@ -6,7 +6,7 @@ import pytest
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_folder import CHECKPOINTS
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(fork_server, tm
     run(schedule_for(TWO), config(2), out=first, fork_server=fork_server, resilience=Resilience(checkpoint_every=2))
     for ranks, stages in ((1, 4), (4, 1)):
         result = run(schedule_for(grid(2, stages, 2)), config(ranks, iterations=6), out=tmp_path / str(ranks),
-                     fork_server=fork_server, resilience=Resilience(resume=latest(first / CHECKPOINTS)))
+                     fork_server=fork_server, resilience=Resilience(resume=open_latest(first / CHECKPOINTS)))
         assert result.losses == pytest.approx(judge(then, (2, 2), 6).losses[4:], abs=1e-9)
 
 

@@ -1,13 +1,13 @@
 """Imported once by the fork server of all launchers: what each of them would load to plan and to prepare a run."""
 
 from slipstream.cli import train
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import ensure_compiled
 from slipstream.runtime.launch import RunOptions
-from slipstream.runtime.run_fit import prepare
+from slipstream.runtime.run_fit import check_fit
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 
 __all__ = ["train"]
 
-ready()
-prepare(schedule_for(grid(1, 1, 1)), tiny(), RunOptions())
+ensure_compiled()
+check_fit(schedule_for(grid(1, 1, 1)), tiny(), RunOptions())

@@ -55,9 +55,9 @@ def test_what_a_file_of_version_2_holds():
     assert [seat[3] for seat in document["seats"]] == [None, None, [[0, 3]]]
     schedule = decode(GENERAL)
     assert schedule == layers_moved() and check(schedule) == []
-    assert schedule.path(1, 0) == (2, 3) and schedule.path(0, 0) == (0, 1)
+    assert schedule.route_of(1, 0) == (2, 3) and schedule.route_of(0, 0) == (0, 1)
     assert (schedule.rerouted, schedule.shed) == (2, 1)
-    assert schedule.holds(Worker(1, 0)) == ((0, 3),) and schedule.holds(Worker(0, 1)) == ((2, 4),)
+    assert schedule.held_layers(Worker(1, 0)) == ((0, 3),) and schedule.held_layers(Worker(0, 1)) == ((2, 4),)
 
 
 def version_1(data: bytes) -> bytes:

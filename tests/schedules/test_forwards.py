@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
-from slipstream.schedules.forwards import forwards_of
+from slipstream.schedules.forwards import schedule_forwards
 from slipstream.schedules.schedule import OpKind, ProgramOp, Worker
 from tests.jobs import failures, grid, jobs
 
@@ -20,7 +20,7 @@ def test_any_plan_has_valid_forwards(data) -> None:
     job = data.draw(jobs())
     failed = data.draw(failures(job))
     schedule = plan_job(job, failed, method="greedy", steps=400_000).schedule
-    alone = forwards_of(schedule)
+    alone = schedule_forwards(schedule)
     assert check(alone, forwards=True) == [] and check(alone) != []
     assert sorted(map(name, alone.all_ops())) == sorted(
         name(op) for op in schedule.all_ops() if op.kind is OpKind.F)
@@ -60,7 +60,8 @@ def fill_and_work(alone) -> int:
 def test_they_take_little_more_than_filling_and_their_work(placement, failed) -> None:
     job = grid(3, 4, 12, times="forward = 10\nbackward_input = 9\nbackward_weight = 8\ntransfer = 1",
                more=f"[placement]\n{placement}\n")
-    alone = forwards_of(plan_job(job, [Worker.parse(one) for one in failed], method="greedy", steps=400_000).schedule)
+    alone = schedule_forwards(plan_job(job, [Worker.parse(one) for one in failed], method="greedy",
+                                       steps=400_000).schedule)
     assert last_end(alone) <= 1.02 * fill_and_work(alone)
 
 
@@ -68,7 +69,7 @@ def test_they_take_little_more_than_filling_and_their_work(placement, failed) ->
 def test_their_period_is_the_work_of_the_busiest_worker(failed) -> None:
     """3 x 4 workers, 6 micro-batches each: 6 forwards a worker, and its share of a dead peer's 6 for the others."""
     schedule = plan_job(grid(3, 4, 6), [Worker.parse(one) for one in failed], method="greedy").schedule
-    alone = forwards_of(schedule)
+    alone = schedule_forwards(schedule)
     load = max(len(program) for program in alone.programs)
     assert alone.period_ticks == load * schedule.times.forward[0]
     assert (alone.status == "optimal") == (not failed)
@@ -84,7 +85,7 @@ def test_their_period_is_the_work_of_the_busiest_worker(failed) -> None:
     (lambda ops: (replace(ops[0], start_ticks=ops[1].start_ticks), *ops[1:]), "one-at-a-time"),
 ])
 def test_what_is_wrong_is_found(change, rule) -> None:
-    alone = forwards_of(plan_job(grid(2, 4, 3), method="greedy").schedule)
+    alone = schedule_forwards(plan_job(grid(2, 4, 3), method="greedy").schedule)
     last = alone.seat_of[Worker(0, 3)].program
     programs = tuple(change(ops) if number == last else ops for number, ops in enumerate(alone.programs))
     assert rule in {one.rule for one in check(replace(alone, programs=programs), forwards=True)}

@@ -5,17 +5,17 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
-from slipstream.schedules.equal import equal_pipelines
 from slipstream.schedules.graph import (
     Transfer,
-    groups,
+    order_transfers,
+    pipeline_groups,
     programs_of,
     require_acyclic,
     topological_order,
-    transfers,
 )
-from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import Op, Worker
+from slipstream.schedules.symmetry import find_equal_pipelines
 from tests.generate import BROKEN, HEALTHY, by_hand, op_graph, schedules
 
 
@@ -23,7 +23,7 @@ def full_graph(schedule, programs):
     """The op graph with transfers between the ops they join, in order along each pair of workers."""
     graph = op_graph(schedule, programs)
     by_pair = defaultdict(list)
-    for transfer in transfers(schedule, programs):
+    for transfer in order_transfers(schedule, programs):
         by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
         kinds = ("F",) if transfer.kind == "activation" else ("I", "B")
         key = transfer.pipeline, transfer.microbatch
@@ -40,7 +40,7 @@ def full_graph(schedule, programs):
 
 def test_transfers_by_hand():
     """1.0's micro-batches cross to pipeline 0, whose last worker runs them too."""
-    found = transfers(by_hand(BROKEN), programs_of(by_hand(BROKEN)))
+    found = order_transfers(by_hand(BROKEN), programs_of(by_hand(BROKEN)))
     assert len(found) == 8
     assert found[1] == Transfer("activation", 1, 1, 0, Worker(1, 0), Worker(0, 1))
     assert str(found[1]) == "activation of micro-batch 1.0 to slice 1, 1.0 -> 0.1"
@@ -48,12 +48,12 @@ def test_transfers_by_hand():
 
 
 def test_groups():
-    assert groups(by_hand(HEALTHY)) == [(0,), (1,)]
-    assert groups(by_hand(BROKEN)) == [(0, 1)]
-    assert equal_pipelines(by_hand(HEALTHY)) == [(0, 1)]
-    assert equal_pipelines(by_hand(BROKEN)) == [(0,), (1,)]
+    assert pipeline_groups(by_hand(HEALTHY)) == [(0,), (1,)]
+    assert pipeline_groups(by_hand(BROKEN)) == [(0, 1)]
+    assert find_equal_pipelines(by_hand(HEALTHY)) == [(0, 1)]
+    assert find_equal_pipelines(by_hand(BROKEN)) == [(0,), (1,)]
     late = {**HEALTHY, "1.1": HEALTHY["1.1"].replace("F0@1", "F0@2")}
-    assert equal_pipelines(by_hand(late)) == [(0,), (1,)]
+    assert find_equal_pipelines(by_hand(late)) == [(0,), (1,)]
 
 
 def test_deadlock_names_the_circle():
@@ -74,13 +74,14 @@ def test_deadlock_names_the_circle():
 @given(schedules())
 def test_workers_can_follow_the_order_of_transfers(schedule):
     programs = programs_of(schedule)
-    found = transfers(schedule, programs)
+    found = order_transfers(schedule, programs)
     graph = full_graph(schedule, programs)
     require_acyclic(schedule, programs)
     assert nx.is_directed_acyclic_graph(graph)
     crossings = [(before, after) for before, after in op_graph(schedule, programs).edges
                  if isinstance(before, Op) and isinstance(after, Op) and before.worker != after.worker
-                 and any(rule.tensor for key, rule in waits(op_key(after), schedule.path(*op_key(after)[2:]))
+                 and any(rule.tensor for key,
+                         rule in producers_with_rules(op_key(after), schedule.path(*op_key(after)[2:]))
                          if key == op_key(before))]
     assert len(found) == len(set(found)) == len(crossings)
     pairs = defaultdict(list)
@@ -96,7 +97,7 @@ def test_workers_can_follow_the_order_of_transfers(schedule):
 @settings(max_examples=40)
 @given(schedules(max_microbatches=3))
 def test_pipelines_in_sets_are_alike(schedule):
-    sets = equal_pipelines(schedule)
+    sets = find_equal_pipelines(schedule)
     assert sorted(pipeline for equal in sets for pipeline in equal) == list(range(schedule.grid.pipelines))
     for equal in sets:
         timings = {tuple((op.kind, op.slice, op.microbatch, op.start_ticks, op.end_ticks)

@@ -27,7 +27,7 @@ class Bamboo(Policy):
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
         """Machine of each pipeline and stage. None: its predecessor covers the stage."""
-        self._of: dict[int, list[int | None]] = {}
+        self._pipeline_of: dict[int, list[int | None]] = {}
         """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
         self._covered = self._formed_covered = 0
@@ -36,15 +36,15 @@ class Bamboo(Policy):
     @property
     def fault_free_rate(self) -> float:
         """Samples per second of 1F1B with redundant forwards."""
-        return self._rate_of(self.scenario.workers)
+        return self._rate_for_machines(self.scenario.workers)
 
-    def _rate_of(self, machines: int) -> float:
-        whole = self.costs.bamboo_fault_free_share * self.throughputs.one_f_one_b(self.scenario.pipelines)
+    def _rate_for_machines(self, machines: int) -> float:
+        whole = self.costs.bamboo_fault_free_share * self.throughputs.one_f_one_b_rate(self.scenario.pipelines)
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:
         """Return the samples per second in proportion to the live workers."""
-        return self._rate_of(self.scenario.workers - failures)
+        return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Form pipelines of all machines."""
@@ -57,7 +57,7 @@ class Bamboo(Policy):
         dead = set(change.removed)
         self._spares = [machine for machine in (*self._spares, *change.added) if machine not in dead]
         died, stage_lost = self._remove_dead(dead)
-        lost_samples = self.lost_samples(remaining, worker_died=died)
+        lost_samples = self.discard_lost_samples(remaining, worker_died=died)
         if self.needs_checkpoint(remaining):
             if not died and remaining[0].cause is Cause.RESTART:
                 return remaining
@@ -76,8 +76,8 @@ class Bamboo(Policy):
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
         """Remove dead machines. Return whether any was in a pipeline, and whether a stage cannot be covered."""
-        died = gone & self._of.keys()
-        touched = [(self._of.pop(machine), machine) for machine in died]
+        died = gone & self._pipeline_of.keys()
+        touched = [(self._pipeline_of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
             machines[machines.index(machine)] = None
         self._covered += len(died)
@@ -105,7 +105,7 @@ class Bamboo(Policy):
         most_covered = stages // 2
         count = min(self.scenario.pipelines, len(live) // (stages - most_covered))
         if not count:
-            self._pipelines, self._spares, self._of, self._covered, self._formed_covered = [], live, {}, 0, 0
+            self._pipelines, self._spares, self._pipeline_of, self._covered, self._formed_covered = [], live, {}, 0, 0
             return
         used = min(len(live), count * stages)
         missing = count * stages - used
@@ -116,9 +116,10 @@ class Bamboo(Policy):
             # The predecessor of the first stage is the last stage, so covered stages are 1, 3, 5, ...
             gaps = range(1, 2 * covered, 2)
             self._pipelines.append([None if stage in gaps else next(machines) for stage in range(stages)])
-        self._of = {machine: machines for machines in self._pipelines for machine in machines if machine is not None}
+        self._pipeline_of = {machine: machines for machines in self._pipelines for machine in machines
+                             if machine is not None}
         self._covered = self._formed_covered = missing
 
     def _current_rate(self) -> float:
         """Return the samples per second of the machines in pipelines."""
-        return self._rate_of(len(self._pipelines) * self.scenario.stages - self._covered)
+        return self._rate_for_machines(len(self._pipelines) * self.scenario.stages - self._covered)

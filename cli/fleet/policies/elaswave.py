@@ -14,7 +14,7 @@ not simulated.
 
 from slipstream.cli.fleet.loads import DownByStage
 from slipstream.cli.fleet.policies.rerouting import Rerouting
-from slipstream.cli.fleet.policies.uneven_pipelines import cut_by_speed
+from slipstream.cli.fleet.policies.uneven_pipelines import divide_by_speed
 from slipstream.cli.fleet.policy import Phase, Scenario
 
 
@@ -31,32 +31,33 @@ class ElasWave(Rerouting):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._layers = self.throughputs.loads.layers
-        self._whole = cut_by_speed(self._layers, (1.0,) * scenario.stages)
+        self._layers = self.throughputs.loads.layer_seconds
+        self._fault_free_template = divide_by_speed(self._layers, (1.0,) * scenario.stages)
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
         """Return the samples per second with layers divided for the remaining replicas."""
-        return self._rate_with(down, migrated=True)
+        return self._cached_rate(down, migrated=True)
 
-    def _rate_with(self, down: DownByStage, *, migrated: bool) -> float:
-        return self.throughputs.kept((self.name, down, migrated), lambda: self._found_rate(down, migrated=migrated))
+    def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:
+        return self.throughputs.compute_once((self.name, down, migrated),
+                                             lambda: self._compute_rate(down, migrated=migrated))
 
-    def _found_rate(self, down: DownByStage, *, migrated: bool) -> float:
-        pipelines, whole = self.scenario.pipelines, self._whole.seconds(self._microbatches)
+    def _compute_rate(self, down: DownByStage, *, migrated: bool) -> float:
+        pipelines, whole = self.scenario.pipelines, self._fault_free_template.seconds_for(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
         if migrated:
             factors = tuple([pipelines / (pipelines - count) for count in down])
-            seconds = cut_by_speed(self._layers, factors).seconds(self._microbatches)
+            seconds = divide_by_speed(self._layers, factors).seconds_for(self._microbatches)
         else:  # every micro-batch waits for the stage with the fewest replicas
             seconds = whole * pipelines / (pipelines - max(down))
-        return self.throughputs.relative(whole, seconds)
+        return self.throughputs.scale_by_formula(whole, seconds)
 
-    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """Return phases with the old division of the layers until the new one has migrated."""
-        first_rate = self._rate_with(self._held.down, migrated=False)
-        final_rate = self._rate_of(self._stages)
+        first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
+        final_rate = self._rate_for_stages(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds
         phases = self.resume_training(first_rate, *stalls, lost_samples=lost_samples)
         return self.change_rate(phases, self._loaded_at - now, self.switch, final_rate)

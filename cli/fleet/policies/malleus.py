@@ -7,7 +7,7 @@ micro-batches over pipelines. Its first step is nonuniform tensor parallelism (A
 that lost ranks computes at the share of those it has.
 
 In these formulas both are the same: every pipeline has a division of its own, by the speeds of its nodes, and 1F1B; an
-iteration ends when the slowest pipeline does (`fastest_split`). They differ in what a group that lost GPUs can do.
+iteration ends when the slowest pipeline does (`shortest_iteration`). They differ in what a group that lost GPUs can do.
 Assumed, in their favour: memory is no limit; detection and planning take no time; a change costs half an iteration if a
 worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
 """
@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
-from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, all_layers_held, cut_by_speed
+from slipstream.cli.fleet.policies.oobleck_templates import Template, shortest_iteration
+from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, divide_by_speed, has_all_layers
 from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
@@ -41,8 +41,8 @@ class Malleus(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines = PipelineGroups([] for _ in range(scenario.pipelines))
-        self._layers = self.throughputs.loads.layers
-        self._seconds = self._iteration(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
+        self._layers = self.throughputs.loads.layer_seconds
+        self._fault_free_seconds = self._iteration_seconds(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
@@ -53,52 +53,52 @@ class Malleus(Policy):
         """Return the samples per second with failures spread over pipelines."""
         live, count = self.scenario.workers - failures, self.scenario.pipelines
         sizes = [live // count + (index < live % count) for index in range(count)]
-        return self._rate_of(Counter((1.0,) * size for size in sizes if size))
+        return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Fill the pipelines evenly."""
-        self._fill(live)
+        self._place_machines(live)
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Divide the layers of pipelines and the batch anew."""
         dead = set(change.removed)
-        state_lost = not all_layers_held(self._pipelines.all, dead)
-        self._pipelines.remove(dead)
-        self._fill(change.added)
-        return self.go_on(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(dead),
-                          state_lost=state_lost)
+        state_lost = not has_all_layers(self._pipelines.groups, dead)
+        self._pipelines.remove_machines(dead)
+        self._place_machines(change.added)
+        return self.resume_after_change(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(dead),
+                                        state_lost=state_lost)
 
-    def _fill(self, machines: Sequence[int]) -> None:
+    def _place_machines(self, machines: Sequence[int]) -> None:
         """Put machines into the shortest pipelines, and move some if lengths differ by more than one."""
-        groups, pipelines = self._pipelines, self._pipelines.all
+        groups, pipelines = self._pipelines, self._pipelines.groups
         for machine in machines:
-            groups.put(machine, min(pipelines, key=len))
+            groups.add_machine(machine, min(pipelines, key=len))
         while len(longest := max(pipelines, key=len)) > len(shortest := min(pipelines, key=len)) + 1:
-            groups.put(longest.pop(), shortest)
+            groups.add_machine(longest.pop(), shortest)
 
     def _current_rate(self) -> float:
-        lengths = Counter(map(len, self._pipelines.all))
+        lengths = Counter(map(len, self._pipelines.groups))
         slow: Counter[tuple[float, ...]] = Counter()
-        for nodes in self._pipelines.holding(self.slow):
+        for nodes in self._pipelines.find_groups(self.slow):
             slow[tuple(sorted(self.slow.get(machine, 1.0) for machine in nodes))] += 1
             lengths[len(nodes)] -= 1
         pipelines = Counter({(1.0,) * length: count for length, count in lengths.items() if length and count}) + slow
         key = Malleus.name, frozenset(pipelines.items())
-        return self.throughputs.kept(key, lambda: self._rate_of(pipelines))
+        return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
-    def _rate_of(self, pipelines: Pipelines) -> float:
+    def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
         """Return the samples per second of pipelines whose machines have these factors, ascending."""
         if not pipelines:
             return 0.0
-        return self.throughputs.relative(self._seconds, self._iteration(pipelines))
+        return self.throughputs.scale_by_formula(self._fault_free_seconds, self._iteration_seconds(pipelines))
 
-    def _iteration(self, pipelines: Pipelines) -> float:
-        """Return the seconds of an iteration on pipelines that are each divided by speed (`fastest_split`)."""
+    def _iteration_seconds(self, pipelines: Pipelines) -> float:
+        """Return the seconds of an iteration on pipelines that are each divided by speed (`shortest_iteration`)."""
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
-            cuts[cut_by_speed(self._layers, factors)] += count
-        return fastest_split(cuts, sum(self.throughputs.job.microbatches))
+            cuts[divide_by_speed(self._layers, factors)] += count
+        return shortest_iteration(cuts, sum(self.throughputs.job.microbatches))
 
 
 class ResiHP(Malleus):

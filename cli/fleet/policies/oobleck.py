@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds
-from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, all_layers_held
+from slipstream.cli.fleet.policies.oobleck_templates import shortest_iteration_by_length
+from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, has_all_layers
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -41,70 +41,71 @@ class Oobleck(Policy):
         """Form as many pipelines of the job's length as there are machines for; the remaining machines join them."""
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
-        self._instantiate()
+        self._instantiate_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Keep newcomers waiting for the next failure in a pipeline, which instantiates templates of new lengths."""
         dead, pipelines = set(change.removed), self._pipelines
-        died = not dead.isdisjoint(pipelines.of)
+        died = not dead.isdisjoint(pipelines.group_of)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in dead]
         if not died and remaining[0].cause is not Cause.WAIT:
             return remaining
-        layers_lost = not all_layers_held(pipelines.all, dead)
-        pipelines.remove(dead)
-        self._instantiate()
-        return self.go_on(self._current_rate(), remaining, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
-                          worker_died=died, state_lost=layers_lost)
+        layers_lost = not has_all_layers(pipelines.groups, dead)
+        pipelines.remove_machines(dead)
+        self._instantiate_pipelines()
+        return self.resume_after_change(self._current_rate(), remaining,
+                                        Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+                                        worker_died=died, state_lost=layers_lost)
 
-    def _instantiate(self) -> None:
+    def _instantiate_pipelines(self) -> None:
         """Give pipelines new lengths: idle nodes fill or form pipelines; too short ones grow or merge."""
         idle, self._idle = self._idle, []
-        groups, pipelines = self._pipelines, self._pipelines.all
+        groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
-            groups.drop(nodes)
+            groups.remove_group(nodes)
         for nodes in sorted(pipelines, key=len):
             while idle and len(nodes) < self.scenario.stages:
-                groups.put(idle.pop(), nodes)
+                groups.add_machine(idle.pop(), nodes)
         while len(idle) >= self._min_nodes and len(pipelines) < self.scenario.pipelines:
-            groups.add(idle[:self.scenario.stages])
+            groups.add_group(idle[:self.scenario.stages])
             del idle[:self.scenario.stages]
         self._fix_short_pipelines()
         if not pipelines:
             self._idle = idle
             return
         for machine in idle:
-            groups.put(machine, min(pipelines, key=len))
+            groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
         """Give short pipelines nodes of the largest ones, or dissolve them if there are none to spare."""
-        groups, pipelines = self._pipelines, self._pipelines.all
+        groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
             while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:
-                groups.put(largest.pop(), nodes)
+                groups.add_machine(largest.pop(), nodes)
             if len(nodes) < self._min_nodes:
-                for machine in groups.drop(nodes):
+                for machine in groups.remove_group(nodes):
                     if pipelines:
-                        groups.put(machine, min(pipelines, key=len))
+                        groups.add_machine(machine, min(pipelines, key=len))
                     else:
                         self._idle.append(machine)
 
     def _current_rate(self) -> float:
-        return self.rate(list(map(len, self._pipelines.all)))
+        return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
         """Return the samples per second of pipelines with these numbers of nodes."""
         lengths = tuple(sorted(size for size in sizes if size))
-        return self.throughputs.kept((self.name, lengths), lambda: self._found_rate(lengths))
+        return self.throughputs.compute_once((self.name, lengths), lambda: self._compute_rate(lengths))
 
-    def _found_rate(self, lengths: tuple[int, ...]) -> float:
+    def _compute_rate(self, lengths: tuple[int, ...]) -> float:
         counts = Counter(lengths)
         if not counts:
             return 0.0
-        layers, microbatches = self.throughputs.loads.layers, sum(self.throughputs.job.microbatches)
-        whole = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
-        now = iteration_seconds(layers, tuple(sorted(counts.items())), microbatches)
-        return self.throughputs.relative(whole, now)
+        layers, microbatches = self.throughputs.loads.layer_seconds, sum(self.throughputs.job.microbatches)
+        whole = shortest_iteration_by_length(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
+        now = shortest_iteration_by_length(layers, tuple(sorted(counts.items())), microbatches)
+        return self.throughputs.scale_by_formula(whole, now)
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:

@@ -17,13 +17,13 @@ class Template(NamedTuple):
     fill: float
     """Seconds to fill and drain the pipeline."""
 
-    def seconds(self, microbatches: int) -> float:
+    def seconds_for(self, microbatches: int) -> float:
         """Return the time of an iteration, without all-reduce and optimizer."""
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
 @lru_cache(maxsize=1024)
-def template(layers: tuple[float, ...], nodes: int) -> Template:
+def find_template(layers: tuple[float, ...], nodes: int) -> Template:
     """Return the best contiguous division of layers (seconds each) over nodes, by Oobleck's formula.
 
     With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
@@ -34,7 +34,7 @@ def template(layers: tuple[float, ...], nodes: int) -> Template:
     """
     stages = min(nodes, len(layers))
     prefix = [0.0, *accumulate(layers)]
-    least = _least_stages(prefix)
+    least = _make_stage_counter(prefix)
     best, best_template = math.inf, None
     parts = combinations(range(len(layers) + 1), 2)
     for first, last in sorted(parts, key=lambda part: prefix[part[1]] - prefix[part[0]]):
@@ -53,7 +53,7 @@ def template(layers: tuple[float, ...], nodes: int) -> Template:
     return best_template
 
 
-def _least_stages(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
+def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
     """Return a function of (first, last, seconds): the fewest stages within this time for layers first..last - 1."""
     def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
@@ -68,18 +68,19 @@ def _least_stages(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
 
 
 @lru_cache(maxsize=65536)
-def iteration_seconds(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...], microbatches: int) -> float:
-    """Return the seconds of an iteration on pipelines of these lengths (`fastest_split`).
+def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...],
+                                 microbatches: int) -> float:
+    """Return the seconds of an iteration on pipelines of these lengths (`shortest_iteration`).
 
     `lengths` are pairs (nodes, number of pipelines with so many nodes).
     """
     pipelines: Counter[Template] = Counter()
     for nodes, count in lengths:
-        pipelines[template(layers, nodes)] += count
-    return fastest_split(pipelines, microbatches)
+        pipelines[find_template(layers, nodes)] += count
+    return shortest_iteration(pipelines, microbatches)
 
 
-def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float:
+def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
     """Return the seconds of an iteration with the best division of micro-batches over the pipelines.
 
     `pipelines`: number of pipelines of each template.
@@ -87,7 +88,7 @@ def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float
     def count_fitting(seconds: float) -> int:
         return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
 
-    low, high = 0.0, min(one.seconds(-(-microbatches // count)) for one, count in pipelines.items())
+    low, high = 0.0, min(one.seconds_for(-(-microbatches // count)) for one, count in pipelines.items())
     for _ in range(60):
         middle = (low + high) / 2
         if count_fitting(middle) >= microbatches:

@@ -23,28 +23,28 @@ class _Reference(Policy):
         return alive
 
     @abstractmethod
-    def _rate_of(self, live: float) -> float:
+    def _rate_for_live(self, live: float) -> float:
         """Return the samples per second on this many workers; one at half speed counts half."""
 
     @property
     def fault_free_rate(self) -> float:
         """Samples per second on all workers."""
-        return self._rate_of(self.scenario.workers)
+        return self._rate_for_live(self.scenario.workers)
 
     def steady_rate(self, failures: int) -> float:
         """Return the samples per second on the live workers."""
-        return self._rate_of(self.scenario.workers - failures)
+        return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Train on these workers."""
         self._live = len(live)
-        return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
+        return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
         """Continue training without a pause."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
-        return [Phase(Cause.RUN, rate=self._rate_of(speed))]
+        return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]
 
 
 class FaultScaled(_Reference):
@@ -55,8 +55,8 @@ class FaultScaled(_Reference):
     source = "as in the figures of ReCycle (SOSP 2024)"
     assumptions = "no cost of any change; as in the published figures"
 
-    def _rate_of(self, live: float) -> float:
-        return self.throughputs.one_f_one_b(self.scenario.pipelines) * live / self.scenario.workers
+    def _rate_for_live(self, live: float) -> float:
+        return self.throughputs.one_f_one_b_rate(self.scenario.pipelines) * live / self.scenario.workers
 
 
 class WorkConserving(_Reference):
@@ -67,5 +67,5 @@ class WorkConserving(_Reference):
     source = "a bound: the work over the live workers"
     assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
 
-    def _rate_of(self, live: float) -> float:
-        return self.throughputs.work_conserving(live)
+    def _rate_for_live(self, live: float) -> float:
+        return self.throughputs.work_conserving_rate(live)

@@ -8,12 +8,12 @@ from slipstream.cli.fleet.loads import DownByStage
 from slipstream.cli.fleet.policy import Cause, Phase, RatedByStage, Scenario
 
 
-class Stages:
+class StageAssignment:
     """Assignment of stages to machines, and the number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
         """Begin without machines; `lacking` has the number of workers that are down in each stage."""
-        self.of: dict[int, int] = {}
+        self.stage_of: dict[int, int] = {}
         """Stage of each machine."""
         self._lacking = list(lacking)
         self._down: DownByStage | None = None
@@ -21,7 +21,7 @@ class Stages:
         self._most_down: int | None = None
 
     @property
-    def down(self) -> DownByStage:
+    def down_by_stage(self) -> DownByStage:
         """Number of dead workers of each stage."""
         if self._down is None:
             self._down = tuple(self._lacking)
@@ -34,24 +34,24 @@ class Stages:
             self._most_down = max(self._lacking)
         return self._most_down
 
-    def put(self, machine: int, stage: int) -> None:
+    def assign_stage(self, machine: int, stage: int) -> None:
         """Assign this stage to a machine, which may have had another one."""
-        self.remove(machine)
-        self.of[machine] = stage
+        self.remove_machine(machine)
+        self.stage_of[machine] = stage
         self._lacking[stage] -= 1
         self._down = self._most_down = None
 
-    def remove(self, machine: int) -> None:
+    def remove_machine(self, machine: int) -> None:
         """Take the stage of a machine away, if it had one."""
-        stage = self.of.pop(machine, None)
+        stage = self.stage_of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
             self._down = self._most_down = None
 
-    def copy(self) -> "Stages":
+    def copy(self) -> "StageAssignment":
         """Return an independent copy."""
-        other = Stages(self._lacking)
-        other.of, other._down = dict(self.of), self._down
+        other = StageAssignment(self._lacking)
+        other.stage_of, other._down = dict(self.stage_of), self._down
         return other
 
 
@@ -74,9 +74,9 @@ class Rerouting(RatedByStage):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines = scenario.pipelines
-        self._stages = Stages([scenario.pipelines] * scenario.stages)
+        self._stages = StageAssignment([scenario.pipelines] * scenario.stages)
         """Stage assigned to each live machine."""
-        self._held = self._stages
+        self._held_stages = self._stages
         """Stage that each machine holds now, until `_loaded_at`. A machine that is about to join holds none.
 
         This is the same object as `_stages` if no machine loads a stage.
@@ -87,26 +87,27 @@ class Rerouting(RatedByStage):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Put every machine in its place of the grid, or assign stages anew if some stage would have no worker."""
         for machine in live:
-            self._stages.put(machine, machine % self.scenario.stages)
-        if self._stage_lost(self._stages):
+            self._stages.assign_stage(machine, machine % self.scenario.stages)
+        if self._has_lost_stage(self._stages):
             self._reassign_all(live)
-        self._held = self._stages
-        return self.resume_training(self._rate_of(self._stages))
+        self._held_stages = self._stages
+        return self.resume_training(self._rate_for_stages(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Re-route micro-batches, let newcomers join, and move workers."""
         if change.seconds >= self._loaded_at:
-            self._held = self._stages
+            self._held_stages = self._stages
         for machine in change.removed:
-            self._stages.remove(machine)
-            self._held.remove(machine)
+            self._stages.remove_machine(machine)
+            self._held_stages.remove_machine(machine)
         restarting = remaining[0].cause is Cause.RESTART
-        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) or self._stage_lost(self._held):
+        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) \
+                or self._has_lost_stage(self._held_stages):
             # Only the checkpoint holds the parameters of some stage.
-            self._reassign_all([*self._stages.of, *change.added])
-            self._held = self._stages
-            return self.restart(self._rate_of(self._stages), remaining)
-        lost_samples = self.lost_samples(remaining, worker_died=bool(change.removed))
+            self._reassign_all([*self._stages.stage_of, *change.added])
+            self._held_stages = self._stages
+            return self.restart(self._rate_for_stages(self._stages), remaining)
+        lost_samples = self.discard_lost_samples(remaining, worker_died=bool(change.removed))
         self._assign_newcomers(change.added)
         if self.moves_workers:
             self._move_workers()
@@ -115,64 +116,65 @@ class Rerouting(RatedByStage):
             stalls = [self.switch]
         elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
             stalls = [remaining[0]]
-        return self._reconfigure(change.seconds, stalls, lost_samples)
+        return self._plan_phases(change.seconds, stalls, lost_samples)
 
     @abstractmethod
-    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """Return the phases from `now` on: these stalls first, and at some point each machine in its stage."""
 
-    def _rate_of(self, stages: Stages) -> float:
+    def _rate_for_stages(self, stages: StageAssignment) -> float:
         """Return the samples per second of machines that hold these stages."""
-        return self.rate(stages.down)
+        return self.rate(stages.down_by_stage)
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
     @property
-    def _loading(self) -> bool:
+    def _is_loading(self) -> bool:
         """True if some machine does not hold its assigned stage yet."""
-        return self._held is not self._stages and self._held.of != self._stages.of
+        return self._held_stages is not self._stages and self._held_stages.stage_of != self._stages.stage_of
 
-    def _stage_lost(self, stages: Stages) -> bool:
+    def _has_lost_stage(self, stages: StageAssignment) -> bool:
         return stages.most_down >= self._pipelines
 
-    def _give(self, machine: int, stage: int) -> None:
+    def _assign_stage(self, machine: int, stage: int) -> None:
         """Assign a stage to a machine, which must load it."""
-        if self._held is self._stages:
-            self._stages = self._held.copy()
-        self._stages.put(machine, stage)
+        if self._held_stages is self._stages:
+            self._stages = self._held_stages.copy()
+        self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
         """Assign stages to all live machines anew. If they are too few, newcomers get the first stage."""
-        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(machines))
+        spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
-                self._stages.put(machine, self._stages.of.get(machine, 0))
+                self._stages.assign_stage(machine, self._stages.stage_of.get(machine, 0))
             return
         stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
         for machine, stage in zip(sorted(machines), stages, strict=True):
-            self._stages.put(machine, stage)
+            self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
         """Give newcomers the stages furthest from the even spread of the remaining failures."""
         if not machines:
             return
-        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
+        spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of)
+                                                      - len(machines))
         for machine in machines:
-            down = self._stages.down
+            down = self._stages.down_by_stage
             lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
-            self._give(machine, lacking.index(max(lacking)))
+            self._assign_stage(machine, lacking.index(max(lacking)))
 
     def _move_workers(self) -> None:
         """Move workers to other stages if that leaves the most loaded worker less work."""
-        loads, down = self.throughputs.loads, self._stages.down
-        spread = loads.even_spread(self.scenario.workers - len(self._stages.of))
-        if spread is None or loads.longest_load(spread) >= loads.longest_load(down):
+        loads, down = self.throughputs.loads, self._stages.down_by_stage
+        spread = loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of))
+        if spread is None or loads.max_load_seconds(spread) >= loads.max_load_seconds(down):
             return
         vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
         counts = list(down)
-        for machine, stage in sorted(self._stages.of.items()):
+        for machine, stage in sorted(self._stages.stage_of.items()):
             if vacant and counts[stage] < spread[stage]:
-                self._give(machine, vacant.pop())
+                self._assign_stage(machine, vacant.pop())
                 counts[stage] += 1
 
 
@@ -189,12 +191,12 @@ class ReCycle(Rerouting):
 
     def rate(self, down: DownByStage) -> float:
         """Return the samples per second of ReCycle's schedule."""
-        return self.throughputs.recycle(down)
+        return self.throughputs.recycle_rate(down)
 
-    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """Return phases in which all workers wait while some load a stage."""
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
-        if self._loading:
+        if self._is_loading:
             stalls.append(self.load)
         self._loaded_at = now + sum(stall.seconds for stall in stalls)
-        return self.resume_training(self._rate_of(self._stages), *stalls, lost_samples=lost_samples)
+        return self.resume_training(self._rate_for_stages(self._stages), *stalls, lost_samples=lost_samples)

@@ -19,20 +19,20 @@ class Restart(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._used: dict[int, None] = {}
+        self._machines_in_use: dict[int, None] = {}
         """Machines that train, in the order in which they began."""
-        self._idle: dict[int, None] = {}
+        self._idle_machines: dict[int, None] = {}
         self._grow_at: float | None = None
         """Time at which the job restarts on more pipelines; None: it is not going to."""
         self._rate = 0.0
 
     def steady_rate(self, failures: int) -> float:
         """Return the samples per second on whole pipelines."""
-        return self.throughputs.one_f_one_b((self.scenario.workers - failures) // self.scenario.stages)
+        return self.throughputs.one_f_one_b_rate((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Form as many whole pipelines as there are machines for."""
-        self._idle = dict.fromkeys(sorted(live))
+        self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
@@ -40,12 +40,12 @@ class Restart(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Restart if a machine in use died; otherwise plan when newcomers join."""
         self._grow_if_due(change.seconds)
-        used = len(self._used)
-        self._idle |= dict.fromkeys(change.added)
+        used = len(self._machines_in_use)
+        self._idle_machines |= dict.fromkeys(change.added)
         for machine in change.removed:
-            self._idle.pop(machine, None)
-            self._used.pop(machine, None)
-        died = len(self._used) < used
+            self._idle_machines.pop(machine, None)
+            self._machines_in_use.pop(machine, None)
+        died = len(self._machines_in_use) < used
         if died or remaining[0].cause is Cause.WAIT:
             self._grow_at = None
             self._fill_pipelines()
@@ -58,16 +58,16 @@ class Restart(Policy):
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]
-        usable = self._usable_machines()
-        if usable == len(self._used):
+        usable = self._count_usable_machines()
+        if usable == len(self._machines_in_use):
             self._grow_at = None
-            return [*before, self.training(self._rate)]
+            return [*before, self.training_phase(self._rate)]
         begin = now + sum(phase.seconds for phase in before)
-        self._grow_at = self._grow_at or self.checkpoints.next(begin)
+        self._grow_at = self._grow_at or self.checkpoints.next_after(begin)
         until = self._grow_at - begin
-        later = self.throughputs.one_f_one_b(usable // self.scenario.stages)
-        return [*before, self.training(self._rate).lasting(until),
-                Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
+        later = self.throughputs.one_f_one_b_rate(usable // self.scenario.stages)
+        return [*before, self.training_phase(self._rate).with_seconds(until),
+                Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
         """Use idle machines from the planned restart on, if that was before now."""
@@ -77,19 +77,19 @@ class Restart(Policy):
         self._rate = self._current_rate()
         self._grow_at = None
 
-    def _usable_machines(self) -> int:
+    def _count_usable_machines(self) -> int:
         """Return the number of live machines that make whole pipelines."""
         stages = self.scenario.stages
-        return min(self.scenario.workers, (len(self._used) + len(self._idle)) // stages * stages)
+        return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
 
     def _fill_pipelines(self) -> None:
         """Use as many machines as make whole pipelines."""
-        count = self._usable_machines()
-        surplus = [self._used.popitem()[0] for _ in range(len(self._used) - count)]
-        self._idle = dict.fromkeys(reversed(surplus)) | self._idle
-        for machine in list(self._idle)[:count - len(self._used)]:
-            del self._idle[machine]
-            self._used[machine] = None
+        count = self._count_usable_machines()
+        surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
+        self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines
+        for machine in list(self._idle_machines)[:count - len(self._machines_in_use)]:
+            del self._idle_machines[machine]
+            self._machines_in_use[machine] = None
 
     def _current_rate(self) -> float:
-        return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)
+        return self.throughputs.one_f_one_b_rate(len(self._machines_in_use) // self.scenario.stages)

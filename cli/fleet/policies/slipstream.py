@@ -7,20 +7,26 @@ from typing import ClassVar, NamedTuple
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.loads import DownByStage
-from slipstream.cli.fleet.policies.rerouting import Rerouting, Stages
+from slipstream.cli.fleet.policies.rerouting import Rerouting, StageAssignment
 from slipstream.cli.fleet.policy import Cause, Phase, Scenario
-from slipstream.cli.fleet.settled import SlowWorker
+from slipstream.cli.fleet.settled import SlowWorkerCount
 
-AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
-           "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
-           "stage from peers while the others train on, and a switch follows; a slow worker is waited for, or left out "
-           "as if it were down, whichever is faster; a worker that lost some of its GPUs is down")
-SETTLED = ("; layers move while it trains on, for as long as the busiest worker needs for what it receives, and a "
-           "switch follows, where its pause is made up for before the next failure, on average; slow workers have "
-           "fewer layers then, where that is fastest; the next failure is answered at once as if they had not moved")
+AT_ONCE_ASSUMPTIONS = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than "
+                       "those of "
+                       "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or "
+                       "moves loads one "
+                       "stage from peers while the others train on, and a switch follows; a slow worker is waited for, "
+                       "or left out "
+                       "as if it were down, whichever is faster; a worker that lost some of its GPUs is down")
+SETTLED_ASSUMPTIONS = ("; layers move while it trains on, for as long as the busiest worker needs for what it "
+                       "receives, and a "
+                       "switch follows, where its pause is made up for before the next failure, on average; slow "
+                       "workers have "
+                       "fewer layers then, where that is fastest; the next failure is answered at once as if they had "
+                       "not moved")
 
 
-STEP = 0.25
+SPEED_STEP = 0.25
 """Granularity of slow workers' speeds, which are rounded up to its multiples so that few plans are needed."""
 
 
@@ -43,7 +49,7 @@ class Slipstream(Rerouting):
     name = "slipstream"
     title = "this planner: at once with layers in place, then settled with layers moved"
     source = "this repository: `slipstream plan`, `slipstream table`"
-    assumptions = AT_ONCE + SETTLED
+    assumptions = AT_ONCE_ASSUMPTIONS + SETTLED_ASSUMPTIONS
     balances_speeds = True
     moves_layers: ClassVar[bool] = True
 
@@ -51,96 +57,97 @@ class Slipstream(Rerouting):
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
         """Slow machines that the present schedule leaves idle, including those that still load a stage."""
-        self._settled_at, self._settled = 0.0, 0.0
+        self._settled_at, self._planned_rate = 0.0, 0.0
         """Start of the rebalanced plan, and its samples per second at the speeds it was made for; 0: no such plan."""
-        self._settled_for: dict[int, float] = {}
+        self._planned_slowness: dict[int, float] = {}
         """Slowdown factors of the machines that were slow when the rebalanced plan was made."""
 
     def rate(self, down: DownByStage) -> float:
         """Return the rate of the planner's schedule, or of 1F1B on the whole pipelines if that is faster."""
-        return self.throughputs.in_place(down)
+        return self.throughputs.in_place_rate(down)
 
     @property
     def fault_free_rate(self) -> float:
         """Best rate with all workers alive. The rates with fewer workers are also possible with all."""
         return self.steady_rate(0)
 
-    def settled_rate(self, down: DownByStage) -> float:
+    def rebalanced_rate(self, down: DownByStage) -> float:
         """Return the samples per second of the planner's schedule after layers have moved."""
         failures = sum(down)
-        return self.throughputs.settled(failures)[0] if failures < self.throughputs.workers else 0.0
+        return self.throughputs.rebalanced_answer(failures)[0] if failures < self.throughputs.workers else 0.0
 
     def steady_rate(self, failures: int) -> float:
         """Return the steady rate with layers in place or moved, whichever is faster."""
         at_once = super().steady_rate(failures)
-        return max(at_once, self.throughputs.settled(failures)[0]) if self.moves_layers else at_once
+        return max(at_once, self.throughputs.rebalanced_answer(failures)[0]) if self.moves_layers else at_once
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Use the rebalanced plan from the beginning, if some machines are missing."""
         super().start(live)
-        self._settled_at, self._settled, self._settled_for = 0.0, self._settled_rate_now(), {}
+        self._settled_at, self._planned_rate, self._planned_slowness = 0.0, self._rebalanced_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
         """Use the rebalanced plan, because all machines load their layers from the checkpoint anyway."""
-        self._settled, self._settled_for = self._settled_rate_now(), {}
+        self._planned_rate, self._planned_slowness = self._rebalanced_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
 
-    def _settled_rate_now(self) -> float:
-        return self.settled_rate(self._stages.down) if self.moves_layers else 0.0
+    def _rebalanced_rate_now(self) -> float:
+        return self.rebalanced_rate(self._stages.down_by_stage) if self.moves_layers else 0.0
 
     def _best_rate(self) -> float:
-        at_once = self._rate_of(self._stages)
-        return max(at_once, self._settled_best()) if self.moves_layers else at_once
+        at_once = self._rate_for_stages(self._stages)
+        return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
-    def _settled_best(self) -> float:
+    def _best_rebalanced_rate(self) -> float:
         """Return the best rate with layers moved, for the slow workers or without the slowest ones."""
-        return max(self._best(self._stages, self.settled_rate), self._settled_for_slow())
+        return max(self._rate_of_best_choice(self._stages, self.rebalanced_rate), self._rate_for_slow_workers())
 
-    def _settled_for_slow(self) -> float:
+    def _rate_for_slow_workers(self) -> float:
         """Return the rate of a plan for the present slow workers; 0 if there are none."""
-        slow = [factor for machine, factor in self.slow.items() if machine in self._stages.of]
-        if not slow or self._stage_lost(self._stages):
+        slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
+        if not slow or self._has_lost_stage(self._stages):
             return 0.0
-        longest = math.ceil(max(slow) / STEP) * STEP
-        return self.throughputs.settled(sum(self._stages.down), SlowWorker(len(slow), longest))[0]
+        longest = math.ceil(max(slow) / SPEED_STEP) * SPEED_STEP
+        return self.throughputs.rebalanced_answer(sum(self._stages.down_by_stage),
+                                                  SlowWorkerCount(len(slow), longest))[0]
 
-    def _settled_now(self) -> float:
+    def _current_rebalanced_rate(self) -> float:
         """Return the rate of the rebalanced plan at present speeds.
 
         If an op takes f times as long, the plan takes at most f times as long.
         """
-        return self._settled / max([1.0, *(factor / self._settled_for.get(machine, 1.0)
-                                           for machine, factor in self.slow.items())])
+        return self._planned_rate / max([1.0, *(factor / self._planned_slowness.get(machine, 1.0)
+                                                for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Return the phases after a change; a switch is needed if other workers are then left idle."""
         if change.removed or change.seconds < self._settled_at:
-            self._settled = 0.0  # some of its layers are lost, or not loaded yet
+            self._planned_rate = 0.0  # some of its layers are lost, or not loaded yet
         phases = super().on_change(change, remaining)
         if not self.slow and not self._left_out:
             return phases
-        before, self._left_out = self._left_out, self._choice(self._stages, self.rate).left_out
-        same = before == self._left_out & self._held.of.keys()
+        before, self._left_out = self._left_out, self._choose_left_out(self._stages, self.rate).left_out
+        same = before == self._left_out & self._held_stages.stage_of.keys()
         return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self.switch, *phases]
 
-    def _rate_of(self, stages: Stages) -> float:
+    def _rate_for_stages(self, stages: StageAssignment) -> float:
         """Return the samples per second of machines that hold these stages, with the slowest left idle if that pays."""
-        return self._best(stages, self.rate)
+        return self._rate_of_best_choice(stages, self.rate)
 
-    def _best(self, stages: Stages, rate: Callable[[DownByStage], float]) -> float:
+    def _rate_of_best_choice(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> float:
         """Return the samples per second of the best choice."""
         if self.slow:
-            return self._choice(stages, rate).rate
-        return rate(stages.down) if not self._stage_lost(stages) else 0.0
+            return self._choose_left_out(stages, rate).rate
+        return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
 
-    def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
+    def _choose_left_out(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
         """Choose how many of the slowest machines to leave idle. All others wait for the slowest of the rest.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
         """
-        down = list(stages.down)
-        slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.of),
+        down = list(stages.down_by_stage)
+        slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.stage_of),
                       reverse=True)
         best, left_out = LeaveOutChoice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
@@ -150,14 +157,15 @@ class Slipstream(Rerouting):
             for _, machine in machines:
                 if machine >= 0:
                     left_out.append(machine)
-                    down[stages.of[machine]] += 1
+                    down[stages.stage_of[machine]] += 1
         return best
 
-    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+    def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """Return phases with machines that hold a stage, or with the last rebalanced plan; then with all."""
-        settled = self._settled_now()
-        first_rate, final_rate = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
-        loads, load, switch = self._loading, self.costs.load_seconds, self.switch
+        settled = self._current_rebalanced_rate()
+        first_rate, final_rate = max(settled, self._rate_for_stages(self._held_stages)), max(settled,
+                                                                                             self._rate_for_stages(self._stages))
+        loads, load, switch = self._is_loading, self.costs.load_seconds, self.switch
         self._loaded_at = now + sum([stall.seconds for stall in stalls]) + loads * load
         if stalls and loads and load * first_rate < switch.seconds * final_rate:
             # A second switch would cost more samples than are trained before it.
@@ -166,26 +174,27 @@ class Slipstream(Rerouting):
             phases = self.resume_training(first_rate, *stalls, lost_samples=lost_samples)
             loads = loads and final_rate > first_rate
             phases = self.change_rate(phases, self._loaded_at - now, switch, final_rate) if loads else phases
-        return self._settle(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
+        return self._append_rebalanced(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
 
-    def _settle(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
+    def _append_rebalanced(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
         """Return these phases, which reach `rate` after `seconds`, followed by the rebalanced plan if it pays.
 
         It pays if it makes up for the pause of the switch before the next failure, on average.
         """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
-        usual = self._settled_rate_now()
-        settled = max(rate, self._settled_best() if self.slow else usual)
-        move = self.throughputs.settled(self.scenario.workers - len(self._stages.of))[1] * self.costs.load_seconds
+        usual = self._rebalanced_rate_now()
+        settled = max(rate, self._best_rebalanced_rate() if self.slow else usual)
+        move = self.throughputs.rebalanced_answer(self.scenario.workers
+                                                  - len(self._stages.stage_of))[1] * self.costs.load_seconds
         move += self.costs.plan_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
-        self._settled_at, self._settled, self._settled_for = now + seconds + move, usual, {}
-        if self.slow and (for_slow := self._settled_for_slow()) == settled:
-            self._settled, self._settled_for = for_slow, dict(self.slow)
+        self._settled_at, self._planned_rate, self._planned_slowness = now + seconds + move, usual, {}
+        if self.slow and (for_slow := self._rate_for_slow_workers()) == settled:
+            self._planned_rate, self._planned_slowness = for_slow, dict(self.slow)
         return self.change_rate(phases, seconds + move, self.switch, settled)
 
 
@@ -194,6 +203,7 @@ class SlipstreamFixed(Slipstream):
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"
-    assumptions = AT_ONCE + ("; newcomers, who have to load a stage anyway, get the one that lacks workers most")
+    assumptions = AT_ONCE_ASSUMPTIONS + ("; newcomers, who have to load a stage anyway, get the one that lacks workers "
+                                         "most")
     moves_workers = False
     moves_layers = False

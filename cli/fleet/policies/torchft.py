@@ -25,75 +25,76 @@ class TorchFT(Policy):
         self._groups, self._starting = PipelineGroups(), PipelineGroups()
         """Groups that train, and groups that are being restarted."""
         self._ungrouped: list[int] = []
-        self._ready = 0.0
+        self._restarted_at = 0.0
         """Time at which the restarted groups join."""
-        self._joining = self.switch
+        self._join_phase = self.switch
 
-    def _rate_of(self, groups: int) -> float:
+    def _rate_for_groups(self, groups: int) -> float:
         return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
         """Return the rate after the workers of dropped groups have formed whole groups."""
-        return self._rate_of((self.scenario.workers - failures) // self.scenario.stages)
+        return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Form as many whole groups as there are machines for."""
         self._ungrouped = sorted(live)
-        self._groups = PipelineGroups(self._whole_groups())
-        return self.resume_training(self._rate_of(len(self._groups.all)))
+        self._groups = PipelineGroups(self._form_whole_groups())
+        return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Drop groups that lost a worker, and restart whole groups in the background."""
         now, dead = change.seconds, set(change.removed)
-        if now >= self._ready:
-            self._join()
-        running = len(self._groups.all)
+        if now >= self._restarted_at:
+            self._join_restarted_groups()
+        running = len(self._groups.groups)
         self._ungrouped += change.added
         if dead:
             self._remove_dead(dead)
-        broken = len(self._groups.all) < running
-        for group in self._whole_groups():
-            self._starting.add(group)
-            self._ready = now + self.costs.restart_seconds
-        if not self._groups.all:
+        broken = len(self._groups.groups) < running
+        for group in self._form_whole_groups():
+            self._starting.add_group(group)
+            self._restarted_at = now + self.costs.restart_seconds
+        if not self._groups.groups:
             # No group holds the state: all restart from the checkpoint.
-            self._join()
-            return self.restart(self._rate_of(len(self._groups.all)), remaining)
-        return self._phases(now, broken, remaining)
+            self._join_restarted_groups()
+            return self.restart(self._rate_for_groups(len(self._groups.groups)), remaining)
+        return self._training_phases(now, broken, remaining)
 
-    def _join(self) -> None:
+    def _join_restarted_groups(self) -> None:
         """Let the restarted groups train."""
-        for group in self._starting.all:
-            self._groups.add(group)
+        for group in self._starting.groups:
+            self._groups.add_group(group)
         self._starting = PipelineGroups()
 
     def _remove_dead(self, gone: set[int]) -> None:
         """Drop groups that lost a machine."""
         for groups in (self._groups, self._starting):
-            for group in groups.holding(sorted(gone)):
-                self._ungrouped += groups.drop(group)
+            for group in groups.find_groups(sorted(gone)):
+                self._ungrouped += groups.remove_group(group)
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
-    def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return phases of training with the groups that run now, and from `_ready` on also with the restarted ones."""
-        running, starting = len(self._groups.all), len(self._starting.all)
-        rate = self._rate_of(running)
-        lost_samples = self.lost_samples(remaining, worker_died=broken)
-        stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
+    def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
+        """Return phases of training with the groups that run now, and from `_restarted_at` on also with the restarted
+        ones."""
+        running, starting = len(self._groups.groups), len(self._starting.groups)
+        rate = self._rate_for_groups(running)
+        lost_samples = self.discard_lost_samples(remaining, worker_died=broken)
+        stalls = [phase for phase in remaining[:_find_training_phase(remaining)] if phase.cause is not Cause.LOST]
         if broken and not self.needs_checkpoint(remaining):
             stalls = [self.switch]
         phases = self.resume_training(rate, *stalls, lost_samples=lost_samples)
         if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
-            phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
-            phases += [self._joining, self.load, self.training(self._rate_of(running + starting))]
+            phases[-1] = phases[-1].with_seconds(max(0.0, self._restarted_at - now - spent))
+            phases += [self._join_phase, self.load, self.training_phase(self._rate_for_groups(running + starting))]
         return phases
 
-    def _whole_groups(self) -> list[list[int]]:
+    def _form_whole_groups(self) -> list[list[int]]:
         """Form whole groups of machines that are in none, at most as many as the job lacks."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
-        room = self.scenario.pipelines - len(self._groups.all) - len(self._starting.all)
+        room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
         while len(self._ungrouped) >= stages and len(groups) < room:
             groups.append(self._ungrouped[:stages])
             del self._ungrouped[:stages]
@@ -114,9 +115,9 @@ class FTHSDP(TorchFT):
         super().__init__(scenario._replace(costs=msgspec.structs.replace(
             scenario.costs, switch_seconds=scenario.costs.ft_hsdp_stall_seconds,
             restart_seconds=scenario.costs.ft_hsdp_restart_seconds)))
-        self._joining = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
+        self._join_phase = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
 
 
-def _training(phases: Sequence[Phase]) -> int:
+def _find_training_phase(phases: Sequence[Phase]) -> int:
     """Return the index of the first phase with training."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

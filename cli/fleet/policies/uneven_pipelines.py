@@ -14,41 +14,41 @@ class PipelineGroups:
     """
 
     def __init__(self, lists: Iterable[list[int]] = ()) -> None:
-        self.all = list(lists)
-        self.of = {machine: group for group in self.all for machine in group}
+        self.groups = list(lists)
+        self.group_of = {machine: group for group in self.groups for machine in group}
 
-    def put(self, machine: int, group: list[int]) -> None:
+    def add_machine(self, machine: int, group: list[int]) -> None:
         """Add a machine that is in no list to this one."""
         group.append(machine)
-        self.of[machine] = group
+        self.group_of[machine] = group
 
-    def add(self, group: list[int]) -> None:
+    def add_group(self, group: list[int]) -> None:
         """Add a list."""
-        self.all.append(group)
-        self.of |= dict.fromkeys(group, group)
+        self.groups.append(group)
+        self.group_of |= dict.fromkeys(group, group)
 
-    def drop(self, group: list[int]) -> list[int]:
+    def remove_group(self, group: list[int]) -> list[int]:
         """Remove a list, and return its machines."""
-        del self.all[next(index for index, other in enumerate(self.all) if other is group)]
+        del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
-            del self.of[machine]
+            del self.group_of[machine]
         return group
 
-    def holding(self, machines: Iterable[int]) -> list[list[int]]:
+    def find_groups(self, machines: Iterable[int]) -> list[list[int]]:
         """Return the lists that hold any of these machines, each once."""
-        groups_by_id = {id(group): group for machine in machines if (group := self.of.get(machine)) is not None}
+        groups_by_id = {id(group): group for machine in machines if (group := self.group_of.get(machine)) is not None}
         return list(groups_by_id.values())
 
-    def remove(self, machines: Iterable[int]) -> bool:
+    def remove_machines(self, machines: Iterable[int]) -> bool:
         """Remove these machines from their lists, and return whether any was in one."""
-        grouped = [machine for machine in machines if machine in self.of]
+        grouped = [machine for machine in machines if machine in self.group_of]
         for machine in grouped:
-            self.of.pop(machine).remove(machine)
+            self.group_of.pop(machine).remove(machine)
         return bool(grouped)
 
 
 @lru_cache(maxsize=65536)
-def cut_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
+def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
     """Return the contiguous division of layers (seconds each) over nodes in this order whose slowest stage takes least.
 
     A node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take the sum of all c_i
@@ -60,15 +60,15 @@ def cut_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Templ
     low, high = 0.0, prefix[-1] * min(factors)
     for _ in range(50):
         middle = (low + high) / 2
-        if _stages_within(prefix, factors, middle) is None:
+        if _fill_stages_within(prefix, factors, middle) is None:
             low = middle
         else:
             high = middle
-    stages = _stages_within(prefix, factors, high * (1 + 1e-9)) or [prefix[-1] * min(factors)]
+    stages = _fill_stages_within(prefix, factors, high * (1 + 1e-9)) or [prefix[-1] * min(factors)]
     return Template(step=max(stages), fill=sum(stages) - max(stages))
 
 
-def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
+def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
     """Return the seconds of each stage if nodes in turn take all layers that fit; None if some are left."""
     position, stages = 0, []
     for factor in factors:
@@ -80,7 +80,7 @@ def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: f
     return stages if position == len(prefix) - 1 else None
 
 
-def all_layers_held(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
+def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
     """Return whether the remaining machines hold every layer, if node k of n holds about the k-th n-th of them."""
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):

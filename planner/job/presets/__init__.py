@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate_job
 from slipstream.planner.job.model_shape import ModelShape
 from slipstream.planner.job.toml import job_text
 from slipstream.schedules.tables.table import LIBRARY, library_names
@@ -28,14 +28,14 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
 
 
-def preset(name: str, *, shard_optimizer: bool = False) -> str:
+def preset_text(name: str, *, shard_optimizer: bool = False) -> str:
     """Return the text of a preset's job file. With `shard_optimizer`, an estimated one has sharded optimizer state.
 
     Raises KeyError for unknown names.
     """
     if name in ESTIMATED:
         shape, layout = ESTIMATED[name]
-        return job_text(*estimate(name, shape.by_layer(), replace(layout, shard_optimizer=shard_optimizer)))
+        return job_text(*estimate_job(name, shape.by_layer(), replace(layout, shard_optimizer=shard_optimizer)))
     for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
         if name in preset_names() and path.exists():
             return path.read_text(encoding="utf-8")

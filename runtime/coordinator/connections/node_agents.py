@@ -4,20 +4,27 @@ import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from slipstream.runtime.coordinator.connections.message_validation import Bounds
+from slipstream.runtime.coordinator.connections.message_validation import MessageBounds
 from slipstream.runtime.coordinator.connections.server import Connection
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.processes.process_manager import ProcessManager
-from slipstream.runtime.protocol.channel import frame
-from slipstream.runtime.protocol.to_coordinator import Gathered, JoinNode, Ran
-from slipstream.runtime.protocol.to_node_agent import GoOn, NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
+from slipstream.runtime.protocol.channel import encode_frame
+from slipstream.runtime.protocol.to_coordinator import GatheredReports, IterationReport, JoinNode
+from slipstream.runtime.protocol.to_node_agent import (
+    NodeSetup,
+    NodeTaken,
+    ReportsAcknowledged,
+    RunEnded,
+    StillRunning,
+    ToNodeAgent,
+)
 from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
 """Time that agents have to disconnect after they have been sent the end of the run."""
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.005
 """Interval of the checks whether all agents have disconnected."""
 
 
@@ -27,7 +34,8 @@ class NodeAgents:
     A report is acknowledged the way it came: over the worker's own connection, or by the agent of its node.
     """
 
-    def __init__(self, run: Run, processes: ProcessManager, workers: WorkerConnections, bounds: Bounds) -> None:
+    def __init__(self, run: RunSpec, processes: ProcessManager, workers: WorkerConnections,
+                 bounds: MessageBounds) -> None:
         self._run = run
         self._processes = processes
         self._workers = workers
@@ -39,18 +47,18 @@ class NodeAgents:
         """Acknowledgements to send to each agent because of the current event."""
 
     @property
-    def connected(self) -> Collection[int]:
+    def connected_nodes(self) -> Collection[int]:
         """Numbers of the nodes that are connected."""
         return self._connections.keys()
 
-    def speaks_for(self, connection: Connection) -> Collection[Worker]:
+    def find_represented_workers(self, connection: Connection) -> Collection[Worker]:
         """Return the workers of the node whose agent uses this connection, if it is the current one."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
-        return self._processes.workers_of(node)
+        return self._processes.get_node_workers(node)
 
-    def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
+    def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
         """Answer a node agent that has connected; return whether it starts its workers anew.
 
         Workers of a node that is started again join like any that return. An agent that followed another coordinator
@@ -61,12 +69,12 @@ class NodeAgents:
         setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
         if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
             why = "its connection had ended" if join.epoch == setup.epoch else "it has followed another one"
-            connection.send(frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
+            connection.send(encode_frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
             connection.close()
             return False
         before = self._connections.get(node)
-        if before is not None and not self._workers.are_given_up(self._processes.workers_of(node)):
-            connection.send(frame(NodeTaken()))
+        if before is not None and not self._workers.has_given_up_all(self._processes.get_node_workers(node)):
+            connection.send(encode_frame(NodeTaken()))
             connection.close()
             return False
         if is_known:
@@ -74,16 +82,16 @@ class NodeAgents:
             if before is not None:
                 before.close()
             if join.epoch:
-                self._processes.node_found(node, join.alive)
+                self._processes.record_node_adopted(node, join.alive)
             else:
-                self._processes.node_started(node)
-        connection.send(frame(NodeSetup(
+                self._processes.record_node_started(node)
+        connection.send(encode_frame(NodeSetup(
             tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if is_known else (),
             self._run.config, setup.first_iteration, restarted=restarted,
             epoch=setup.epoch)))
         return is_known and not join.epoch
 
-    def disconnected(self, connection: Connection) -> bool:
+    def handle_disconnect(self, connection: Connection) -> bool:
         """Remove a connection that has ended; return whether it was the current one of its node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
@@ -94,34 +102,35 @@ class NodeAgents:
     def send(self, node: int, message: ToNodeAgent) -> None:
         """Send a message to the agent of a node, if it is connected."""
         if node in self._connections:
-            self._connections[node].send(frame(message))
+            self._connections[node].send(encode_frame(message))
 
-    def take(self, node: int, here: Collection[Worker], gathered: Gathered, following: int) -> tuple[Ran, ...]:
-        """Return the reports of workers that a batch of a node completes; `answer` answers its agent in any case.
+    def receive_reports(self, node: int, here: Collection[Worker], gathered: GatheredReports,
+                        following: int) -> tuple[IterationReport, ...]:
+        """Return the reports of workers that a batch of a node completes; `send_answers` answers its agent in any case.
 
         The workers of the node are `here`, and `following` is the iteration to be committed next.
         """
-        self._answers[node], completed = [], list[Ran]()
+        self._answers[node], completed = [], list[IterationReport]()
         for one in gathered.reports:
             report = one.report
-            connection = self._workers.of(report.worker, one.rank) if report.worker in here else None
+            connection = self._workers.find_connection(report.worker, one.rank) if report.worker in here else None
             if connection is None:
                 continue
-            violation = self._bounds.wrong(report, following)
+            violation = self._bounds.find_violation(report, following)
             if violation is not None:
                 connection.cut_off(violation)
                 continue
-            combined = self._workers.take(connection, report)
-            completed += [combined] if isinstance(combined, Ran) else []
+            combined = self._workers.combine_message(connection, report)
+            completed += [combined] if isinstance(combined, IterationReport) else []
         self._node_of.update(dict.fromkeys((one.worker for one in completed), node))
         return tuple(completed)
 
-    def passed_by(self, worker: Worker) -> None:
+    def mark_direct_report(self, worker: Worker) -> None:
         """Record that the last report of a worker came over its own connection."""
         self._node_of.pop(worker, None)
 
-    def acknowledge(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Acknowledge reports: at once over workers' own connections, and otherwise with the next `answer`."""
+    def acknowledge_reports(self, workers: Sequence[Worker], message: Acknowledged) -> None:
+        """Acknowledge reports: at once over workers' own connections, and otherwise with the next `send_answers`."""
         by_node: dict[int, list[Worker]] = {}
         for worker in workers:
             node = self._node_of.get(worker)
@@ -132,13 +141,13 @@ class NodeAgents:
         for node, node_workers in by_node.items():
             self._answers.setdefault(node, []).append((tuple(node_workers), message))
 
-    def answer(self) -> None:
+    def send_answers(self) -> None:
         """Send the collected acknowledgements to the agents."""
         answers, self._answers = self._answers, {}
         for node, acknowledged in answers.items():
-            self.send(node, GoOn(tuple(acknowledged)))
+            self.send(node, ReportsAcknowledged(tuple(acknowledged)))
 
-    def reassure(self) -> None:
+    def send_still_running(self) -> None:
         """Tell all agents that the run continues."""
         for node in self._connections:
             self.send(node, StillRunning())
@@ -149,7 +158,7 @@ class NodeAgents:
             self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):
-                while not all(connection.closed for connection in self._connections.values()):
-                    await asyncio.sleep(LOOK_SECONDS)
+                while not all(connection.is_closed for connection in self._connections.values()):
+                    await asyncio.sleep(POLL_SECONDS)
         for connection in self._connections.values():
             connection.close()

@@ -12,45 +12,45 @@ from msgspec.structs import replace
 
 from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
-    NOTHING_KEPT,
-    Checkpoints,
+    NOTHING_HELD,
     Checksum,
     FetchUpToDate,
     Finished,
-    Known,
+    IterationReport,
     Paused,
-    Ran,
+    ReadableCheckpoints,
     Ready,
-    Started,
-    Status,
+    RecoveryReport,
+    StepValidated,
     ToCoordinator,
-    Validated,
-    kept_by_all,
+    TrainingStarted,
+    WorkerStatus,
+    intersect_held_state,
 )
 from slipstream.schedules.schedule import Worker
 
-Key = tuple[type, int, int]
-Break = Callable[[Worker, int], None]
+MessageKey = tuple[type, int, int]
+BreakOffCallback = Callable[[Worker, int], None]
 """Function that makes the remaining ranks of a worker stop when one has stopped in the order of the given number."""
 
 
 class RankReports:
     """Messages of the ranks of all workers of a run, each of which has `processes` ranks."""
 
-    def __init__(self, processes: int, break_off: Break) -> None:
+    def __init__(self, processes: int, break_off: BreakOffCallback) -> None:
         self._processes = processes
         self._break_off = break_off
-        self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
+        self._open: dict[Worker, dict[MessageKey, dict[int, ToCoordinator]]] = {}
         """Messages of each worker that some of its ranks have sent, and not all."""
 
-    def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
+    def add_message(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """Add a message of a rank; return the worker's message if it is complete, otherwise None."""
         processes = self._processes
         if processes == 1:
             return message
-        if isinstance(message, Validated):
+        if isinstance(message, StepValidated):
             return message if rank == 0 else None  # all ranks know the same
-        key = _key(message)
+        key = _find_message_key(message)
         if key is None:
             return message
         pending = self._open.setdefault(worker, {})
@@ -62,77 +62,77 @@ class RankReports:
             return None
         del pending[key]
         if isinstance(message, Paused):  # no further message of this order follows
-            self.forget(worker)
-        return _whole(list(messages.values()), [messages[number] for number in sorted(messages)])
+            self.drop_worker(worker)
+        return _combine_messages(list(messages.values()), [messages[number] for number in sorted(messages)])
 
     @property
-    def incomplete(self) -> list[Worker]:
+    def incomplete_workers(self) -> list[Worker]:
         """Workers of which some ranks are ready, and not all."""
         return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
 
-    def forget(self, worker: Worker) -> None:
+    def drop_worker(self, worker: Worker) -> None:
         """Drop the messages of a worker that is lost, or whose messages are out of date."""
         self._open.pop(worker, None)
 
 
-def _key(message: ToCoordinator) -> Key | None:
+def _find_message_key(message: ToCoordinator) -> MessageKey | None:
     """Return a key that is equal for the messages that belong together; None if a rank sends the message for itself."""
     match message:
-        case Ran():
-            return Ran, message.order, message.iteration
-        case Started() | Paused() | Finished():
+        case IterationReport():
+            return IterationReport, message.order, message.iteration
+        case TrainingStarted() | Paused() | Finished():
             return type(message), message.order, 0
         case FetchUpToDate():
             return FetchUpToDate, message.fetch, 0
-        case Ready() | Status() | Checkpoints():
+        case Ready() | WorkerStatus() | ReadableCheckpoints():
             return type(message), 0, 0
     return None
 
 
-def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
+def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
     """Combine the messages of a worker's ranks, given in the order of arrival and in that of ranks."""
     first = by_rank[0]
     match first:
         case Ready():
             reports = [one for one in by_rank if isinstance(one, Ready)]
             return replace(first, addresses=tuple(one for report in reports for one in report.addresses),
-                           known=_known([report.known for report in reports]))
-        case Ran():
-            return _ran(first, [one for one in by_rank if isinstance(one, Ran)])
+                           known=_combine_known([report.known for report in reports]))
+        case IterationReport():
+            return _combine_ran(first, [one for one in by_rank if isinstance(one, IterationReport)])
         case Paused():
-            return _paused(first, [one for one in in_time if isinstance(one, Paused)])
+            return _combine_paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
             digests = [report.digests for report in by_rank if isinstance(report, Finished)]
-            return replace(first, digests=_combined_digests(digests))
-        case Checkpoints():
-            readable = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
+            return replace(first, digests=_combine_digests(digests))
+        case ReadableCheckpoints():
+            readable = [set(one.iterations) for one in by_rank if isinstance(one, ReadableCheckpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*readable))))
-        case Status():
-            busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, Status) and not one.waits]
+        case WorkerStatus():
+            busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, WorkerStatus) and not one.waits]
             return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None) if busy else first
     return first
 
 
-def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
+def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> IterationReport:
     """Combine reports of an iteration: the loss is the same on all ranks, and sums of squares are per shard."""
     squares = [one.squares for one in reports]
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for one in (one for report in reports for one in report.checksums):
-        sums[one.what] = (*sums.get(one.what, ()), *one.sums)
+        sums[one.compared_elements] = (*sums.get(one.compared_elements, ()), *one.sums)
     return replace(first, window_seconds=max(one.window_seconds for one in reports),
                    checksums=tuple(Checksum(*what, mine) for what, mine in sums.items()),
                    squares=None if None in squares else math.fsum(one for one in squares if one is not None))
 
 
-def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
+def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """Combine reports of a pause. The reason is that of the first rank to stop; the others only lost it."""
     factors = [one.validated for one in reports if one.validated is not None]
-    return replace(first, kept=kept_by_all([one.kept for one in reports]),
+    return replace(first, kept=intersect_held_state([one.kept for one in reports]),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
 
 
-def _known(by_rank: Sequence[Known | None]) -> Known | None:
+def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:
     """Combine what the ranks of a worker know; None if a rank has just been started. If only some have received the
     last order, the worker holds no state from which all can continue. All have paused, so none has run anything of that
     order."""
@@ -142,7 +142,7 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     last = max(found, key=lambda one: (one.order, one.iteration))
     same = all(one.order == last.order for one in found)
     factors = [one.validated for one in found if one.validated is not None]
-    return replace(last, kept=kept_by_all([one.kept for one in found]) if same else NOTHING_KEPT,
+    return replace(last, kept=intersect_held_state([one.kept for one in found]) if same else NOTHING_HELD,
                    behind=any(one.iteration < last.iteration for one in found),
                    doubted=any(one.doubted for one in found),
                    pending=any(one.pending for one in found), begun=max(one.begun for one in found),
@@ -150,11 +150,12 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
 
 
-def _combined_digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _combine_digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return one digest for each parameter, made of the digests of its shards.
 
-    Ranks that were stopped at different points of the last order hold different layers, or none. As in `kept_by_all`,
-    the worker holds what all of its ranks hold, so that parameters which some ranks do not report are left out.
+    Ranks that were stopped at different points of the last order hold different layers, or none. As in
+    `intersect_held_state`, the worker holds what all of its ranks hold, so that parameters which some ranks do not
+    report are left out.
     """
     return {name: combined_digest({str(rank): digests[name] for rank, digests in enumerate(by_rank)})
             for name in by_rank[0] if all(name in digests for digests in by_rank)}

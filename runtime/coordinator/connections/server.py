@@ -12,21 +12,21 @@ from slipstream.runtime.protocol.authentication import (
     HELLO_SECONDS,
     AuthenticationError,
     Challenge,
-    Refusals,
+    RefusalLog,
     Secret,
-    Tags,
+    TagSequence,
 )
-from slipstream.runtime.protocol.channel import MAX_BYTES, Frame, Frames, ProtocolError, keep_alive
+from slipstream.runtime.protocol.channel import MAX_BYTES, Frame, FrameParser, ProtocolError, enable_keepalive
 from slipstream.runtime.protocol.rendezvous import BACKLOG
 from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
 from slipstream.schedules.schedule import Worker
 
-MOST_UNSENT_BYTES = 2 * MAX_BYTES
+MAX_UNSENT_BYTES = 2 * MAX_BYTES
 """Largest number of bytes that may wait to be sent to a peer; with more, the peer is taken not to read."""
 
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
-Heard = Callable[["Connection", ToCoordinator | None], None]
+MessageCallback = Callable[["Connection", ToCoordinator | None], None]
 """Function that is called with each message in order, and with None when the connection has ended."""
 
 
@@ -41,33 +41,33 @@ class Server:
         Function that is called with a line about each connection that is ended because of what its peer sends.
     """
 
-    def __init__(self, secret: Secret, heard: Heard, say: Callable[[str], None], most_unknown: int) -> None:
+    def __init__(self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int) -> None:
         self.secret = secret
         self.heard = heard
-        self.refused = Refusals(say)
+        self.refused = RefusalLog(say)
         self._most_unknown = most_unknown
         self._unknown: dict[Connection, None] = {}
         self._open: set[Connection] = set()
 
-    def opened(self, connection: "Connection") -> None:
+    def add_connection(self, connection: "Connection") -> None:
         """Add a connection whose peer is not identified yet."""
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections say nothing")
 
-    def known(self, connection: "Connection") -> None:
+    def mark_identified(self, connection: "Connection") -> None:
         """Record that the peer of a connection is identified, or that the connection has ended."""
         self._unknown.pop(connection, None)
 
-    def gone(self, connection: "Connection") -> None:
+    def remove_connection(self, connection: "Connection") -> None:
         """Remove a connection that has ended."""
         self._open.discard(connection)
 
-    def end(self) -> None:
+    def abort_all(self) -> None:
         """Abort all connections that are not closing, so that peers that came too late notice that the run is over."""
         for connection in list(self._open):
-            if not connection.closing:
+            if not connection.is_closing:
                 connection.abort()
 
 
@@ -79,9 +79,9 @@ class Connection(asyncio.Protocol):
         self._challenge = Challenge(server.secret, "control")
         self._received = bytearray()
         """Received bytes of the handshake."""
-        self._frames: Frames | None = None
+        self._frames: FrameParser | None = None
         """Decoder of messages; None until the peer has proved that it knows the secret."""
-        self._tags: Tags | None = None
+        self._tags: TagSequence | None = None
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         """Messages that are sent at the end of this turn of the event loop."""
@@ -101,11 +101,11 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         host, port, *_ = transport.get_extra_info("peername") or ("an unknown address", 0)
         self._address = f"{host}:{port}"
-        keep_alive(transport.get_extra_info("socket"))
+        enable_keepalive(transport.get_extra_info("socket"))
         self._hello = asyncio.get_running_loop().call_later(
             HELLO_SECONDS, self.cut_off, f"it did not say who it is within {HELLO_SECONDS:.0f} s")
         self._transport.write(self._challenge.greeting)
-        self._server.opened(self)
+        self._server.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass complete messages on, or cut off the connection if the data is invalid."""
@@ -115,26 +115,26 @@ class Connection(asyncio.Protocol):
             if self._frames is None:
                 data = self._shake_hands(data)
             if self._frames is not None:
-                for body in self._frames.feed(data):
-                    self._take(to_coordinator.decode(body))
+                for body in self._frames.parse_messages(data):
+                    self._receive_message(to_coordinator.decode(body))
         except (AuthenticationError, ProtocolError) as error:
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Pass on that the connection has ended, at either end."""
-        self._settle()
-        self._server.gone(self)
+        self._stop_hello_timer()
+        self._server.remove_connection(self)
         self._transport = None
         if self.peer is not None:
             self._server.heard(self, None)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """True if the connection has ended."""
         return self._transport is None
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """True if the connection has ended, or ends when all sent data has been written."""
         return self._transport is None or self._transport.is_closing()
 
@@ -143,42 +143,42 @@ class Connection(asyncio.Protocol):
 
         Nothing happens if the connection is closing. A peer that does not read is cut off.
         """
-        if not self.closing:
+        if not self.is_closing:
             assert self._tags is not None
-            self._unsent.append(message.tagged(self._tags))
+            self._unsent.append(message.with_tag(self._tags))
             if len(self._unsent) == 1:
-                asyncio.get_running_loop().call_soon(self._send)
+                asyncio.get_running_loop().call_soon(self._write_unsent)
 
     def close(self) -> None:
         """Close the connection when all sent data has been written."""
-        self._send()
+        self._write_unsent()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """End the connection at once."""
-        self._settle()
+        self._stop_hello_timer()
         if self._transport is not None:
             self._transport.abort()
 
     def cut_off(self, why: str) -> None:
         """End the connection at once and report the reason."""
-        self._settle()
+        self._stop_hello_timer()
         if self._transport is not None and not self._transport.is_closing():
             who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
             self._server.refused(f"{who}{self._address}", why)
             self._transport.abort()
 
-    def _send(self) -> None:
+    def _write_unsent(self) -> None:
         unsent, self._unsent = self._unsent, []
         if self._transport is not None and unsent and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
-            if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self.cut_off("it does not read what it is sent")
 
-    def _settle(self) -> None:
+    def _stop_hello_timer(self) -> None:
         """Stop waiting for the first message."""
-        self._server.known(self)
+        self._server.mark_identified(self)
         if self._hello is not None:
             self._hello.cancel()
 
@@ -187,15 +187,15 @@ class Connection(asyncio.Protocol):
         self._received += data
         if len(self._received) < HELLO_BYTES:
             return b""
-        proof, (self._tags, receiving) = self._challenge.admit(bytes(self._received[:HELLO_BYTES]))
-        self._frames = Frames(receiving)
+        proof, (self._tags, receiving) = self._challenge.verify_hello(bytes(self._received[:HELLO_BYTES]))
+        self._frames = FrameParser(receiving)
         assert self._transport is not None
         self._transport.write(proof)
         rest = bytes(self._received[HELLO_BYTES:])
         self._received.clear()
         return rest
 
-    def _take(self, message: ToCoordinator) -> None:
+    def _receive_message(self, message: ToCoordinator) -> None:
         """Check the sender of a message, and pass it on. The first message must identify the peer."""
         if self.peer is None:
             if isinstance(message, JoinWorker):
@@ -204,19 +204,19 @@ class Connection(asyncio.Protocol):
                 self.peer = message.node
             else:
                 raise ProtocolError("the first message must say who speaks")
-            self._settle()
-        elif not _may_say(self.peer, message):
+            self._stop_hello_timer()
+        elif not _can_send(self.peer, message):
             raise ProtocolError(f"it sent {type(message).__name__}, which another one sends")
         self._server.heard(self, message)
 
 
-def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
+def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
     """Return whether this peer may send a message: a worker about itself, or an agent one of agents."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
 
 
-async def serve(listener: socket.socket, server: Server) -> asyncio.Server:
+async def start_server(listener: socket.socket, server: Server) -> asyncio.Server:
     """Accept connections on a listening socket."""
     return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)

@@ -8,25 +8,25 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.schedules.schedule import Worker
 
-ANSWER_SECONDS = 1.0
+STATUS_ANSWER_SECONDS = 1.0
 """Time that members have to answer; a worker that answers at all does so in milliseconds."""
-MOST = 0.8
+HANG_SHARE = 0.8
 """Share of the timeout that one activity must last to count as hung: it may have begun after the last commit."""
-TOLD = 8
+MAX_NAMES = 8
 """Largest number of workers that a line names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class StallReport:
     """Activities of all members while nothing is committed."""
 
     seconds: float
     """Seconds since the last commit or order."""
     timeout_seconds: float
-    statuses: Mapping[Worker, Status]
+    statuses: Mapping[Worker, WorkerStatus]
     silent: tuple[Worker, ...]
     """Members that have not answered."""
     planning: bool
@@ -35,19 +35,19 @@ class Stall:
     def __str__(self) -> str:
         ordered = sorted(self.statuses.values(), key=lambda one: (one.waits, -one.seconds, one.worker))
         lines = [f"worker {one.worker}: {one.doing}" + (f" ({one.seconds:.0f} s)" if one.seconds >= 1 else "")
-                 for one in ordered[:TOLD]]
-        lines += [f"{len(ordered) - TOLD} others wait, too"] if ordered[TOLD:] else []
-        lines += [f"worker {worker} does not answer" for worker in self.silent[:TOLD]]
+                 for one in ordered[:MAX_NAMES]]
+        lines += [f"{len(ordered) - MAX_NAMES} others wait, too"] if ordered[MAX_NAMES:] else []
+        lines += [f"worker {worker} does not answer" for worker in self.silent[:MAX_NAMES]]
         lines += ["node 0: plans a schedule for the workers that are left"] if self.planning else []
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
-    def culprits(self, held: Mapping[Worker, Collection[int]]) -> list[Status]:
+    def find_culprits(self, held: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
         """Return the members that have hung in one op of their own for most of the timeout and that can be spared.
 
         Pass the layers of all members as `held`. If all holders of a layer compute for so long, the work itself is
         long, and none of them can be spared.
         """
-        enough = MOST * self.timeout_seconds
+        enough = HANG_SHARE * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
         spared = {layer for worker, layers in held.items() if worker not in busy for layer in layers}
         return [one for worker, one in sorted(busy.items()) if spared.issuperset(held.get(worker, (-1,)))]
@@ -62,19 +62,20 @@ class StallWatch:
         self._since = self._from = self._looked = time.monotonic()
         self._asked: float | None = None
         self._members: tuple[Worker, ...] = ()
-        self._statuses: dict[Worker, Status] = {}
+        self._statuses: dict[Worker, WorkerStatus] = {}
 
-    def progressed(self) -> None:
+    def restart_timeout(self) -> None:
         """Restart the timeout, because an iteration was committed or an order was given."""
         self._since = self._from = time.monotonic()
         self._asked = None
 
-    def answered(self, status: Status) -> None:
+    def add_status(self, status: WorkerStatus) -> None:
         """Record the answer of a member."""
         if self._asked is not None:
             self._statuses[status.worker] = status
 
-    def look(self, members: Collection[Worker], interval_seconds: float, *, planning: bool) -> Stall | None:
+    def check_progress(self, members: Collection[Worker], interval_seconds: float, *,
+                       planning: bool) -> StallReport | None:
         """Ask members after a timeout; return the stall once they have answered. To be called at an interval."""
         now = time.monotonic()
         if now - self._looked > 3 * interval_seconds:  # this process was not scheduled
@@ -88,8 +89,9 @@ class StallWatch:
             return None
         present = [worker for worker in self._members if worker in members]
         silent = tuple(worker for worker in present if worker not in self._statuses)
-        if silent and now - self._asked < ANSWER_SECONDS:
+        if silent and now - self._asked < STATUS_ANSWER_SECONDS:
             return None
         self._asked, self._from = None, now
-        return Stall(now - self._since, self._timeout,
-                     {worker: self._statuses[worker] for worker in present if worker not in silent}, silent, planning)
+        return StallReport(now - self._since, self._timeout,
+                           {worker: self._statuses[worker] for worker in present if worker not in silent}, silent,
+                           planning)

@@ -16,45 +16,45 @@ import msgspec
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.coordinator.connections.server import Connection
-from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.processes.process_manager import ProcessManager
-from slipstream.runtime.protocol.channel import Frame, frame
-from slipstream.runtime.protocol.to_coordinator import Ended, JoinWorker, ToCoordinator
+from slipstream.runtime.protocol.channel import Frame, encode_frame
+from slipstream.runtime.protocol.to_coordinator import JoinWorker, ToCoordinator, WorkerEnded
 from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
 """Time that the last messages of an ended process may take to arrive."""
 
-LOOKS_PER_TIMEOUT = 10
+CHECKS_PER_TIMEOUT = 10
 """Number of checks for silent workers in each heartbeat timeout."""
-SILENT_TOO = 0.5
+SILENT_SHARE = 0.5
 """Share of the heartbeat timeout after which a worker is given up together with another one of its machine. A live
 worker is heard several times in it."""
 
-Put = Callable[[Callable[[], None]], None]
+EnqueueCallback = Callable[[Callable[[], None]], None]
 """Function that queues a call as an event of its own."""
-Lost = Callable[[Worker, str, float], None]
+LostCallback = Callable[[Worker, str, float], None]
 """Function called with a lost worker, the reason, and since when it was silent (`time.monotonic`, or 0.0)."""
 
 
 class WorkerConnections:
     """Connections to the worker processes of one run."""
 
-    def __init__(self, run: Run, processes: ProcessManager, put: Put, lost: Lost) -> None:
+    def __init__(self, run: RunSpec, processes: ProcessManager, put: EnqueueCallback, lost: LostCallback) -> None:
         self._run = run
         self._processes = processes
         self._put = put
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
         self._ranks = run.config.training.tensor_parallel
-        self._domains = run.domains
+        self._domains = run.failure_domains
         self._timeout = run.setup.heartbeat_timeout_seconds
         self._looked = time.monotonic()
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """Connections of each worker that is not lost, by rank; some may have ended."""
         self._reports = RankReports(self._ranks, lambda worker, order: self.send(worker, EndOrder(order)))
-        self._ended: dict[Worker, Ended] = {}
+        self._ended: dict[Worker, WorkerEnded] = {}
         """Workers whose processes have ended but whose messages may still arrive."""
         self._given_up: set[Worker] = set()
         """Workers that were lost before their processes have ended."""
@@ -65,15 +65,15 @@ class WorkerConnections:
         return any(not connection.over for connection in self._connections.get(worker, {}).values())
 
     @property
-    def interval_seconds(self) -> float:
+    def check_interval_seconds(self) -> float:
         """Seconds between two checks for silent workers."""
-        return self._timeout / LOOKS_PER_TIMEOUT
+        return self._timeout / CHECKS_PER_TIMEOUT
 
-    def admit(self, connection: Connection, message: JoinWorker) -> bool:
+    def admit_process(self, connection: Connection, message: JoinWorker) -> bool:
         """Add the connection of a worker's process, or tell it to leave or ask again; return whether it is added."""
         worker, epoch = message.worker, self._run.setup.epoch
         if message.epoch and (message.epoch >= epoch or self._run.behind is None):
-            connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
+            connection.send(encode_frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
             connection.close()
             return False
         others = {rank: other for rank, other in self._connections.get(worker, {}).items() if not other.over}
@@ -91,37 +91,37 @@ class WorkerConnections:
             for connection in self._connections.get(worker, {}).values():
                 connection.heard = math.inf
         if message is not self._last_sent[0] and message != self._last_sent[0]:
-            self._last_sent = message, frame(message)
+            self._last_sent = message, encode_frame(message)
         for connection in self._connections.get(worker, {}).values():
             connection.send(self._last_sent[1])
 
-    def hears(self, connection: Connection) -> bool:
+    def record_sign_of_life(self, connection: Connection) -> bool:
         """Record a sign of life of a worker's process; return whether its connection is the current one."""
         worker = connection.peer
-        if not isinstance(worker, Worker) or not self._is_present(connection):
+        if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
         if connection.heard < math.inf:
             connection.heard = time.monotonic()
         return True
 
-    def take(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
+    def combine_message(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
         """Add a message of a process; return the worker's message if it is complete, otherwise None."""
         worker = connection.peer
-        if not isinstance(worker, Worker) or not self.hears(connection):
+        if not isinstance(worker, Worker) or not self.record_sign_of_life(connection):
             return None
-        return self._reports.take(worker, connection.rank, message)
+        return self._reports.add_message(worker, connection.rank, message)
 
     @property
-    def incomplete(self) -> list[Worker]:
+    def incomplete_workers(self) -> list[Worker]:
         """Workers of which some processes are ready, and not all."""
-        return self._reports.incomplete
+        return self._reports.incomplete_workers
 
-    def of(self, worker: Worker, rank: int) -> Connection | None:
+    def find_connection(self, worker: Worker, rank: int) -> Connection | None:
         """Return the connection of a worker's process, or None if it is not connected."""
         connection = self._connections.get(worker, {}).get(rank)
         return None if connection is None or connection.over else connection
 
-    def ready(self, worker: Worker) -> None:
+    def expect_heartbeats(self, worker: Worker) -> None:
         """Start to expect heartbeats from all processes of a worker."""
         for connection in self._connections[worker].values():
             connection.heard = time.monotonic()
@@ -130,111 +130,112 @@ class WorkerConnections:
         """Give up workers that are silent for the heartbeat timeout, and all of their machine if all are silent."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
-        if gap > 3 * self.interval_seconds:
+        if gap > 3 * self.check_interval_seconds:
             # This process was not scheduled, so that it could not have read any message. One interval counts
             # nevertheless; otherwise a silent worker would never be given up if every check is late.
             for ranks in self._connections.values():
                 for one in ranks.values():
-                    one.heard += gap - self.interval_seconds
-        since = now - SILENT_TOO * self._timeout
+                    one.heard += gap - self.check_interval_seconds
+        since = now - SILENT_SHARE * self._timeout
         silent = {worker: silent_ranks for worker, ranks in self._connections.items()
                   if (silent_ranks := {rank: one.heard for rank, one in ranks.items() if one.heard < since})}
         missed = {worker for worker, ranks in silent.items() if min(ranks.values()) < now - self._timeout}
-        for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
-            self._processes.kill(worker)  # first, as its other processes may then end by themselves
-            self.give_up(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
+        for worker in sorted(missed | {other for one in missed for other in self._find_lost_with(one, silent)}):
+            self._processes.kill_worker(worker)  # first, as its other processes may then end by themselves
+            self.give_up_worker(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
 
-    def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+    def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost although its process may not have ended."""
         self._given_up.add(worker)
-        self._lose(worker, reason, since)
+        self._mark_lost(worker, reason, since)
 
-    def fail(self, worker: Worker, reason: str) -> None:
+    def give_up_failed(self, worker: Worker, reason: str) -> None:
         """Give up a worker that has reported an error of its own."""
-        self.give_up(worker, f"worker {worker} failed: {reason} (see {self._log_of(worker)})")
+        self.give_up_worker(worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})")
 
-    def are_given_up(self, workers: Collection[Worker]) -> bool:
+    def has_given_up_all(self, workers: Collection[Worker]) -> bool:
         """Return whether no worker of a node is connected and one was given up: its machine may be gone."""
         return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
-    def disconnected(self, connection: Connection) -> bool:
+    def handle_disconnect(self, connection: Connection) -> bool:
         """Handle the end of a connection after its messages; return whether it was a process's current one."""
         worker = connection.peer
-        if not isinstance(worker, Worker) or not self._is_present(connection):
+        if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
         connection.over = True
         if worker in self._ended and worker not in self:
             self._handle_end(self._ended.pop(worker))
         return True
 
-    def node_gone(self, node: int) -> None:
+    def handle_node_loss(self, node: int) -> None:
         """Give up the workers of a node whose agent is gone: an agent that ends takes its workers with it."""
-        for worker in self._processes.workers_of(node):
+        for worker in self._processes.get_node_workers(node):
             if self._is_watched(worker):
-                self.give_up(worker, f"worker {worker} is gone with node {node}")
+                self.give_up_worker(worker, f"worker {worker} is gone with node {node}")
             else:  # it was not ready yet
-                self._close(worker)
+                self._close_worker(worker)
 
-    def process_ended(self, ended: Ended) -> None:
+    def handle_process_end(self, ended: WorkerEnded) -> None:
         """Handle the end of a worker's process after its last messages, which may contain the reason."""
         if ended.worker in self:
             self._ended[ended.worker] = ended
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._drained(ended))
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._handle_drained_end(ended))
         else:
             self._handle_end(ended)
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         """Close all connections when all sent data has been written."""
         for worker in list(self._connections):
-            self._close(worker)
+            self._close_worker(worker)
 
-    def _gone_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
+    def _find_lost_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
         """Return all other workers of a lost worker's machine if all of them are silent, too; otherwise none.
 
         The machine of this process is excepted, because this process would be gone as well.
         """
-        others = [other for other in self._domains.together(worker) if other != worker and self._is_watched(other)]
+        others = [other for other in self._domains.workers_failing_with(worker) if other != worker
+                  and self._is_watched(other)]
         here = any(other in self._run.shares[0] for other in (worker, *others))
         return [] if here or not all(other in silent for other in others) else others
 
-    def _close(self, worker: Worker) -> None:
-        self._reports.forget(worker)
+    def _close_worker(self, worker: Worker) -> None:
+        self._reports.drop_worker(worker)
         for connection in self._connections.pop(worker, {}).values():
             connection.close()
 
     def _is_watched(self, worker: Worker) -> bool:
         return any(connection.heard < math.inf for connection in self._connections.get(worker, {}).values())
 
-    def _is_present(self, connection: Connection) -> bool:
+    def _is_current(self, connection: Connection) -> bool:
         worker = connection.peer
         return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
 
-    def _drained(self, ended: Ended) -> None:
+    def _handle_drained_end(self, ended: WorkerEnded) -> None:
         """Handle the end of a process for whose last messages the wait is over."""
         if self._ended.get(ended.worker) is ended:
             self._handle_end(self._ended.pop(ended.worker))
 
-    def _handle_end(self, ended: Ended) -> None:
+    def _handle_end(self, ended: WorkerEnded) -> None:
         """Handle the end of a process of which all messages have been handled."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:
-            self._lose(ended.worker, self._describe(ended))
-        self._processes.ended(ended)
+            self._mark_lost(ended.worker, self._describe_end(ended))
+        self._processes.handle_worker_end(ended)
 
-    def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+    def _mark_lost(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connections."""
-        self._close(worker)
+        self._close_worker(worker)
         ended = self._ended.pop(worker, None)
         if ended is not None:
             self._put(lambda: self._handle_end(ended))
         self._lost(worker, reason, since)
 
-    def _describe(self, ended: Ended) -> str:
+    def _describe_end(self, ended: WorkerEnded) -> str:
         if ended.status < 0:
             with suppress(ValueError):  # a signal that has no name
                 return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
-        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
+        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_path_of(ended.worker)})"
 
-    def _log_of(self, worker: Worker) -> Path:
+    def _log_path_of(self, worker: Worker) -> Path:
         return self._run.out / "logs" / f"worker-{worker}.log"

@@ -9,7 +9,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     orders               sends orders to workers
     next_order           chooses the next order once all members have paused
     iteration_boundary   prepares changes while all train; chooses the iteration before which all stop for them
-    questions            requests for schedules, and their answers
+    schedule_requests            requests for schedules, and their answers
     schedule_choice      chooses which schedule to request
     part_moves           computes which parts of layers move between which workers
     lost_workers         reasons why workers are lost
@@ -19,7 +19,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     failover             finds the workers of a dead coordinator and what they know
     journal              reads what a restarted coordinator knows from the events of the one before it
 
-    join_planning        fetches of layers while training continues
+    layer_fetches        fetches of layers while training continues
     settling             decides whether moving layers to a better schedule pays
     slow_detector        detects which workers are slower than their peers, by what factor, since when
     speed_planning       plans schedules for workers of given speeds; chooses workers to leave out

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 
-SHARE = 1 / 160
+MAX_TIME_SHARE = 1 / 160
 """Largest share of time for measured checkpoint costs. Iterations lose more: with 1 / 125, they lost 1.08 %."""
-LEAST_SECONDS = 60.0
+MIN_INTERVAL_SECONDS = 60.0
 """Shortest time between two checkpoints, and from the start to the first one, whose cost is not known before."""
 
 
@@ -23,13 +23,14 @@ class CheckpointCost(NamedTuple):
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records the costs of checkpoints, and spaces them: each is followed by a pause of 1 / `SHARE` times its cost.
+    """Records the costs of checkpoints, and spaces them: each is followed by a pause of 1 / `MAX_TIME_SHARE` times its
+    cost.
 
     All times are times of `time.monotonic`.
     """
 
     automatic: bool = False
-    """True if the coordinator chooses when to save; otherwise workers know it, and `due` is always False."""
+    """True if the coordinator chooses when to save; otherwise workers know it, and `is_due` is always False."""
     began: float | None = None
     """Time of the last checkpoint or, before the first one, of the start of training."""
     iteration: int | None = None
@@ -40,34 +41,34 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     newest: int | None = None
     """Iteration of the last checkpoint whose cost became known."""
 
-    def after(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
+    def with_checkpoint(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
         """Return the timer after a checkpoint that another coordinator had written."""
         return replace(self, began=at, seconds=PersistentMap([(iteration, seconds)]), newest=iteration)
 
     @property
-    def costs(self) -> tuple[CheckpointCost, ...]:
+    def checkpoint_costs(self) -> tuple[CheckpointCost, ...]:
         """Costs of all checkpoints so far, by iteration."""
         return tuple(CheckpointCost(*entry) for entry in sorted(self.seconds.items()))
 
-    def order_begins(self, at: float) -> "CheckpointTimer":
+    def with_order(self, at: float) -> "CheckpointTimer":
         """Return the timer at the start of an order; a pending checkpoint may never be complete."""
         return replace(self, iteration=None, began=at if self.began is None else self.began)
 
-    def due(self, at: float) -> bool:
+    def is_due(self, at: float) -> bool:
         """Return whether a checkpoint should be saved soon."""
         if not self.automatic or self.iteration is not None or self.began is None:
             return False
         last = 0.0 if self.newest is None else self.seconds[self.newest]
-        return at - self.began > max(LEAST_SECONDS, last / SHARE)
+        return at - self.began > max(MIN_INTERVAL_SECONDS, last / MAX_TIME_SHARE)
 
-    def asked(self, iteration: int, at: float) -> "CheckpointTimer":
+    def with_request(self, iteration: int, at: float) -> "CheckpointTimer":
         """Return the timer after members were told to save the state before an iteration."""
         return replace(self, iteration=iteration, asked_at=at)
 
-    def saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
+    def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
         """Return the timer after a worker has written its layers, or failed to."""
         new = replace(self, iteration=None, began=self.asked_at) if iteration == self.iteration else self
         if seconds <= self.seconds.get(iteration, -1.0):
             return new
-        return replace(new, seconds=self.seconds.adding(iteration, seconds),
+        return replace(new, seconds=self.seconds.with_entry(iteration, seconds),
                        newest=self.newest if iteration in self.seconds else iteration)

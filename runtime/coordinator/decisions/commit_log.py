@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.copy_comparison import Difference, find_difference
+from slipstream.runtime.coordinator.decisions.copy_comparison import CopyDifference, find_difference
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
-from slipstream.runtime.protocol.to_coordinator import Finished, Ran
-from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
+from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
 from slipstream.schedules.schedule import Worker
 
-MOST_WINDOWS = 4096
+MIN_KEPT_WINDOWS = 4096
 """Number of last iterations whose windows are always kept. Medians do not need all windows of a long run."""
 
 
@@ -28,7 +28,7 @@ class CommitLogError(RuntimeError):
     """Reports that end the run because workers disagree or a loss is not finite. The message is one line."""
 
 
-class Committed(msgspec.Struct, frozen=True, kw_only=True):
+class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration that has been committed. As an effect, it means that its loss is written and workers are informed."""
 
     iteration: int
@@ -41,7 +41,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """Loss of the validation data after the iteration; None if it was not evaluated then."""
     cost_error: float | None
     """Relative error between the expected costs of samples and measured times; None if no costs are known."""
-    reports: Sequence[Ran] = ()
+    reports: Sequence[IterationReport] = ()
     """Reports of all members, in the order of the workers."""
 
 
@@ -59,10 +59,10 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     order: int = 0
     members: int = 0
     """Number of members of the current order."""
-    reports: Mapping[int, PersistentMap[Worker, Ran]] = {}
+    reports: Mapping[int, PersistentMap[Worker, IterationReport]] = {}
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
-    difference: Difference | None = None
+    difference: CopyDifference | None = None
     """Difference between copies in the current order; no iteration that ran on them is committed."""
     losses_of: PersistentMap[int, float] = PersistentMap()
     """Losses of the committed iterations of this run, by iteration."""
@@ -83,45 +83,46 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return self.first_iteration + len(self.losses_of)
 
     @property
-    def last(self) -> tuple[int, float | None] | None:
+    def last_committed(self) -> tuple[int, float | None] | None:
         """Last committed iteration and its loss (None if not finite); None if this run has none."""
         loss = self.losses_of.get(self.next_iteration - 1)
         return None if loss is None else (self.next_iteration - 1, loss if math.isfinite(loss) else None)
 
     @property
-    def furthest(self) -> int:
+    def furthest_reported(self) -> int:
         """Last iteration that any member has reported."""
         return max(self.reports, default=self.next_iteration - 1)
 
     @property
-    def factor(self) -> Factor | None:
+    def last_factor(self) -> StepFactor | None:
         """Gradient factor of the last committed iteration; None if it is not known."""
         last = self.next_iteration - 1
-        return Factor(last, self.factors[last]) if last in self.factors else None
+        return StepFactor(last, self.factors[last]) if last in self.factors else None
 
-    def have_reported(self, workers: Iterable[Worker], iteration: int) -> bool:
+    def has_reports_from(self, workers: Iterable[Worker], iteration: int) -> bool:
         """Return whether all of these members have reported an iteration, or it is committed."""
         reports = self.reports.get(iteration, ())
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
-    def take_over(self, losses: Sequence[float], factor: Factor | None) -> "CommitLog":
+    def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
         """Return the log with the losses that another coordinator committed, and the factor of the last iteration."""
         return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
-    def go_back(self, iteration: int) -> "CommitLog":
+    def without_iterations_from(self, iteration: int) -> "CommitLog":
         """Return the log without the committed iterations from the given one on, which will be repeated."""
         return replace(
-            self, losses_of=_before(iteration, self.losses_of), windows=_before(iteration, self.windows),
+            self, losses_of=_entries_before(iteration, self.losses_of),
+            windows=_entries_before(iteration, self.windows),
             traced=tuple(earlier for earlier in self.traced if earlier.iteration < iteration),
             factors={earlier: factor for earlier, factor in self.factors.items() if earlier < iteration})
 
-    def begin(self, order: int, members: Collection[Worker]) -> "CommitLog":
+    def with_order(self, order: int, members: Collection[Worker]) -> "CommitLog":
         """Return the log at the start of an order, without reports on iterations that are not committed."""
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
-    def ran(self, *reports: Ran) -> tuple["CommitLog", list[Committed]]:
+    def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return the log with reports of workers added, and the iterations that they commit.
 
         Raises CommitLogError if a loss is not finite and such iterations may not be skipped.
@@ -133,25 +134,26 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
             if report.loss is None and not self.skips:
                 raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
                                      "training.learning_rate")
-            iteration_reports = known[report.iteration] if report.iteration in known else PersistentMap[Worker, Ran]()
-            known[report.iteration] = iteration_reports.adding(report.worker, report)
+            iteration_reports = known[report.iteration] if report.iteration in known \
+                else PersistentMap[Worker, IterationReport]()
+            known[report.iteration] = iteration_reports.with_entry(report.worker, report)
             if len(known[report.iteration]) == self.members and difference is None:
                 difference = find_difference(report.iteration, (entry for _, entry in known[report.iteration].items()))
         return replace(self, reports=known, difference=difference)._with_committed()
 
-    def validated(self, order: int, factor: Factor) -> tuple["CommitLog", list[Committed]]:
+    def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return the log with the gradient factor of an iteration, and the iterations that it commits."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
         return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
-    def finished(self, report: Finished) -> "CommitLog":
+    def with_finished(self, report: Finished) -> "CommitLog":
         """Return the log with a member's digests. Raises CommitLogError if a parameter differs from its peers'."""
         digests = self.digests
         for name, digest in report.digests.items():
             if name not in digests:
-                digests = digests.adding(name, digest)
+                digests = digests.with_entry(name, digest)
             elif digests[name] != digest:
                 raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
         return replace(self, digests=digests)
@@ -166,7 +168,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
-    def period_after(self, iteration: int) -> float | None:
+    def median_period_after(self, iteration: int) -> float | None:
         """Return the median window in seconds over the iterations committed after one; None if there are none.
 
         The given iteration is left out because it is the first of an order, which begins with empty pipelines.
@@ -174,7 +176,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         windows = self._windows_between(iteration + 1, None)
         return statistics.median(windows) if windows else None
 
-    def trace(self) -> MeasuredTrace:
+    def build_trace(self) -> MeasuredTrace:
         """Return the ops of the traced iterations."""
         return MeasuredTrace(job=self.job, iterations=self.traced)
 
@@ -182,30 +184,31 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return [seconds for iteration, seconds in self.windows.items()
                 if (first is None or iteration >= first) and (end is None or iteration < end)]
 
-    def _with_committed(self) -> tuple["CommitLog", list[Committed]]:
+    def _with_committed(self) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return the log after committing all iterations whose reports are complete, and these iterations."""
-        log, committed = self, list[Committed]()
+        log, committed = self, list[CommittedIteration]()
         while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
                 not log.validates or log.next_iteration in log.factors) and (
                 log.difference is None or log.next_iteration < log.difference.iteration):
-            one = _put_together(log.next_iteration, [report for _, report in
-                                                     sorted(log.reports[log.next_iteration].items())])
+            one = _combine_reports(log.next_iteration, [report for _, report in
+                                                        sorted(log.reports[log.next_iteration].items())])
             committed.append(one)
-            windows, traced = log.windows.adding(one.iteration, one.window_seconds), log.traced
-            if len(windows) > 2 * MOST_WINDOWS:
-                windows = PersistentMap(list(windows.items())[MOST_WINDOWS:])
+            windows, traced = log.windows.with_entry(one.iteration, one.window_seconds), log.traced
+            if len(windows) > 2 * MIN_KEPT_WINDOWS:
+                windows = PersistentMap(list(windows.items())[MIN_KEPT_WINDOWS:])
             if all(report.ops for report in one.reports):
-                traced = (*traced, MeasuredIteration(one.iteration, _from_start(
+                traced = (*traced, MeasuredIteration(one.iteration, _shift_to_start(
                     [op for report in one.reports for op in report.ops])))
-            log = replace(log, losses_of=log.losses_of.adding(one.iteration, one.loss), windows=windows, traced=traced,
+            log = replace(log, losses_of=log.losses_of.with_entry(one.iteration, one.loss), windows=windows,
+                          traced=traced,
                           reports={later: its for later, its in log.reports.items() if later > one.iteration})
         return log, committed
 
 
-def _put_together(iteration: int, reports: Sequence[Ran]) -> Committed:
+def _combine_reports(iteration: int, reports: Sequence[IterationReport]) -> CommittedIteration:
     squares, losses = [one.squares for one in reports], [one.evaluation for one in reports]
     misfits = [(one.number, one.misfit) for report in reports for one in report.times if one.misfit is not None]
-    return Committed(
+    return CommittedIteration(
         iteration=iteration, window_seconds=max(one.window_seconds for one in reports), reports=reports,
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
         loss=sum(math.nan if one.loss is None else one.loss for one in reports),
@@ -215,11 +218,11 @@ def _put_together(iteration: int, reports: Sequence[Ran]) -> Committed:
                              / sum(number for number, _ in misfits)) if misfits else None)
 
 
-def _before(iteration: int, known: Mapping[int, float]) -> PersistentMap[int, float]:
+def _entries_before(iteration: int, known: Mapping[int, float]) -> PersistentMap[int, float]:
     return PersistentMap((earlier, value) for earlier, value in known.items() if earlier < iteration)
 
 
-def _from_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
+def _shift_to_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
     """Return the ops with times in seconds since the start of the first of them."""
     start = min(op.start_seconds for op in ops)
     return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, op.start_seconds - start,

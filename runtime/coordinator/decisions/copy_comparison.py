@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.runtime.protocol.to_coordinator import Ran
+from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.schedules.schedule import Worker
 
-TOLD = 8
+MAX_NAMES = 8
 """Largest number of layers, or of workers, that a message names."""
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of some layers that should be equal but differ."""
 
     iteration: int
@@ -32,18 +32,20 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         several = "s" if len(self.layers) > 1 else ""
-        who = f"worker{'s' if len(self.wrong) > 1 else ''} {_some(self.wrong)} had others than most of" if self.wrong \
+        who = f"worker{'s' if len(self.wrong) > 1 else ''} {_abbreviate_names(self.wrong)} had others than most of" \
+            if self.wrong \
             else "nobody can tell who is right of"
-        return (f"copies of layer{several} {_some(self.layers)} differed before iteration {self.iteration}: {who} "
-                f"workers {_some(self.holders)}")
+        return (f"copies of layer{several} {_abbreviate_names(self.layers)} differed before iteration "
+                f"{self.iteration}: {who} "
+                f"workers {_abbreviate_names(self.holders)}")
 
 
-def find_difference(iteration: int, reports: Iterable[Ran]) -> Difference | None:
+def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
     """Return the difference between copies that all members reported before an iteration; None if there is none."""
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:
         for checksum in report.checksums:
-            sums.setdefault(checksum.what, {})[report.worker] = checksum.sums
+            sums.setdefault(checksum.compared_elements, {})[report.worker] = checksum.sums
     differing = {what: by_worker for what, by_worker in sums.items() if len(set(by_worker.values())) > 1}
     if not differing:
         return None
@@ -54,10 +56,10 @@ def find_difference(iteration: int, reports: Iterable[Ran]) -> Difference | None
             wrong |= {worker for worker, copy in by_worker.items() if copy != most}
         else:
             spread = True
-    return Difference(iteration=iteration, layers=tuple(sorted({layer for layer, *_ in differing})), spread=spread,
-                      holders=tuple(sorted({worker for by_worker in differing.values() for worker in by_worker})),
-                      wrong=tuple(sorted(wrong)))
+    return CopyDifference(iteration=iteration, layers=tuple(sorted({layer for layer, *_ in differing})), spread=spread,
+                          holders=tuple(sorted({worker for by_worker in differing.values() for worker in by_worker})),
+                          wrong=tuple(sorted(wrong)))
 
 
-def _some(names: tuple[object, ...]) -> str:
-    return ", ".join(map(str, names[:TOLD])) + (f" and {len(names) - TOLD} more" if names[TOLD:] else "")
+def _abbreviate_names(names: tuple[object, ...]) -> str:
+    return ", ".join(map(str, names[:MAX_NAMES])) + (f" and {len(names) - MAX_NAMES} more" if names[MAX_NAMES:] else "")

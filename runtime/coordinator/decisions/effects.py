@@ -4,7 +4,7 @@ Besides the classes below, the following objects are effects:
 
 - an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the losses of a rollback
   that belong to it; a `Noted` event is also reported to users;
-- a request (`questions`, `speed_planning`): find the answer, which arrives as an event;
+- a request (`schedule_requests`, `speed_planning`): find the answer, which arrives as an event;
 - a `SpeedEvent`, a `Recovery` or a string: report it to users;
 - a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses.
 """
@@ -18,31 +18,31 @@ from slipstream.runtime.protocol.to_worker import ToWorker
 from slipstream.schedules.schedule import Worker
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     """Effect: send a message to workers. A worker that is not connected is skipped."""
 
     workers: tuple[Worker, ...]
     message: ToWorker
 
 
-class GiveUp(msgspec.Struct, frozen=True):
+class GiveUpWorker(msgspec.Struct, frozen=True):
     """Effect: kill the processes of a worker and count it as lost."""
 
     worker: Worker
     reason: str
 
 
-class Effects:
+class EffectCollector:
     """Collector of the effects of one event, which happened at `at`, a time of `time.monotonic`."""
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.effects: list[Any] = []
 
-    def do(self, effect: object) -> None:
+    def add_effect(self, effect: object) -> None:
         """Add an effect."""
         self.effects.append(effect)
 
     def send(self, workers: Iterable[Worker], message: ToWorker) -> None:
         """Add the effect of sending a message to workers."""
-        self.effects.append(Send(tuple(workers), message))
+        self.effects.append(SendMessage(tuple(workers), message))

@@ -1,14 +1,14 @@
 """Failover: a restarted coordinator finds the workers of the one that died, and learns what they know.
 
 Workers that are alive pause and look for a coordinator at the same address. Each reports its progress and what it holds
-(`runtime.protocol.to_coordinator.Known`). The losses that the dead coordinator wrote tell which iterations it had
-committed. All workers that were found are then treated as paused, and the next order continues from there. Workers that
-were not found count as lost.
+(`runtime.protocol.to_coordinator.RecoveryReport`). The losses that the dead coordinator wrote tell which iterations it
+had committed. All workers that were found are then treated as paused, and the next order continues from there. Workers
+that were not found count as lost.
 
 No worker steps an iteration before the preceding one is committed. So the state that all workers can go back to is that
 after one of the last two iterations: the last one that any worker has stepped, if it was committed, otherwise the one
 before it. A worker may have begun the step of an iteration that it does not report. Then the preceding iteration was
-committed, whatever was written, and the worker cannot undo it (`Known.begun`).
+committed, whatever was written, and the worker cannot undo it (`RecoveryReport.begun`).
 """
 
 import math
@@ -19,21 +19,21 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
-from slipstream.runtime.errors import NobodyLeftError
-from slipstream.runtime.protocol.to_coordinator import NOTHING_KEPT, Kept, Known
-from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.errors import NoLiveWorkerError
+from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState, RecoveryReport
+from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
 
-FIND_SECONDS = 10.0
+FIRST_WORKER_SECONDS = 10.0
 """Time limit for the first worker: a live worker looks for a coordinator several times a second."""
-REJOIN_SECONDS = 10.0
+NEXT_WORKER_SECONDS = 10.0
 """Time limit from one worker to the next: a stuck one takes a second to pause, and thousands do not come at once."""
-START_SECONDS = 60.0
+NEXT_START_SECONDS = 60.0
 """Time limit from one worker to the next if no order has been given yet: workers may be about to start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FailoverResult:
     """State from which a new coordinator continues."""
 
     order: int
@@ -44,9 +44,9 @@ class Found:
     """Losses of all committed iterations of the run; nan for an iteration whose loss no process knows."""
     unwritten: range
     """Committed iterations whose losses the dead coordinator has not written."""
-    factor: Factor | None
+    factor: StepFactor | None
     """Gradient factor of the last committed iteration, if any worker knows it."""
-    kept: Mapping[Worker, Kept]
+    kept: Mapping[Worker, HeldState]
     """Layers and parts that each found member holds; empty for one that cannot go back to `committed`. A worker that
     was about to join is no member."""
     missing: tuple[Worker, ...]
@@ -55,7 +55,7 @@ class Found:
     """True if the last order ended because copies of state differed, so that the run must go back."""
 
 
-class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
+class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Phase in which a dead coordinator's workers are looked for. All times are times of `time.monotonic`."""
 
     losses: Sequence[float] | None
@@ -69,52 +69,52 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
     grid: frozenset[Worker]
     """All workers of the job."""
     began: float
-    known: PersistentMap[Worker, Known] = PersistentMap()
+    known: PersistentMap[Worker, RecoveryReport] = PersistentMap()
     came: frozenset[Worker] = frozenset()
     """All workers that have come, even if lost again, so that such a worker does not prolong the wait."""
     came_last: float | None = None
     """Time at which the last worker came for the first time."""
 
-    def ready(self, worker: Worker, known: Known | None, at: float) -> "Rejoining":
+    def with_worker(self, worker: Worker, known: RecoveryReport | None, at: float) -> "RejoiningPhase":
         """Return the phase with a worker added. A worker that has just started counts only before the first commit."""
         if known is None:
             if self.losses:
                 return self
-            known = Known(0, (), self.first - 1, NOTHING_KEPT, None, pending=False)
-        new = replace(self, known=self.known.adding(worker, known))
+            known = RecoveryReport(0, (), self.first - 1, NOTHING_HELD, None, pending=False)
+        new = replace(self, known=self.known.with_entry(worker, known))
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
-    def lost(self, workers: Collection[Worker]) -> "Rejoining":
+    def without_workers(self, workers: Collection[Worker]) -> "RejoiningPhase":
         """Return the phase after workers that had come are lost."""
-        return replace(self, known=self.known.without(*workers))
+        return replace(self, known=self.known.without_keys(*workers))
 
     @property
-    def missing(self) -> frozenset[Worker]:
+    def missing_members(self) -> frozenset[Worker]:
         """Members of the last order that have not come."""
-        last_order = self._order
+        last_order = self._last_order
         if not last_order:
             return self.expected.difference(self.known)
         failed = next(known.failed for known in self.known.values() if known.order == last_order)
         return self.grid.difference(failed, self.known)
 
     @property
-    def _order(self) -> int:
+    def _last_order(self) -> int:
         """Number of the last order that any worker has followed; 0 if there was none."""
         return max((known.order for known in self.known.values()), default=0)
 
-    def over(self, at: float) -> bool:
+    def is_complete(self, at: float) -> bool:
         """Return whether no further workers are waited for. Raises NobodyLeftError if none came in time."""
-        if not self.known and at - self.began > FIND_SECONDS:
-            raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
+        if not self.known and at - self.began > FIRST_WORKER_SECONDS:
+            raise NoLiveWorkerError("nobody is left of the run that another node 0 has led here")
         if not self.known or self.came_last is None:
             return False
-        patience = REJOIN_SECONDS if self._order else START_SECONDS
-        return self.missing <= self.gone or at - self.came_last > patience
+        patience = NEXT_WORKER_SECONDS if self._last_order else NEXT_START_SECONDS
+        return self.missing_members <= self.gone or at - self.came_last > patience
 
-    def found(self) -> Found:
+    def build_result(self) -> FailoverResult:
         """Return the state from which to continue."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
-        everyone, last_order = self.known.values(), self._order
+        everyone, last_order = self.known.values(), self._last_order
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
         # A file may end with lines that a rollback should have removed, if node 0 died before it removed them.
@@ -127,13 +127,14 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         losses_of_workers = {iteration: loss for known in everyone for iteration, loss in known.losses.items()}
         written = tuple(self.losses or ())[:committed + 1 - self.first]
         unwritten = range(self.first + len(written), committed + 1)
-        return Found(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
-                     losses=(*written, *(losses_of_workers.get(iteration, math.nan) for iteration in unwritten)),
-                     missing=tuple(sorted(self.missing)) if last_order else (),
-                     doubted=any(known.doubted and known.order == last_order for known in everyone),
-                     kept={worker: known.kept if _fits(known, committed) else NOTHING_KEPT
-                           for worker, known in self.known.items() if known.order or not last_order})
+        return FailoverResult(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
+                              losses=(*written,
+                                      *(losses_of_workers.get(iteration, math.nan) for iteration in unwritten)),
+                              missing=tuple(sorted(self.missing_members)) if last_order else (),
+                              doubted=any(known.doubted and known.order == last_order for known in everyone),
+                              kept={worker: known.kept if _can_resume_at(known, committed) else NOTHING_HELD
+                                    for worker, known in self.known.items() if known.order or not last_order})
 
 
-def _fits(known: Known, committed: int) -> bool:
+def _can_resume_at(known: RecoveryReport, committed: int) -> bool:
     return known.begun <= committed <= known.iteration <= committed + 1

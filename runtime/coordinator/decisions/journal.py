@@ -21,7 +21,7 @@ from slipstream.runtime.events import (
     OrderGiven,
     Recovered,
     Slowed,
-    decode,
+    decode_event,
 )
 from slipstream.schedules.schedule import Worker
 
@@ -38,7 +38,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointWritten | None = None
     """Last complete checkpoint."""
 
-    def after(self, event: Event) -> "Journal":
+    def with_event(self, event: Event) -> "Journal":
         """Return the journal with the next event added."""
         match event:
             case OrderGiven(order=1):
@@ -48,29 +48,29 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
             case Recovered():
                 return replace(self, speeds={**self.speeds, event.worker: 1.0})
             case Failed():
-                return replace(self._without(event.worker), failures=self.failures + 1)
+                return replace(self._without_speed_of(event.worker), failures=self.failures + 1)
             case Joined():  # it may be on another machine now, or its usual speed is assumed again
-                return self._without(event.worker)
+                return self._without_speed_of(event.worker)
             case NodeLost():
                 return replace(self, failures=self.failures + 1 - len(event.workers))
             case CheckpointWritten():
                 return replace(self, checkpoint=event)
         return self
 
-    def _without(self, worker: Worker) -> "Journal":
+    def _without_speed_of(self, worker: Worker) -> "Journal":
         return replace(self, speeds={other: factor for other, factor in self.speeds.items() if other != worker})
 
 
-NO_JOURNAL = Journal()
+EMPTY_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
     """Return the journal of a run's folder; lines that cannot be decoded and a missing file are ignored."""
-    journal = NO_JOURNAL
+    journal = EMPTY_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():
             with suppress(msgspec.MsgspecError):
-                journal = journal.after(decode(line))
+                journal = journal.with_event(decode_event(line))
     now, wall, last = time.monotonic(), time.time(), journal.checkpoint
     return replace(
         journal, began=None if journal.began is None else now - max(0.0, wall - journal.began),

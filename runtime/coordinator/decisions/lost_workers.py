@@ -7,7 +7,7 @@ from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Worker
 
 
-class Loss(NamedTuple):
+class WorkerLoss(NamedTuple):
     """Loss of one worker."""
 
     reason: str
@@ -15,19 +15,19 @@ class Loss(NamedTuple):
     """Layers that the worker held in addition to those of its column's stages."""
 
 
-def reasons(losses: Mapping[Worker, Loss]) -> str:
+def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
     """Return the reasons of all losses as one text."""
     return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
 
 
-def reasons_of(losses: Mapping[Worker, Loss], layer: int, grid: Grid, placement: Placement,
-               members: Collection[Worker], ready: Collection[Worker]) -> str:
+def describe_layer_loss(losses: Mapping[Worker, WorkerLoss], layer: int, grid: Grid, placement: Placement,
+                        members: Collection[Worker], ready: Collection[Worker]) -> str:
     """Return why no worker holds a layer, as one text.
 
     It lists the losses of all workers that may have held the layer, and the workers of its stage that take no part. The
     workers in `ready` are connected and wait for an order.
     """
-    own = [layer in placement.held_in_column(grid, column) for column in range(grid.columns)]
+    own = [layer in placement.layers_in_column(grid, column) for column in range(grid.columns)]
     causes = [loss.reason for worker, loss in losses.items() if layer in loss.layers or own[worker.column]]
     for worker in grid.workers():
         if own[worker.column] and worker not in losses and worker not in members:

@@ -5,78 +5,78 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import checkpoint_rollback, lost_workers, orders
-from slipstream.runtime.coordinator.decisions.effects import GiveUp
-from slipstream.runtime.coordinator.decisions.lost_workers import Loss
-from slipstream.runtime.coordinator.decisions.part_moves import AS_THEY_ARE
-from slipstream.runtime.coordinator.decisions.questions import PlannerFailedError
-from slipstream.runtime.coordinator.decisions.run_state import Gathering, Step, Training
-from slipstream.runtime.coordinator.decisions.schedule_choice import at_first, at_once
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
+from slipstream.runtime.coordinator.decisions.lost_workers import WorkerLoss
+from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
+from slipstream.runtime.coordinator.decisions.run_state import GatheringPhase, TrainingPhase, TransitionBuilder
+from slipstream.runtime.coordinator.decisions.schedule_choice import find_immediate_schedule, find_initial_schedule
+from slipstream.runtime.coordinator.decisions.schedule_requests import PlannerFailedError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Failed, NodeLost
-from slipstream.runtime.protocol.to_worker import Leave, Move
+from slipstream.runtime.protocol.to_worker import LayerMove, Leave
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 
-def give(step: Step) -> None:
+def issue_next_order(step: TransitionBuilder) -> None:
     """Give the next order, or request its schedule, whose answer leads to another call. Raises RunError."""
     if _give_up_faulty(step):
         return
     state, stop = step.state, step.rules.iterations.stop
     first = state.log.next_iteration
     untouched = first == step.rules.iterations.start
-    missing = [] if untouched else step.lost_layers(state.paused)
-    if missing or not state.everyone:
-        step.change(slow=state.slow.take_back(state.slow.left_out))
-    everyone = step.state.everyone
+    missing = [] if untouched else step.find_lost_layers(state.paused)
+    if missing or not state.available_workers:
+        step.update_state(slow=state.slow.with_readmitted(state.slow.left_out))
+    everyone = step.state.available_workers
     if missing:
-        checkpoint_rollback.give_order(step, checkpoint_rollback.why_lost(step, missing[0]))
+        checkpoint_rollback.order_rollback(step, checkpoint_rollback.describe_lost_layer(step, missing[0]))
     elif state.doubt is not None:
-        checkpoint_rollback.give_order(step, state.doubt)
+        checkpoint_rollback.order_rollback(step, state.doubt)
     elif not everyone:
-        why = f"no worker is left: {lost_workers.reasons(state.lost)}"
+        why = f"no worker is left: {lost_workers.describe_losses(state.lost)}"
         if not state.stopping:
             raise RunError(why)
-        orders.leave(step, why)
-    elif not state.leaving or first >= stop or _release(step, untouched):
+        orders.send_leave(step, why)
+    elif not state.leaving or first >= stop or _try_release(step, untouched):
         if step.state.stopping and untouched:
-            orders.leave(step)
-        elif (first >= stop or step.state.stopping) and not isinstance(state.phase, Gathering):
-            orders.finish(step)
+            orders.send_leave(step)
+        elif (first >= stop or step.state.stopping) and not isinstance(state.phase, GatheringPhase):
+            orders.send_finish_order(step)
         else:
-            _train(step, untouched)
+            _issue_train_order(step, untouched)
 
 
-def _give_up_faulty(step: Step) -> bool:
+def _give_up_faulty(step: TransitionBuilder) -> bool:
     """Give up members whose copies are wrong; return whether there are any. They count as not paused, so that no order
     is given before they are lost."""
     faulty = [worker for worker in step.state.faulty if worker in step.state.members]
-    step.change(faulty=(), paused=step.state.paused.without(*faulty))
+    step.update_state(faulty=(), paused=step.state.paused.without_keys(*faulty))
     for worker in faulty:
-        step.do(GiveUp(worker, f"worker {worker} held other copies than most"))
+        step.add_effect(GiveUpWorker(worker, f"worker {worker} held other copies than most"))
     return bool(faulty)
 
 
-def enter_losses(step: Step, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
+def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
     """Record the losses of members, which happened at `since` (`time.monotonic`). Members that share a machine and are
     lost together count as one failure."""
     for worker, reason in reasons:
-        state, together = step.state, step.rules.domains.together(worker)
-        if state.settler is not None and not any(other in together for other in state.recovery.dead):
-            step.change(settler=replace(state.settler, failures=state.settler.failures + 1))
-        step.change(recovery=state.recovery.lost(worker, reason, since))
-        step.do(Failed(worker=worker, reason=reason))
+        state, together = step.state, step.rules.domains.workers_failing_with(worker)
+        if state.settler is not None and not any(other in together for other in state.recovery.dead_workers):
+            step.update_state(settler=replace(state.settler, failures=state.settler.failures + 1))
+        step.update_state(recovery=state.recovery.with_loss(worker, reason, since))
+        step.add_effect(Failed(worker=worker, reason=reason))
 
 
-def enter_nodes(step: Step, lost: Iterable[Worker]) -> None:
+def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
     """Record the loss of each node whose last connected workers are among the `lost` ones."""
     domains = step.rules.domains
-    for node, workers in {domains.number(worker): domains.together(worker) for worker in lost}.items():
+    for node, workers in {domains.domain_of(worker): domains.workers_failing_with(worker) for worker in lost}.items():
         if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
-            step.change(recovery=step.state.recovery.node_lost(node))
-            step.do(NodeLost(node=node, workers=workers))
+            step.update_state(recovery=step.state.recovery.with_node_loss(node))
+            step.add_effect(NodeLost(node=node, workers=workers))
 
 
-def saved_for_leaving(step: Step) -> bool:
+def release_after_save(step: TransitionBuilder) -> bool:
     """Release leaving members if the last order saved the layers that only they held; return whether it did.
 
     The remaining members go back to the checkpoint that was saved. If the result is False, the run is complete.
@@ -84,27 +84,27 @@ def saved_for_leaving(step: Step) -> bool:
     state = step.state
     if not state.leaving or state.stopping or state.log.next_iteration >= step.rules.iterations.stop:
         return False
-    step.change(phase=Training(ended=True))
-    _let_go(step)
+    step.update_state(phase=TrainingPhase(ended=True))
+    _release_leaving(step)
     return True
 
 
-def _train(step: Step, untouched: bool) -> None:
+def _issue_train_order(step: TransitionBuilder, untouched: bool) -> None:
     state, partition = step.state, step.rules.partition
-    join = None if untouched else state.joins.current
-    schedule = join.schedule if join is not None else _for_speeds(step) or _next_schedule(step, untouched)
+    join = None if untouched else state.joins.completed_fetch
+    schedule = join.schedule if join is not None else _find_speed_schedule(step) or _find_next_schedule(step, untouched)
     if schedule is None:
         return
-    moves, stay = tuple[Move, ...](), AS_THEY_ARE
+    moves, stay = tuple[LayerMove, ...](), NO_PREVIOUS_OWNERS
     if not untouched:
         if join is None:
-            stay = partition.left(schedule, state.current, state.cut_for, state.paused)
-        moves = partition.moves(schedule, state.paused, state.log.next_iteration - 1,
-                                () if join is None else join.moves, cut_for=stay)
-    orders.train(step, schedule, moves, join, cut_for=stay)
+            stay = partition.find_preserved_ranges(schedule, state.current, state.cut_for, state.paused)
+        moves = partition.plan_moves(schedule, state.paused, state.log.next_iteration - 1,
+                                     () if join is None else join.moves, cut_for=stay)
+    orders.send_train_order(step, schedule, moves, join, cut_for=stay)
 
 
-def _release(step: Step, untouched: bool) -> bool:
+def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
     """Release members that received a signal to end, and return whether the next order can be given.
 
     The result is False while a schedule without these members is being planned, or while layers that only they hold are
@@ -114,33 +114,33 @@ def _release(step: Step, untouched: bool) -> bool:
     state = step.state
     staying = state.members - state.leaving
     if state.stopping or state.leaving.issuperset(state.live):
-        step.change(stopping=True)
+        step.update_state(stopping=True)
         return True
-    if not untouched and step.lost_layers(staying):
-        orders.finish(step)
+    if not untouched and step.find_lost_layers(staying):
+        orders.send_finish_order(step)
         return False
     try:
-        if _schedule_of(step, staying, untouched) is None:
+        if _find_schedule_for(step, staying, untouched) is None:
             return False
     except (NoScheduleError, RunError):
-        step.change(stopping=True)
+        step.update_state(stopping=True)
         return True
-    _let_go(step)
+    _release_leaving(step)
     return True
 
 
-def _let_go(step: Step) -> None:
+def _release_leaving(step: TransitionBuilder) -> None:
     leaving, lost = sorted(step.state.leaving), step.state.lost
     reasons = {worker: f"worker {worker} has left, as it was told to" for worker in leaving}
     for worker, reason in reasons.items():
-        lost = lost.adding(worker, Loss(reason, step.state.holds.get(worker, frozenset())))
+        lost = lost.with_entry(worker, WorkerLoss(reason, step.state.held_by_paused.get(worker, frozenset())))
     step.send(leaving, Leave())
-    step.change(lost=lost)
-    step.forget(leaving)
-    enter_losses(step, reasons.items(), step.at)
+    step.update_state(lost=lost)
+    step.remove_workers(leaving)
+    record_losses(step, reasons.items(), step.at)
 
 
-def _for_speeds(step: Step) -> Schedule | None:
+def _find_speed_schedule(step: TransitionBuilder) -> Schedule | None:
     """Return the schedule chosen for the measured speeds; None if there is none or members have changed since."""
     decision = step.state.slow.decision
     if decision is None or decision.schedule is None or \
@@ -149,7 +149,7 @@ def _for_speeds(step: Step) -> Schedule | None:
     return decision.schedule
 
 
-def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
+def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> Schedule | None:
     """Return the schedule of the next order if no layers have been fetched for it; None if it is still being planned.
 
     A waiting worker that lacks its layers is left out; it fetches them while the others train. Before the first step of
@@ -157,18 +157,18 @@ def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
     has its layers.
     """
     state = step.state
-    if not untouched and state.members and state.ready:
+    if not untouched and state.members and state.waiting_workers:
         try:
-            return _schedule_of(step, state.members, untouched)
+            return _find_schedule_for(step, state.members, untouched)
         except (NoScheduleError, RunError):
             pass
     try:
-        return _schedule_of(step, state.everyone, untouched)
+        return _find_schedule_for(step, state.available_workers, untouched)
     except PlannerFailedError:
         raise  # not a RunError: a restarted coordinator asks the planner again
     except NoScheduleError as error:
-        raise RunError(", and ".join(filter(None, (lost_workers.reasons(state.lost), str(error))))) from None
+        raise RunError(", and ".join(filter(None, (lost_workers.describe_losses(state.lost), str(error))))) from None
 
 
-def _schedule_of(step: Step, live: Collection[Worker], untouched: bool) -> Schedule | None:
-    return at_first(step, live) if untouched else at_once(step, live)
+def _find_schedule_for(step: TransitionBuilder, live: Collection[Worker], untouched: bool) -> Schedule | None:
+    return find_initial_schedule(step, live) if untouched else find_immediate_schedule(step, live)

@@ -7,30 +7,37 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.join_planning import Join
-from slipstream.runtime.coordinator.decisions.part_moves import AS_THEY_ARE
+from slipstream.runtime.coordinator.decisions.layer_fetches import LayerFetch
+from slipstream.runtime.coordinator.decisions.part_moves import NO_PREVIOUS_OWNERS
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
-from slipstream.runtime.coordinator.decisions.run_state import Finishing, Left, Step, Training
+from slipstream.runtime.coordinator.decisions.run_state import (
+    EndedPhase,
+    FinishingPhase,
+    TrainingPhase,
+    TransitionBuilder,
+)
 from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
-from slipstream.runtime.model.state.parts import CutFor
+from slipstream.runtime.model.state.parts import OriginalMembers
 from slipstream.runtime.protocol.to_worker import (
-    KEPT_CONTENTS,
-    NOTHING,
-    Assigned,
-    Content,
+    JSON_NULL,
+    MAX_STORED_CONTENTS,
+    AssignedShare,
     EndOrder,
     Finish,
+    LayerMove,
     Leave,
-    Move,
+    ScheduleContent,
     Train,
 )
-from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.schedules.worker_programs import DividedSchedule
 
-DIGEST_LENGTH = 16
+DIGEST_CHARACTERS = 16
 
-def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | None = None, *,
-          restore: Mapping[Worker, tuple[int, ...]] | None = None, cut_for: CutFor = AS_THEY_ARE) -> None:
+def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[LayerMove, ...],
+                     join: LayerFetch | None = None, *,
+                     restore: Mapping[Worker, tuple[int, ...]] | None = None,
+                     cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
     """Order training by a schedule from the first iteration that is not committed.
 
     Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
@@ -39,98 +46,98 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
     """
     before, rules = step.state, step.rules
     live, first, order = frozenset(schedule.seat_of), before.log.next_iteration, before.order + 1
-    nobody_started = isinstance(before.phase, Training) and before.phase.ended and not before.phase.started
-    recipients, slow = before.everyone, before.slow.order_begins(order, schedule, first, step)
+    nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
+    recipients, slow = before.available_workers, before.slow.with_order(order, schedule, first, step)
     settler = step.state.settler
     settles = join is not None and schedule is not before.current  # otherwise only parts of optimizer state move
     if settler is not None and join is not None and settles:
         settler = replace(settler, closed=(order, join.speeds))
-    step.change(
+    step.update_state(
         current=schedule, members=live, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
         vain=before.vain + 1 if nobody_started else 0,
-        phase=Training(began=first, without_microbatches=_without_microbatches(schedule)),
-        recovery=before.recovery.ordered(
+        phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule)),
+        recovery=before.recovery.with_order(
             live - before.members, at=step.at, settled=join is not None and join.settles,
             meanwhile=first - join.began if join is not None and join.fetch else 0),
-        joins=before.joins.close(step), settler=settler, log=before.log.begin(order, live),
-        checkpoints=before.checkpoints.order_begins(step.at), slow=slow)
+        joins=before.joins.with_order(step), settler=settler, log=before.log.with_order(order, live),
+        checkpoints=before.checkpoints.with_order(step.at), slow=slow)
     text, parts = rules.prepared(schedule)
-    _assign(step, parts)
+    _send_shares(step, parts)
     step.send(sorted(recipients), Train(
         order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
-        addresses=step.state.addresses(moves), failed=parts.failed,
-        schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
-        factor=step.state.log.factor,
+        addresses=step.state.find_source_addresses(moves), failed=parts.failed,
+        schedule=msgspec.Raw(text) if rules.whole_schedules else JSON_NULL,
+        factor=step.state.log.last_factor,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
-        step.do(HandedOver(fetch=join.fetch, order=order))
+        step.add_effect(HandedOver(fetch=join.fetch, order=order))
     for worker in sorted(live - before.members) if before.order else ():
-        step.do(Joined(worker=worker))
+        step.add_effect(Joined(worker=worker))
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
-    moved = any(map(schedule.holds_others, schedule.seats))
-    step.do(OrderGiven(
-        order=order, schedule=digest_of(text), live=len(live),
+    moved = any(map(schedule.has_moved_layers, schedule.seats))
+    step.add_effect(OrderGiven(
+        order=order, schedule=compute_schedule_digest(text), live=len(live),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
         phase="settled" if moved else "whole" if whole else "at once"))
 
 
-def digest_of(schedule: bytes) -> str:
+def compute_schedule_digest(schedule: bytes) -> str:
     """Return the digest by which events name a schedule, given as the contents of its file."""
-    return hashlib.sha256(schedule).hexdigest()[:DIGEST_LENGTH]
+    return hashlib.sha256(schedule).hexdigest()[:DIGEST_CHARACTERS]
 
 
-def _assign(step: Step, parts: Parts) -> None:
+def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
     """Send each member its share of the schedule, and before it any schedule contents that the member lacks."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():
         known_contents = live[worker].contents
-        unknown = [digest for digest in dict.fromkeys(share.contents) if digest not in known_contents]
-        live[worker] = replace(live[worker], contents=(*known_contents, *unknown)[-KEPT_CONTENTS:])
+        unknown = [digest for digest in dict.fromkeys(share.content_digests) if digest not in known_contents]
+        live[worker] = replace(live[worker], contents=(*known_contents, *unknown)[-MAX_STORED_CONTENTS:])
         for digest in unknown:
             lacking[digest].append(worker)
-    step.change(live=PersistentMap(live.items()))
+    step.update_state(live=PersistentMap(live.items()))
     for digest, workers in lacking.items():
-        step.send(sorted(workers), Content(digest, msgspec.Raw(parts.contents[digest])))
+        step.send(sorted(workers), ScheduleContent(digest, msgspec.Raw(parts.contents[digest])))
     for worker, share in parts.shares.items():
-        step.send((worker,), Assigned(step.state.order, share))
+        step.send((worker,), AssignedShare(step.state.order, share))
 
 
-def end(step: Step, *, doubted: bool = False) -> None:
+def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
     """End the current order: tell all members to stop at once. If copies of state differ (`doubted`), tell them even if
     the order has already ended, because another coordinator may have to learn it from them."""
     state = step.state
-    if isinstance(state.phase, Training) and (doubted or not state.phase.ended):
-        step.change(phase=replace(state.phase, ended=True))
+    if isinstance(state.phase, TrainingPhase) and (doubted or not state.phase.ended):
+        step.update_state(phase=replace(state.phase, ended=True))
         step.send(sorted(state.members), EndOrder(state.order, doubted))
 
 
-def finish(step: Step) -> None:
+def send_finish_order(step: TransitionBuilder) -> None:
     """Order the members to write the final parameters, or a checkpoint if the run or some members end early."""
     state, rules, holders = step.state, step.rules, defaultdict[int, list[Worker]](list)
-    for worker, layers in sorted(state.holds.items()):
+    for worker, layers in sorted(state.held_by_paused.items()):
         for layer in layers:
             holders[layer].append(worker)
     writers = {layer: workers[layer % len(workers)] for layer, workers in sorted(holders.items())}
-    moves = rules.partition.to_writers(writers, state.paused)
+    moves = rules.partition.plan_writer_moves(writers, state.paused)
     order, first = state.order + 1, state.log.next_iteration
-    step.change(phase=Finishing(), order=order, log=state.log.begin(order, state.members),
-                slow=state.slow if state.leaving else state.slow.over(first, step))
+    step.update_state(phase=FinishingPhase(), order=order, log=state.log.with_order(order, state.members),
+                      slow=state.slow if state.leaving else state.slow.with_run_ended(first, step))
     step.send(sorted(state.members), Finish(
-        order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
-        moves=moves, addresses=state.addresses(moves), parameters=first >= rules.iterations.stop))
+        order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.last_factor,
+        moves=moves, addresses=state.find_source_addresses(moves), parameters=first >= rules.iterations.stop))
 
 
-def leave(step: Step, why: str | None = None) -> None:
+def send_leave(step: TransitionBuilder, why: str | None = None) -> None:
     """Tell all workers to leave, and end the run; `why` is the reason if it must end without a checkpoint."""
     if why is not None:
-        step.do(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
+        step.add_effect(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())
-    step.change(phase=Left())
+    step.update_state(phase=EndedPhase())
 
 
-def _without_microbatches(schedule: Schedule) -> frozenset[Worker]:
+def _find_idle_members(schedule: Schedule) -> frozenset[Worker]:
     idle = {number for number, program in enumerate(schedule.programs)
             if not any(op.kind in COMPUTE_KINDS for op in program)}
     return frozenset(seat.worker for seat in schedule.seats if seat.program in idle)

@@ -21,7 +21,7 @@ class PersistentMap(Mapping[K, V]):
         self._entries = {key: (number, value) for number, (key, value) in enumerate(dict(entries).items())}
         self._size = len(self._entries)
 
-    def adding(self, key: K, value: V) -> Self:
+    def with_entry(self, key: K, value: V) -> Self:
         """Return the version with an entry added or replaced."""
         if len(self._entries) != self._size or key in self._entries:
             return type(self)([*self.items(), (key, value)])
@@ -30,7 +30,7 @@ class PersistentMap(Mapping[K, V]):
         self._entries[key] = self._size, value
         return new
 
-    def without(self, *keys: K) -> Self:
+    def without_keys(self, *keys: K) -> Self:
         """Return the version without some keys; keys that are absent are ignored."""
         if not any(key in self for key in keys):
             return self

@@ -73,47 +73,48 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     """Number of last recoveries after which no iteration has been committed yet."""
     recoveries: tuple[Recovery, ...] = ()
 
-    def lost(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
+    def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
         """Return the clock after the loss of a member at time `since`. Time before the last order does not count."""
         since = max(since, self.ordered_at)
         return replace(self, began=since if self.began is None else min(self.began, since),
                        deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})
 
-    def node_lost(self, node: int) -> "RecoveryClock":
+    def with_node_loss(self, node: int) -> "RecoveryClock":
         """Return the clock after the loss of the last live worker of a node."""
         return replace(self, nodes=(*self.nodes, node))
 
     @property
-    def dead(self) -> tuple[Worker, ...]:
+    def dead_workers(self) -> tuple[Worker, ...]:
         """Members lost since the last recovery ended."""
         return tuple(worker for worker, _ in self.deaths)
 
-    def begin(self, at: float) -> "RecoveryClock":
+    def with_begin(self, at: float) -> "RecoveryClock":
         """Return the clock with a recovery begun at time `at`, unless one is in progress."""
         return replace(self, began=at) if self.began is None else self
 
-    def broke(self, why: str, at: float) -> "RecoveryClock":
+    def with_cause(self, why: str, at: float) -> "RecoveryClock":
         """Return the clock after a cause other than a death, such as a broken connection. Losses that follow belong to
         the same recovery."""
-        return replace(self.begin(at), broken=self.broken or why)
+        return replace(self.with_begin(at), broken=self.broken or why)
 
-    def ordered(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
-                ) -> "RecoveryClock":
+    def with_order(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
+                   ) -> "RecoveryClock":
         """Return the clock after an order, with which the `returned` workers join or layers have moved."""
         return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
                        ordered_at=at)
 
-    def went_back(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
+    def with_rollback(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
         """Return the clock after the run went back: iterations from the given one on are run again."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
         return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
-    def end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
+    def with_end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
         """Return the clock after all members have begun their first op, which ends any recovery."""
         if self.began is None:
             return self
         recovery = Recovery(
-            iteration=iteration, dead=self.dead, nodes=self.nodes, live=live, returned=tuple(sorted(self.returned)),
+            iteration=iteration, dead=self.dead_workers, nodes=self.nodes, live=live,
+            returned=tuple(sorted(self.returned)),
             reasons=tuple(reason for _, reason in self.deaths), seconds=at - self.began, broken=self.broken,
             meanwhile=self.meanwhile, went_back_to=self.back_to, in_doubt=self.in_doubt, repeated=self.repeated,
             settled=self.settled and not self.deaths and not self.returned)
@@ -122,11 +123,11 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
                              recoveries=(*self.recoveries, recovery))
 
     @property
-    def last_seconds(self) -> float | None:
+    def last_recovery_seconds(self) -> float | None:
         """Duration of the last recovery; None if there was none."""
         return self.recoveries[-1].seconds if self.recoveries else None
 
-    def committed(self, at: float) -> "RecoveryClock":
+    def with_commit(self, at: float) -> "RecoveryClock":
         """Return the clock after an iteration was committed."""
         recoveries = self.recoveries
         if self.without_gap and self.committed_at is not None:

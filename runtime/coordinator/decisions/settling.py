@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from slipstream.runtime.coordinator.decisions.effects import Effects
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector
 from slipstream.runtime.events import SettlingChosen
-from slipstream.runtime.protocol.to_worker import Move
+from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.schedules.schedule import Speeds
 
 PRIOR_SECONDS = 3600.0
 """Time in which one failure is assumed besides those observed: after the first failure, little is known."""
-PAUSE_SECONDS = 0.3
+DEFAULT_PAUSE_SECONDS = 0.3
 """Assumed duration of a change of schedules if none has been measured yet."""
-BYTES_PER_SECOND = 1e9
+DEFAULT_BYTES_PER_SECOND = 1e9
 """Assumed bandwidth between two workers if none is given."""
-LEAST_GAIN = 0.01
+MIN_GAIN_SHARE = 0.01
 """Smallest share of an iteration by which a schedule must be better: plans do not predict smaller differences."""
 
 
@@ -36,7 +36,7 @@ class Settling:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MoveCost:
     """Expected cost of moving layers."""
 
     layer_bytes: Sequence[int]
@@ -45,10 +45,10 @@ class Cost:
     """Bandwidth from each worker to each other one; None: not limited."""
 
 
-class Settler(msgspec.Struct, frozen=True, kw_only=True):
+class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """State from which one run decides whether to move layers."""
 
-    cost: Cost
+    cost: MoveCost
     mtbf: float | None = None
     """Mean time between failures in seconds, as in `Settling.mtbf_seconds`."""
     began: float
@@ -59,37 +59,39 @@ class Settler(msgspec.Struct, frozen=True, kw_only=True):
     closed: tuple[int, Speeds | None] = 1, None
     """Order, and speeds, for which no better schedule is looked for any more; initially the first order."""
 
-    def seconds_to_failure(self, at: float) -> float:
+    def expected_seconds_to_failure(self, at: float) -> float:
         """Return the expected time until the next failure or change of speed."""
         observed = at - self.began + PRIOR_SECONDS
         failures = (self.failures + 1) / observed if self.mtbf is None else 1 / self.mtbf
         return 1 / (failures + self.changes / observed)
 
-    def pays(self, old: float, new: float, moves: Iterable[Move], *, pause: float | None, to: Effects) -> bool:
+    def decide_move(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None,
+                    to: EffectCollector) -> bool:
         """Return whether moving the layers pays, and report the figures in one event and one progress line.
 
         The periods `old` (before the move) and `new` (after it) and the duration `pause` of the last change of
         schedules are in seconds.
         """
-        size, seconds = self._moved(moves)
-        failure = self.seconds_to_failure(to.at)
+        size, seconds = self._estimate_transfer(moves)
+        failure = self.expected_seconds_to_failure(to.at)
         gained = old - new
-        lost = (PAUSE_SECONDS if pause is None else pause) + new  # the next iteration begins with empty pipelines
+        # the next iteration begins with empty pipelines
+        lost = (DEFAULT_PAUSE_SECONDS if pause is None else pause) + new
         paid = math.ceil(lost / gained) if gained > 0 else None
-        settles = gained > LEAST_GAIN * old and paid is not None and paid * new < failure - seconds
-        to.do(SettlingChosen(
+        settles = gained > MIN_GAIN_SHARE * old and paid is not None and paid * new < failure - seconds
+        to.add_effect(SettlingChosen(
             settles=settles, moves_bytes=size, move_seconds=round(seconds, 3), present_period=round(old, 6),
             settled_period=round(new, 6), pays_after=paid, time_to_failure=round(failure, 3)))
         expected = f"the next failure{' or change of speed' if self.changes else ''} is expected in {failure:.0f} s"
         says = f"{size / 1e6:.0f} MB {'' if settles else 'would '}move in about {seconds:.1f} s, for iterations of " \
                f"{new:.3g} s instead of {old:.3g} s"
-        why = "which gains too little" if paid is None or gained <= LEAST_GAIN * old else \
+        why = "which gains too little" if paid is None or gained <= MIN_GAIN_SHARE * old else \
             f"which would have paid after {paid} iterations"
-        to.do(f"settles: {says}, which has paid after {paid} iterations; {expected}" if settles else
-              f"does not settle: {says}, {why}; {expected}")
+        to.add_effect(f"settles: {says}, which has paid after {paid} iterations; {expected}" if settles else
+                      f"does not settle: {says}, {why}; {expected}")
         return settles
 
-    def _moved(self, moves: Iterable[Move]) -> tuple[int, float]:
+    def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
         """Return the bytes of all moves, and the seconds until the busiest connection or worker is done."""
         between: Counter[object] = Counter()
         size = 0
@@ -99,4 +101,4 @@ class Settler(msgspec.Struct, frozen=True, kw_only=True):
             # A configured rate limits each connection; without one, each worker's total bandwidth is the limit.
             ends = (move.source, move.target)
             between.update({ends: layer} if self.cost.bytes_per_second else dict.fromkeys(ends, layer))
-        return size, max(between.values(), default=0) / (self.cost.bytes_per_second or BYTES_PER_SECOND)
+        return size, max(between.values(), default=0) / (self.cost.bytes_per_second or DEFAULT_BYTES_PER_SECOND)

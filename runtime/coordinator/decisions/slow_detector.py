@@ -15,16 +15,17 @@ workers ran them, too; while that is not known, the cell is left out.
 
 Iterations are grouped until they took `OBSERVATION_SECONDS`, because a process that is delayed for a moment delays many
 short iterations. An *observation* of a worker is the median over such a group of y = log(ratio / believed factor). A
-worker has changed if three quarters of its last `WINDOWS` observations lie on one side of a limit; an outlier counts
-once, however large it is. The limit is one that a quartile of as much noise never reaches, s (7.5 / sqrt(n) - 0.67) for
-n observations, and at least log(1 + `LEAST_CHANGE`). s is the spread of y, estimated from differences of successive
-observations, so that outliers and changes of level matter little (the share `WITHIN` of the differences counts); the
-larger of the worker's own spread and the median spread is used. The change is placed where the sum of deviations is
-least: deviations from 0 before the change, and from the median after it. That median gives the new factor.
+worker has changed if three quarters of its last `WINDOW_LENGTHS` observations lie on one side of a limit; an outlier
+counts once, however large it is. The limit is one that a quartile of as much noise never reaches, s (7.5 / sqrt(n) -
+0.67) for n observations, and at least log(1 + `MIN_CHANGE`). s is the spread of y, estimated from differences of
+successive observations, so that outliers and changes of level matter little (the share `INLIER_SHARE` of the
+differences counts); the larger of the worker's own spread and the median spread is used. The change is placed where the
+sum of deviations is least: deviations from 0 before the change, and from the median after it. That median gives the new
+factor.
 
 On a noisy machine a worker that has recovered may look like one that is slightly slow, by less than that limit. The
-size of a recovery to usual speed is known, however. So a worker has also recovered if the median of its last `KEPT`
-observations is nearer to usual speed than to the believed factor.
+size of a recovery to usual speed is known, however. So a worker has also recovered if the median of its last
+`KEPT_OBSERVATIONS` observations is nearer to usual speed than to the believed factor.
 
 Suppose that two workers are compared with each other only, and one is believed to be slow. Then the same ratio can mean
 that this one has recovered or that the other one has become slow. The former is assumed: a worker that is compared with
@@ -50,18 +51,18 @@ Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
 """Time over which iterations are grouped. Where processes share cores, a process may get no core for seconds."""
-WINDOWS = 5, 20
+WINDOW_LENGTHS = 5, 20
 """Numbers of last observations that are examined together."""
-KEPT = 60
+KEPT_OBSERVATIONS = 60
 """Number of observations of each worker that are kept."""
-LEAST_SPREAD = 0.04
+MIN_SPREAD = 0.04
 """Smallest spread of log ratios that is assumed: measured values below it make no difference."""
-LEAST_CHANGE = 0.15
+MIN_CHANGE = 0.15
 """Smallest relative change of a factor that counts: the larger of two factors, divided by the smaller, minus 1."""
-WITHIN = 0.8
+INLIER_SHARE = 0.8
 """Share of the differences that determines the spread; the remaining ones are treated as outliers."""
-_NORMAL = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
-FEWEST = 3
+_SPREAD_SCALE = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + INLIER_SHARE) / 2)
+MIN_OBSERVATIONS = 3
 """Smallest number of observations from which a new factor is measured."""
 
 
@@ -91,11 +92,11 @@ class SpeedChange(NamedTuple):
     """Number of iterations over which the factor was measured."""
 
 
-Measured = Mapping[Worker, Sequence[CellTime]]
+IterationTimes = Mapping[Worker, Sequence[CellTime]]
 """Times of all workers in one iteration."""
 
 
-class _Watched(msgspec.Struct, frozen=True):
+class _WorkerHistory(msgspec.Struct, frozen=True):
     """Observations of one worker and what is believed about it."""
 
     factor: float = 1.0
@@ -104,10 +105,10 @@ class _Watched(msgspec.Struct, frozen=True):
     recoveries: int = 0
     spread: float = 0.0
 
-    def limit(self, window: int, common: float) -> float:
+    def change_limit(self, window: int, common: float) -> float:
         """Return the limit that three quarters of `window` observations must exceed; `common` is the median spread."""
-        spread = max(LEAST_SPREAD, common, self.spread)
-        return max(math.log(1 + LEAST_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
+        spread = max(MIN_SPREAD, common, self.spread)
+        return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
 
 class SlowDetector:
@@ -120,7 +121,7 @@ class SlowDetector:
     """
 
     def __init__(self, factors: Mapping[Worker, float] = {}) -> None:
-        self._watched = {worker: _Watched(factor) for worker, factor in factors.items()}
+        self._watched = {worker: _WorkerHistory(factor) for worker, factor in factors.items()}
         self._rates: dict[tuple[OpKind, int], float] = {}
         """Measured time divided by planned time, for each kind of op on a layer that several workers ran."""
         self._open: tuple[Mapping[Worker, float], ...] = ()
@@ -134,31 +135,31 @@ class SlowDetector:
         new._watched, new._rates = self._watched.copy(), dict(self._rates)
         return new
 
-    def factor(self, worker: Worker) -> float:
+    def believed_factor(self, worker: Worker) -> float:
         """Return the believed factor of a worker."""
         return self._watched[worker].factor if worker in self._watched else 1.0
 
-    def believe(self, worker: Worker, factor: float) -> None:
+    def set_factor(self, worker: Worker, factor: float) -> None:
         """Set the believed factor of a worker, and drop its observations except for their spread."""
-        self._watched[worker] = replace(self._watched.get(worker, _Watched()), factor=factor, values=())
+        self._watched[worker] = replace(self._watched.get(worker, _WorkerHistory()), factor=factor, values=())
 
-    def interrupt(self) -> None:
+    def drop_open_iterations(self) -> None:
         """Drop the iterations that do not form an observation yet, as the next ones do not continue them."""
         self._open, self._seconds = (), 0.0
 
-    def lost(self, worker: Worker) -> None:
+    def remove_worker(self, worker: Worker) -> None:
         """Remove a lost worker. If it is started again, it may be on another machine."""
         self._watched.pop(worker, None)
         self._open = tuple({other: y for other, y in ratios.items() if other != worker} for ratios in self._open)
 
-    def observe(self, iteration: int, seconds: float, measured: Measured) -> list[SpeedChange]:
+    def add_iteration(self, iteration: int, seconds: float, measured: IterationTimes) -> list[SpeedChange]:
         """Add an iteration that took the given seconds, and return the workers whose speed has changed."""
         if not self._seconds:
             self._first = iteration
         self._last = iteration
         self._seconds += seconds
-        self._open = (*self._open, {worker: math.log(ratio) - math.log(self.factor(worker))
-                                    for worker, ratio in self.ratios(measured).items()})
+        self._open = (*self._open, {worker: math.log(ratio) - math.log(self.believed_factor(worker))
+                                    for worker, ratio in self.compute_ratios(measured).items()})
         if self._seconds < OBSERVATION_SECONDS:
             return []
         logs: dict[Worker, list[float]] = defaultdict(list)
@@ -166,43 +167,43 @@ class SlowDetector:
             for worker, y in ratios.items():
                 logs[worker].append(y)
         observed = {worker: statistics.median(ys) for worker, ys in logs.items()}
-        self.interrupt()
-        return self._conclude(observed, self._beside_slow_ones(measured))
+        self.drop_open_iterations()
+        return self._add_observations(observed, self._find_compared_with_slow(measured))
 
-    def ratios(self, measured: Measured) -> dict[Worker, float]:
+    def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
         """Return the time of each worker's ops relative to other workers, if it can be compared with any."""
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
         for worker, cells in measured.items():
-            factor = self.factor(worker)
+            factor = self.believed_factor(worker)
             if factor != 1.0:
                 unusual.add(worker)
             for cell in cells:
                 times[cell.kind, cell.layers][worker] = cell.seconds / factor
-        others = {cell: _of_others(seconds, unusual) for cell, seconds in times.items()}
+        others = {cell: _compute_peer_medians(seconds, unusual) for cell, seconds in times.items()}
         ratios = {}
         for worker, cells in measured.items():
             expected = took = 0.0
             for cell in cells:
                 usual = others[cell.kind, cell.layers].get(worker)
-                usual = self.usual_seconds(cell) if usual is None else usual
+                usual = self.estimate_usual_seconds(cell) if usual is None else usual
                 if usual is not None:
                     expected += cell.number * usual
                     took += cell.number * cell.seconds
             if expected > 0 and took / expected > 0:
                 ratios[worker] = took / expected
-        self._learn(measured, times)
+        self._learn_rates(measured, times)
         return ratios
 
-    def usual_seconds(self, cell: CellTime) -> float | None:
+    def estimate_usual_seconds(self, cell: CellTime) -> float | None:
         """Return the usual time of an op of a cell from earlier measurements; None if it is not known."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]
         return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
 
-    def _beside_slow_ones(self, measured: Measured) -> set[Worker]:
+    def _find_compared_with_slow(self, measured: IterationTimes) -> set[Worker]:
         """Return the workers that are compared only with workers that are believed to be slow."""
-        slow = {worker for worker in measured if self.factor(worker) > 1}
+        slow = {worker for worker in measured if self.believed_factor(worker) > 1}
         if not slow:
             return set()
         running: Counter[tuple[OpKind, LayerRange]] = Counter()
@@ -218,95 +219,98 @@ class SlowDetector:
                 compared.add(worker)
         return compared
 
-    def _learn(self, measured: Measured, times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> None:
+    def _learn_rates(self, measured: IterationTimes,
+                     times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> None:
         for cell in {(cell.kind, cell.layers): cell for cells in measured.values() for cell in cells}.values():
             seconds = times[cell.kind, cell.layers].values()
             if len(seconds) > 1 and cell.planned_seconds > 0:
-                rate = _middle(np.sort(list(seconds))) / cell.planned_seconds
+                rate = _geometric_median(np.sort(list(seconds))) / cell.planned_seconds
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
-    def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
+    def _add_observations(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Add one observation of each worker, and return the changes of speed."""
         by_length: dict[int, list[Worker]] = defaultdict(list)
         for worker, y in observed.items():
-            before = self._watched.get(worker, _Watched())
+            before = self._watched.get(worker, _WorkerHistory())
             y = min(y, 0.0) if worker in beside_slow else y
-            self._watched[worker] = replace(before, values=(*before.values[1 - KEPT:], (self._first, y)))
+            self._watched[worker] = replace(before, values=(*before.values[1 - KEPT_OBSERVATIONS:], (self._first, y)))
             by_length[len(self._watched[worker].values)].append(worker)
         rows = {length: np.array([[y for _, y in self._watched[worker].values] for worker in workers])
-                for length, workers in by_length.items() if length >= WINDOWS[0]}
+                for length, workers in by_length.items() if length >= WINDOW_LENGTHS[0]}
         for length, values in rows.items():  # all workers at once, as there may be thousands
-            for worker, spread in zip(by_length[length], _spreads(values).tolist(), strict=True):
+            for worker, spread in zip(by_length[length], _estimate_spreads(values).tolist(), strict=True):
                 self._watched[worker] = replace(self._watched[worker], spread=spread)
         spreads = [self._watched[worker].spread for length in rows for worker in by_length[length]]
         common = statistics.median(spreads) if spreads else 0.0
-        return [change for length, found in rows.items() for change in self._changes(by_length[length], found, common)]
+        return [change for length, found in rows.items()
+                for change in self._find_changes(by_length[length], found, common)]
 
-    def _changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
+    def _find_changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
         """Yield the changes of speed of workers that have equally many observations."""
         changed = dict[Worker, int]()
-        for window in (length for length in WINDOWS if length <= values.shape[1]):
+        for window in (length for length in WINDOW_LENGTHS if length <= values.shape[1]):
             ordered, quarter = np.sort(values[:, -window:], axis=1), (window - 1) // 4
             for worker, low, high in zip(workers, ordered[:, quarter].tolist(), ordered[:, -1 - quarter].tolist(),
                                          strict=True):
                 watched = self._watched[worker]
-                if low > (limit := watched.limit(window, common)) or (
-                        high < -limit and window >= WINDOWS[0] * 2 ** watched.recoveries):
+                if low > (limit := watched.change_limit(window, common)) or (
+                        high < -limit and window >= WINDOW_LENGTHS[0] * 2 ** watched.recoveries):
                     changed.setdefault(worker, window)
-        if values.shape[1] == KEPT:
+        if values.shape[1] == KEPT_OBSERVATIONS:
             for worker, middle in zip(workers, np.median(values, axis=1).tolist(), strict=True):
-                factor, patience = self.factor(worker), WINDOWS[1] * 2 ** self._watched[worker].recoveries
-                if patience <= KEPT and factor > 1 + LEAST_CHANGE and middle < -math.log(factor) / 2:
-                    changed.setdefault(worker, KEPT)
+                factor = self.believed_factor(worker)
+                patience = WINDOW_LENGTHS[1] * 2 ** self._watched[worker].recoveries
+                if patience <= KEPT_OBSERVATIONS and factor > 1 + MIN_CHANGE and middle < -math.log(factor) / 2:
+                    changed.setdefault(worker, KEPT_OBSERVATIONS)
         for worker, window in changed.items():
             watched = self._watched[worker]
-            since, level = _change_in(watched.values[-window:])
+            since, level = _locate_change(watched.values[-window:])
             factor = watched.factor * math.exp(level)
-            factor = 1.0 if factor < 1.0 + LEAST_CHANGE else factor
-            if max(factor / watched.factor, watched.factor / factor) >= 1.0 + LEAST_CHANGE:
+            factor = 1.0 if factor < 1.0 + MIN_CHANGE else factor
+            if max(factor / watched.factor, watched.factor / factor) >= 1.0 + MIN_CHANGE:
                 self._watched[worker] = replace(watched, factor=factor, values=(),
                                                 recoveries=watched.recoveries + (factor == 1.0))
                 yield SpeedChange(worker, factor, watched.factor, since, self._last + 1 - since)
 
 
-def _of_others(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
+def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
     """Return, for each worker that ran a cell, the median time of the others, of usual speed if there are any. A worker
     that ran it alone is left out."""
     values, usual = np.array(list(seconds.values())), np.array([worker not in unusual for worker in seconds])
     of_usual, of_all = np.sort(values[usual]), np.sort(values)
     medians = np.full(len(values), np.nan)
     if len(of_all) > 1:
-        medians = _middles_without_each(of_all, values)
+        medians = _leave_one_out_medians(of_all, values)
     if len(of_usual) > 1:
-        medians[usual] = _middles_without_each(of_usual, values[usual])
+        medians[usual] = _leave_one_out_medians(of_usual, values[usual])
     if len(of_usual):
-        medians[~usual] = _middle(of_usual)
+        medians[~usual] = _geometric_median(of_usual)
     return {worker: value for worker, value in zip(seconds, medians.tolist(), strict=True) if not math.isnan(value)}
 
 
-def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
+def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """Return the iteration at which the values changed from 0 to another level, and that level."""
     def cost(begin: int) -> float:
         before, after = values[:begin], [value for _, value in values[begin:]]
         level = statistics.median(after)
         return sum(abs(value) for _, value in before) + sum(abs(value - level) for value in after)
 
-    begin = min(range(max(1, len(values) - FEWEST + 1)), key=cost)
+    begin = min(range(max(1, len(values) - MIN_OBSERVATIONS + 1)), key=cost)
     return values[begin][0], statistics.median([value for _, value in values[begin:]])
 
 
-def _spreads(values: Floats) -> Floats:
+def _estimate_spreads(values: Floats) -> Floats:
     """Return each row's spread: the standard deviation of normal values with successive differences as small."""
     ordered = np.sort(np.abs(np.diff(values, axis=1)), axis=1)
-    return np.asarray(ordered[:, int(WITHIN * ordered.shape[1])] / _NORMAL)
+    return np.asarray(ordered[:, int(INLIER_SHARE * ordered.shape[1])] / _SPREAD_SCALE)
 
 
-def _middle(ordered: Floats) -> float:
+def _geometric_median(ordered: Floats) -> float:
     """Return the median of sorted values; between two, the geometric mean, so that ratios to it are unbiased."""
     return math.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
 
 
-def _middles_without_each(ordered: Floats, values: Floats) -> Floats:
-    """Return, for each value, the `_middle` of the other ones; `ordered` are the values, sorted."""
+def _leave_one_out_medians(ordered: Floats, values: Floats) -> Floats:
+    """Return, for each value, the `_geometric_median` of the other ones; `ordered` are the values, sorted."""
     first, second, left_out = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2, np.searchsorted(ordered, values)
     return np.asarray(np.sqrt(ordered[first + (first >= left_out)] * ordered[second + (second >= left_out)]))

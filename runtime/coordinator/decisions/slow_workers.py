@@ -17,20 +17,25 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.commit_log import Committed
-from slipstream.runtime.coordinator.decisions.effects import Effects
+from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector
 from slipstream.runtime.coordinator.decisions.slow_detector import CellTime, SlowDetector, SpeedChange
-from slipstream.runtime.coordinator.decisions.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, rounded
+from slipstream.runtime.coordinator.decisions.speed_planning import (
+    SpeedAnswer,
+    SpeedDecision,
+    SpeedRequest,
+    round_factor,
+)
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Schedule, Speeds, Worker
 
-WARM_UP = 1
+WARM_UP_ITERATIONS = 1
 """Number of iterations at the start of an order that are not measured: connections, caches and allocators are cold."""
-FIRST_PAUSE_SECONDS = 10.0
+FIRST_EXCLUSION_SECONDS = 10.0
 """First pause after which a worker that was left out takes part again; each later one is twice as long."""
-LONGEST_PAUSE_SECONDS = 640.0
+MAX_EXCLUSION_SECONDS = 640.0
 """Longest pause after which a worker that was left out takes part again."""
-NOTHING = Decision(None, 0.0, 0.0)
+NO_DECISION = SpeedDecision(None, 0.0, 0.0)
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -54,7 +59,7 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why no schedule could be planned."""
 
     def __str__(self) -> str:
-        causes = ", ".join(map(_cause, self.changes)) or "workers are left out or taken back"
+        causes = ", ".join(map(_describe_change, self.changes)) or "workers are left out or taken back"
         if self.reason is not None or self.planned_seconds is None or self.present_seconds is None:
             return f"{causes}: goes on by the same schedule, as there is no other: {self.reason}"
         now, before = f"{self.planned_seconds:.3g} s", f"{self.present_seconds:.3g} s"
@@ -67,24 +72,24 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
         return f"{causes}: from iteration {self.iteration} on by another schedule, {now} planned instead of {before}"
 
 
-def _cause(change: SpeedChange) -> str:
+def _describe_change(change: SpeedChange) -> str:
     when = f"in iterations {change.since} to {change.since + change.iterations - 1}"
     if change.factor == 1.0:
         return f"worker {change.worker} takes as long as its peers again ({when})"
     return f"worker {change.worker} takes {change.factor:.2f} times as long as its peers ({when})"
 
 
-def watched(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
+def build_slow_workers(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
     """Return the initial state for a run whose first schedule has the speeds that the job file gives.
 
     Set `plans` to True if a planner for given speeds is configured; `known` contains the factors that another
     coordinator measured.
     """
     given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
-    state = SlowWorkers(plans=plans, detector=SlowDetector({**given, **known}), cells=Cells(first), given=given,
+    state = SlowWorkers(plans=plans, detector=SlowDetector({**given, **known}), cells=PlannedCells(first), given=given,
                         factors=given)
     for worker, factor in known.items():
-        state = state._knowing(worker, factor)
+        state = state._with_factor(worker, factor)
     return state
 
 
@@ -93,7 +98,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     plans: bool
     detector: SlowDetector
-    cells: "Cells"
+    cells: "PlannedCells"
     begins: int = 0
     """First iteration that is measured."""
     given: Mapping[Worker, float]
@@ -101,7 +106,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
     """Factors of workers for which schedules are planned."""
     news: tuple[SpeedChange, ...] = ()
     """Changes of speed that have not been reported yet."""
-    asked: SpeedQuestion | None = None
+    asked: SpeedRequest | None = None
     """Last request for a decision; None if there is none in this order."""
     answered: bool = False
     """True if the last request has been answered."""
@@ -114,124 +119,128 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
     """Workers left out because they are too slow, with when each takes part again (`time.monotonic`)."""
     pauses: Mapping[Worker, float] = {}
     """Next pause in seconds of each worker that has been left out."""
-    decision: Decision | None = None
+    decision: SpeedDecision | None = None
     """Decision to carry out at the next iteration boundary; None if there is none."""
 
     @property
-    def speeds(self) -> Speeds | None:
+    def planned_speeds(self) -> Speeds | None:
         """Speeds for which schedules are planned; None: those of the first schedule."""
-        return None if not self.plans or self.factors == self.given else self._speeds()
+        return None if not self.plans or self.factors == self.given else self._measured_speeds()
 
     @property
-    def deciding(self) -> bool:
+    def is_deciding(self) -> bool:
         """True if it is not decided yet how the schedule changes for the present speeds."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
-    def period_of(self, present: Schedule) -> float:
+    def planned_period_of(self, present: Schedule) -> float:
         """Return the planned seconds of an iteration by the current schedule at the present speeds."""
         return self.present_seconds or present.seconds(present.period_ticks)
 
-    def committed(self, one: Committed) -> "SlowWorkers":
+    def with_iteration(self, one: CommittedIteration) -> "SlowWorkers":
         """Return the state after an iteration of the current order has been committed and measured."""
         if one.iteration < self.begins:
             return self
         detector = self.detector.copy()
-        changes = detector.observe(one.iteration, one.window_seconds,
-                                   {report.worker: self.cells.of(report.times) for report in one.reports})
+        changes = detector.add_iteration(one.iteration, one.window_seconds,
+                                         {report.worker: self.cells.convert_times(report.times)
+                                          for report in one.reports})
         new = replace(self, detector=detector)
         if not changes:
             return new
         for change in changes:
-            new = new._knowing(change.worker, change.factor)
+            new = new._with_factor(change.worker, change.factor)
         return replace(new, news=(*self.news, *changes), since=max(self.since, *(change.since for change in changes)))
 
-    def lost(self, worker: Worker) -> "SlowWorkers":
+    def without_worker(self, worker: Worker) -> "SlowWorkers":
         """Return the state without the measured speed of a lost worker, which may return on another machine."""
-        factors = _without(self.factors, [worker])
+        factors = _without_keys(self.factors, [worker])
         if worker in self.given:
             factors[worker] = self.given[worker]
         detector = self.detector.copy()
-        detector.lost(worker)
+        detector.remove_worker(worker)
         return replace(self, detector=detector, factors=factors, decision=None,
                        news=tuple(change for change in self.news if change.worker != worker),
-                       left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]))
+                       left_out=_without_keys(self.left_out, [worker]), pauses=_without_keys(self.pauses, [worker]))
 
-    def order_begins(self, number: int, schedule: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
+    def with_order(self, number: int, schedule: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
         """Return the state at the start of an order, which either carries out the pending decision or drops it."""
         new = self
         if self.decision is not None and self.decision.schedule is schedule:
-            new = self._telling(self.decision, iteration, to)
-            pauses = {worker: self.pauses.get(worker, FIRST_PAUSE_SECONDS) for worker in self.decision.left_out}
+            new = self._emit_speed_event(self.decision, iteration, to)
+            pauses = {worker: self.pauses.get(worker, FIRST_EXCLUSION_SECONDS) for worker in self.decision.left_out}
             left_out = {worker: to.at + pause for worker, pause in pauses.items()}
             new = replace(
                 new, left_out={**self.left_out, **left_out},
-                pauses={**self.pauses, **{one: min(2 * pause, LONGEST_PAUSE_SECONDS) for one, pause in pauses.items()}})
+                pauses={**self.pauses, **{one: min(2 * pause, MAX_EXCLUSION_SECONDS) for one, pause in pauses.items()}})
         detector = self.detector.copy()
-        detector.interrupt()
+        detector.drop_open_iterations()
         return replace(new, decision=None, order=number, asked=None, present_seconds=None, detector=detector,
-                       cells=Cells(schedule), begins=iteration + WARM_UP)
+                       cells=PlannedCells(schedule), begins=iteration + WARM_UP_ITERATIONS)
 
-    def take_back(self, workers: Collection[Worker]) -> "SlowWorkers":
+    def with_readmitted(self, workers: Collection[Worker]) -> "SlowWorkers":
         """Return the state in which these workers are no longer left out, however slow they are."""
-        return replace(self, left_out=_without(self.left_out, workers)) if workers else self
+        return replace(self, left_out=_without_keys(self.left_out, workers)) if workers else self
 
-    def over(self, iteration: int, to: Effects) -> "SlowWorkers":
+    def with_run_ended(self, iteration: int, to: EffectCollector) -> "SlowWorkers":
         """Return the state at the end of the run, after reporting changes that no schedule was planned for."""
-        return self._telling(NOTHING, iteration, to, "the run ends") if self.news else self
+        return self._emit_speed_event(NO_DECISION, iteration, to, "the run ends") if self.news else self
 
-    def look(self, present: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
+    def request_decision(self, present: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
         """Return the state after requesting a decision if speeds differ from those of the `present` schedule.
 
         Workers whose pause has ended are no longer left out. `iteration` is the next one to be committed.
         """
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
-        new = self.take_back(due)
+        new = self.with_readmitted(due)
         for worker in due:
             detector = new.detector.copy()
-            detector.believe(worker, 1.0)
-            new = replace(new, detector=detector)._knowing(worker, 1.0)
-        as_planned, speeds = new._as_planned(present), new._speeds()
+            detector.set_factor(worker, 1.0)
+            new = replace(new, detector=detector)._with_factor(worker, 1.0)
+        as_planned, speeds = new._is_planned_for_speeds(present), new._measured_speeds()
         if as_planned and new.asked is not None:
             new = replace(new, asked=None, present_seconds=None)  # a pending answer for other speeds is ignored
         is_requested = new.asked is not None and (new.asked.order, new.asked.speeds) == (new.order, speeds)
         if not self.plans or as_planned or is_requested:
-            return new._telling(NOTHING, iteration, to, "the present one is for these speeds" if self.plans else
-                                "the run was given none") if new.news and (as_planned or not self.plans) else new
-        question = SpeedQuestion(new.order, present, speeds)
-        to.do(question)
+            return new._emit_speed_event(NO_DECISION, iteration, to, "the present one is for these speeds"
+                                         if self.plans else
+                                         "the run was given none") if new.news and (as_planned or not self.plans) \
+                                             else new
+        question = SpeedRequest(new.order, present, speeds)
+        to.add_effect(question)
         return replace(new, asked=question, answered=False, decision=None)
 
-    def planned(self, planned: SpeedsPlanned, iteration: int, to: Effects) -> "SlowWorkers":
+    def with_answer(self, planned: SpeedAnswer, iteration: int, to: EffectCollector) -> "SlowWorkers":
         """Return the state after the answer to a request."""
         if planned.question is not self.asked:
             return self
         new, decision = replace(self, answered=True), planned.answer
         if isinstance(decision, BaseException):
-            return new._telling(NOTHING, iteration, to, str(decision) or type(decision).__name__)
+            return new._emit_speed_event(NO_DECISION, iteration, to, str(decision) or type(decision).__name__)
         new = replace(new, present_seconds=decision.present_seconds)
         if decision.schedule is not None:
             return replace(new, decision=decision)
-        return new._telling(decision, iteration, to, decision.reason) if self.news or decision.reason else new
+        return new._emit_speed_event(decision, iteration, to, decision.reason) if self.news or decision.reason else new
 
-    def _as_planned(self, present: Schedule) -> bool:
+    def _is_planned_for_speeds(self, present: Schedule) -> bool:
         """Return whether the current schedule was planned for the present speeds."""
         planned = {slow.worker: slow.per_mille / 1000 for slow in present.times.slow}
         return all(abs(self.factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
-    def _knowing(self, worker: Worker, factor: float) -> "SlowWorkers":
+    def _with_factor(self, worker: Worker, factor: float) -> "SlowWorkers":
         """Return the state with a rounded factor for a worker, and without a pending decision."""
-        factors = _without(self.factors, [worker])
-        if rounded(factor) != 1.0:
-            factors[worker] = rounded(factor)
+        factors = _without_keys(self.factors, [worker])
+        if round_factor(factor) != 1.0:
+            factors[worker] = round_factor(factor)
         return replace(self, factors=factors, decision=None)
 
-    def _speeds(self) -> Speeds:
+    def _measured_speeds(self) -> Speeds:
         return tuple((worker, factor) for worker, factor in sorted(self.factors.items()) if factor != 1.0)
 
-    def _telling(self, decision: Decision, iteration: int, to: Effects, reason: str | None = None) -> "SlowWorkers":
+    def _emit_speed_event(self, decision: SpeedDecision, iteration: int, to: EffectCollector,
+                          reason: str | None = None) -> "SlowWorkers":
         """Emit a speed event with the unreported changes, and return the state in which they are reported."""
-        to.do(SpeedEvent(
+        to.add_effect(SpeedEvent(
             changes=self.news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
             present_seconds=None if reason else decision.present_seconds,
             planned_seconds=None if reason else decision.seconds,
@@ -239,25 +248,25 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, news=())
 
 
-def _without(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
+def _without_keys(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
     return {key: value for key, value in known.items() if key not in gone}
 
 
-class Cells:
+class PlannedCells:
     """Layers of the slices of a schedule, and the planned times of ops on them on a worker of usual speed."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
     @cached_property
-    def _planned(self) -> Mapping[tuple[str, int], tuple[LayerRange, float]]:
+    def _planned_cells(self) -> Mapping[tuple[str, int], tuple[LayerRange, float]]:
         usual, schedule = replace(self._schedule.times, slow=()), self._schedule
         return {(kind, slice_): (schedule.layers_of(slice_),
                                  schedule.seconds(usual.duration_ticks(kind, slice_, Worker(0, 0))))
                 for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
 
-    def of(self, times: Sequence[OpTime]) -> list[CellTime]:
+    def convert_times(self, times: Sequence[OpTime]) -> list[CellTime]:
         """Return measured times of ops, by layers. Times of ops that no worker can have run are left out."""
-        planned = self._planned
+        planned = self._planned_cells
         return [CellTime(op_time.kind, cell[0], op_time.number, op_time.seconds, cell[1])
                 for op_time in times if (cell := planned.get((op_time.kind, op_time.slice))) is not None]

@@ -8,21 +8,21 @@ workers. A change of schedule takes place between two iterations.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from slipstream.runtime.coordinator.decisions.questions import SchedulerAtSpeeds
+from slipstream.runtime.coordinator.decisions.schedule_requests import SchedulerAtSpeeds
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Speeds, Worker
 from slipstream.schedules.timing import period_at as period_at
 
-LEAST_GAIN = 0.02
+MIN_PERIOD_GAIN = 0.02
 """Smallest share of the period that a new schedule must gain."""
-LEAST_WORTH = 0.01
+MIN_WORKER_GAIN = 0.01
 """Smallest share of the period that a slow worker must gain to keep its place."""
-LEAVE_OUT_FROM = 2.0
+MIN_EXCLUSION_FACTOR = 2.0
 """Smallest factor of a slow worker for which a schedule without it is considered."""
-STEP = 20
+STEPS_PER_UNIT = 20
 """Factors are rounded to multiples of 1 / 20: smaller differences do not matter, and fewer schedules are planned."""
 
 
-class Decision(NamedTuple):
+class SpeedDecision(NamedTuple):
     """Decision of what to run at the measured speeds."""
 
     schedule: Schedule | None
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     """Reason why there is no schedule for these speeds."""
 
 
-class SpeedQuestion(NamedTuple):
+class SpeedRequest(NamedTuple):
     """Request for a decision while workers have the given speeds."""
 
     order: int
@@ -47,29 +47,29 @@ class SpeedQuestion(NamedTuple):
     speeds: Speeds
 
 
-class SpeedsPlanned(NamedTuple):
+class SpeedAnswer(NamedTuple):
     """Event: the answer to a request, which is a decision or the exception that planning raised."""
 
-    question: SpeedQuestion
-    answer: Decision | BaseException
+    question: SpeedRequest
+    answer: SpeedDecision | BaseException
 
 
-def answer_to(question: SpeedQuestion, plan: SchedulerAtSpeeds) -> Decision:
+def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDecision:
     """Return the decision for a request. Exceptions of `plan` other than NoScheduleError are passed on."""
     present, speeds = question.present, question.speeds
     try:
-        return decide(present, speeds, plan)
+        return decide_for_speeds(present, speeds, plan)
     except NoScheduleError as error:
         before = period_at(present, dict(speeds))
-        return Decision(None, before, before, reason=str(error) or type(error).__name__)
+        return SpeedDecision(None, before, before, reason=str(error) or type(error).__name__)
 
 
-def rounded(factor: float) -> float:
+def round_factor(factor: float) -> float:
     """Return a factor rounded to one that schedules are planned for."""
-    return round(factor * STEP) / STEP
+    return round(factor * STEPS_PER_UNIT) / STEPS_PER_UNIT
 
 
-def decide(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> Decision:
+def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> SpeedDecision:
     """Return which schedule the workers should run at these speeds. Exceptions of `plan` are passed on."""
     factors = dict(speeds)
     before = period_at(present, factors)
@@ -86,18 +86,18 @@ def decide(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> Decisi
     seconds_with_all = seconds = period_at(best, factors)
     left_out: tuple[Worker, ...] = ()
     for worker in sorted(live, key=lambda one: -factors.get(one, 1.0)):
-        if factors.get(worker, 1.0) < LEAVE_OUT_FROM:
+        if factors.get(worker, 1.0) < MIN_EXCLUSION_FACTOR:
             break
-        without = next(_attempt(plan_for, set(live) - {worker, *left_out}), None)
-        if without is None or period_at(without, factors) > seconds * (1 + LEAST_WORTH):
+        without = next(_try_schedule(plan_for, set(live) - {worker, *left_out}), None)
+        if without is None or period_at(without, factors) > seconds * (1 + MIN_WORKER_GAIN):
             break
         best, seconds, left_out = without, period_at(without, factors), (*left_out, worker)
-    if seconds > before * (1 - LEAST_GAIN) and not left_out:
-        return Decision(None, before, before)
-    return Decision(best, before, seconds, left_out, seconds_with_all)
+    if seconds > before * (1 - MIN_PERIOD_GAIN) and not left_out:
+        return SpeedDecision(None, before, before)
+    return SpeedDecision(best, before, seconds, left_out, seconds_with_all)
 
 
-def _attempt(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
+def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
     """Yield the schedule for these workers, if there is one in which no worker has to take over another role."""
     try:
         schedule = planned(live)

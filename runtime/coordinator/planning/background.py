@@ -19,40 +19,40 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.process_title import name_process
-from slipstream.runtime.processes.stop_signals import WARNINGS
+from slipstream.runtime.processes.stop_signals import WARNING_SIGNALS
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Schedule
 
 T = TypeVar("T")
-Done = Callable[[T | BaseException], None]
+DoneCallback = Callable[[T | BaseException], None]
 
-FEW = 64
+MAX_SMALL_JOB_WORKERS = 64
 """Largest number of workers of a small job: awaited plans are made in a thread, and none are precomputed."""
-AWAITED_SECONDS, OTHER_SECONDS = 30.0, 900.0
+AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
 """Time limits of a process, for awaited and other work. If one is exceeded, the work is done in a thread."""
 NICENESS = 10
 """Niceness of processes whose results no worker waits for, so that the workers of this machine take precedence."""
 
 
-class Background(Protocol):
+class BackgroundRunner(Protocol):
     """Function that runs long work and passes its result, or its exception, to the calling event loop."""
 
-    def __call__(self, work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
+    def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
         """Run `work`, then call `done` with its result or exception; `awaited` is True if workers wait for it."""
 
 
-class DiedError(RuntimeError):
+class PlannerDiedError(RuntimeError):
     """Error raised when a forked process has ended without an answer."""
 
 
-def in_thread(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:  # noqa: ARG001
+def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
     """Run work in a daemon thread. The work must not change state that others see."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:
-        answer = tried(work)
+        answer = capture_result(work)
         with suppress(RuntimeError):  # the run is over, and the loop closed
             loop.call_soon_threadsafe(done, answer)
 
@@ -60,34 +60,35 @@ def in_thread(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> 
     threading.Thread(target=run, daemon=True, name="planning").start()
 
 
-def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
+def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
     """Run work in a process that is forked here and is killed if the thread that called this ends."""
     try:
         ours, theirs = os.pipe()
         process = os.fork()
     except OSError:  # no memory, process or descriptor is left for a fork
-        in_thread(work, done)
+        run_in_thread(work, done)
         return
     if not process:
-        _become_apart(theirs, work, awaited=awaited)
+        _run_child(theirs, work, awaited=awaited)
     os.close(theirs)
-    in_thread(lambda: _answer_of(process, ours, work, AWAITED_SECONDS if awaited else OTHER_SECONDS), done)
+    run_in_thread(lambda: _read_answer(process, ours, work, AWAITED_TIMEOUT_SECONDS if awaited
+                                       else OTHER_TIMEOUT_SECONDS), done)
 
 
-def background_for(workers: int) -> Background:
+def choose_background(workers: int) -> BackgroundRunner:
     """Return where to plan for a job of the given number of workers. Schedules for few workers are planned within
     milliseconds. To fork this process and to copy its memory on write would take longer, so only plans that no worker
     waits for are made in a process. On systems other than Linux, libraries may not be usable in a forked process."""
     if sys.platform != "linux":
-        return in_thread
-    return in_process if workers > FEW else _in_thread_if_awaited
+        return run_in_thread
+    return run_in_process if workers > MAX_SMALL_JOB_WORKERS else _run_in_thread_if_awaited
 
 
-def _in_thread_if_awaited(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
-    (in_thread if awaited else in_process)(work, done, awaited=awaited)
+def _run_in_thread_if_awaited(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
+    (run_in_thread if awaited else run_in_process)(work, done, awaited=awaited)
 
 
-def tried(work: Callable[[], T]) -> T | BaseException:
+def capture_result(work: Callable[[], T]) -> T | BaseException:
     """Return the result of `work`, or the exception that it raises."""
     try:
         return work()
@@ -95,7 +96,7 @@ def tried(work: Callable[[], T]) -> T | BaseException:
         return error
 
 
-def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
+def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
     """Return the answer that a forked process has written, or raise the exception that it contains.
 
     A lock that another thread held at the fork is never released in the process, which then waits without end. If no
@@ -112,31 +113,31 @@ def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -
         data = file.read()
     _, status = os.waitpid(process, 0)
     if not data or status:
-        raise DiedError("the process that was to plan has ended with "
-                        + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}"))
+        raise PlannerDiedError("the process that was to plan has ended with "
+                               + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}"))
     answer = pickle.loads(data)  # noqa: S301, as this process's own child has written it
     if isinstance(answer, BaseException):
         raise answer
     return cast(T, answer)
 
 
-def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
+def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
     """Do the work in the forked process, with all other descriptors closed; write the answer and exit."""
     status = 1
     try:
-        signal_at_death_of_parent(signal.SIGKILL)
+        request_parent_death_signal(signal.SIGKILL)
         name_process("planner")
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)  # keep Ctrl-C to the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for number in WARNINGS:
+        for number in WARNING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         os.dup2(pipe, 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # else a connection that the parent closes stays open
         if not awaited:
             os.nice(NICENESS)
         gc.disable()
-        data = _packed(tried(work))
+        data = _pickle_answer(capture_result(work))
         with open(3, "wb") as file:
             file.write(data)
         status = 0
@@ -144,7 +145,7 @@ def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> No
         os._exit(status)
 
 
-def _packed(answer: object) -> bytes:
+def _pickle_answer(answer: object) -> bytes:
     """Return an answer pickled. An exception that cannot be unpickled is replaced by a RuntimeError with its text."""
     try:
         packed = io.BytesIO()

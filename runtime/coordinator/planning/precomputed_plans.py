@@ -12,32 +12,32 @@ from collections.abc import Iterator
 
 import msgspec
 
-from slipstream.runtime.coordinator.planning.background import Background
-from slipstream.runtime.coordinator.planning.schedule_finder import Divide, Scheduler
+from slipstream.runtime.coordinator.planning.background import BackgroundRunner
+from slipstream.runtime.coordinator.planning.schedule_finder import ScheduleDivider, Scheduler
 from slipstream.runtime.failure_domains import FailureDomains
-from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, dead_column, pattern_of, pipeline_classes
-from slipstream.schedules.tables.relabel import preload, relabel, renumbering
+from slipstream.schedules.tables.relabel import preload_solver, relabel_schedule, renumber_pipelines
+from slipstream.schedules.worker_programs import DividedSchedule
 
-MOST = 64
+MAX_PRECOMPUTED = 64
 """Number of failures that are planned for in advance, and of plans that are kept: 1 MB each for 4,096 workers."""
 
-Failure = tuple[Worker, ...]
+DownWorkers = tuple[Worker, ...]
 """Workers that are down, sorted."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PrecomputedPlan(msgspec.Struct, frozen=True):
     """Schedule with its shares, as it is stored."""
 
     schedule: Schedule
-    parts: Parts
+    parts: DividedSchedule
 
 
-_KEPT = msgspec.msgpack.Decoder(Answer)
+_PLAN_DECODER = msgspec.msgpack.Decoder(PrecomputedPlan)
 
 
-class AheadOfFailures:
+class FailurePrecomputer:
     """Plans schedules for likely next failures, and returns them when the failures happen.
 
     Parameters
@@ -54,41 +54,43 @@ class AheadOfFailures:
         Function that divides a schedule among its workers.
     """
 
-    def __init__(self, first: Schedule, scheduler: Scheduler, background: Background, domains: FailureDomains,
-                 divided: Divide) -> None:
+    def __init__(self, first: Schedule, scheduler: Scheduler, background: BackgroundRunner, domains: FailureDomains,
+                 divided: ScheduleDivider) -> None:
         self._speeds = first.times.per_mille_of
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Plan for each pattern of failures, as a compressed `Answer`; None: there is no plan, or it is being made."""
-        self._next: dict[Pattern, Failure] = {}
+        """Plan for each pattern of failures, as a compressed `PrecomputedPlan`; None: there is no plan, or it is being
+        made."""
+        self._next: dict[Pattern, DownWorkers] = {}
         self._busy = False
-        preload()
+        preload_solver()
 
-    def known(self, down: Failure) -> tuple[Schedule, Parts] | None:
+    def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
         """Return a precomputed schedule and its shares, fitted to these workers being down; None if there is none."""
         data = self._known.get(pattern_of(down, self._classes))
         if data is None:
             return None
-        answer = _KEPT.decode(zlib.decompress(data))
-        fitted, numbers = relabel(answer.schedule, down), renumbering(answer.schedule, down)
+        answer = _PLAN_DECODER.decode(zlib.decompress(data))
+        fitted, numbers = relabel_schedule(answer.schedule, down), renumber_pipelines(answer.schedule, down)
         return None if fitted is None else (fitted, self._divided(fitted, (answer.parts, numbers)))
 
-    def look(self, schedule: Schedule) -> None:
+    def precompute_for(self, schedule: Schedule) -> None:
         """Plan for likely failures while all train by this schedule, if neither speeds nor layers changed."""
-        may_plan = schedule.times.per_mille_of == self._speeds and not any(map(schedule.holds_others, schedule.seats))
+        may_plan = schedule.times.per_mille_of == self._speeds \
+            and not any(map(schedule.has_moved_layers, schedule.seats))
         chances: Counter[Pattern] = Counter()
-        failures: dict[Pattern, Failure] = {}
-        for together, chance in self._likely(schedule) if may_plan else ():
+        failures: dict[Pattern, DownWorkers] = {}
+        for together, chance in self._likely_failures(schedule) if may_plan else ():
             failure = tuple(sorted({*schedule.failed, *together}))
             pattern = pattern_of(failure, self._classes)
             if len(failure) > len(schedule.failed) and dead_column(failure, schedule.grid) is None:
                 chances[pattern] += chance
                 failures[pattern] = failure
-        self._next = {pattern: failures[pattern] for pattern, _ in chances.most_common(MOST)}
-        self._go_on()
+        self._next = {pattern: failures[pattern] for pattern, _ in chances.most_common(MAX_PRECOMPUTED)}
+        self._plan_next_failure()
 
-    def _likely(self, schedule: Schedule) -> Iterator[tuple[Failure, int]]:
+    def _likely_failures(self, schedule: Schedule) -> Iterator[tuple[DownWorkers, int]]:
         """Yield sets of workers that may fail next, with the number of workers or machines that each represents."""
         lost = columns_by_pipeline(schedule.failed)
         equivalent: dict[object, list[int]] = defaultdict(list)
@@ -98,7 +100,7 @@ class AheadOfFailures:
             yield from (((Worker(pipelines[0], column),), len(pipelines)) for column in range(schedule.grid.columns))
         yield from ((together, 1) for together in self._domains.domains)
 
-    def _go_on(self) -> None:
+    def _plan_next_failure(self) -> None:
         """Plan for the next failure that has no plan yet, unless a plan is being made."""
         if self._busy:
             return
@@ -110,13 +112,13 @@ class AheadOfFailures:
         def found(answer: bytes | BaseException) -> None:
             self._busy = False
             self._known[pattern] = None if isinstance(answer, BaseException) else answer
-            while len(self._known) > MOST:
+            while len(self._known) > MAX_PRECOMPUTED:
                 del self._known[next(candidate for candidate in self._known if candidate not in self._next)]
-            self._go_on()
+            self._plan_next_failure()
 
-        self._background(lambda: self._kept(self._scheduler(failure)), found, awaited=False)
+        self._background(lambda: self._compress_plan(self._scheduler(failure)), found, awaited=False)
 
-    def _kept(self, schedule: Schedule) -> bytes:
-        if schedule.moves or not all(map(schedule.holds_of, schedule.seats)):
+    def _compress_plan(self, schedule: Schedule) -> bytes:
+        if schedule.moves or not all(map(schedule.held_layers_of_seat, schedule.seats)):
             raise NoScheduleError("it can be fitted to no other workers")
-        return zlib.compress(msgspec.msgpack.encode(Answer(schedule, self._divided(schedule))), 1)
+        return zlib.compress(msgspec.msgpack.encode(PrecomputedPlan(schedule, self._divided(schedule))), 1)

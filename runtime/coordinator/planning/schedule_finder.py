@@ -7,27 +7,33 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.questions import (
+from slipstream.runtime.coordinator.decisions.schedule_requests import (
     PlannerFailedError,
-    Prepared,
-    Question,
-    ScheduleFound,
+    PreparedSchedule,
+    ScheduleAnswer,
     SchedulerAtSpeeds,
+    ScheduleRequest,
 )
-from slipstream.runtime.coordinator.decisions.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, answer_to
-from slipstream.runtime.coordinator.planning.background import Background, in_thread
+from slipstream.runtime.coordinator.decisions.speed_planning import (
+    SpeedAnswer,
+    SpeedDecision,
+    SpeedRequest,
+    answer_request,
+)
+from slipstream.runtime.coordinator.planning.background import BackgroundRunner, run_in_thread
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import Event, PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
-from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
+from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """Function that returns the schedule for these workers being down, for the same job as the first schedule.
 
-It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to `AT_ONCE` times at
-once, and mostly in a process that ends with its answer, so that all its other side effects are lost.
+It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to
+`MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with its answer, so that all its other side
+effects are lost.
 """
 
 
@@ -38,17 +44,17 @@ class Rebalancer(Protocol):
     has for a `SchedulerAtSpeeds`; if it is empty, the speeds are those of the job.
     """
 
-    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return the schedule for these workers being down in which no worker needs a layer that it does not hold."""
 
-    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """Return the best schedule for these workers being down, whatever layers move for it."""
 
-    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+    def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """Return the schedule for which all layers are read from a checkpoint while all workers wait."""
 
 
-class Finders(NamedTuple):
+class SchedulePlanners(NamedTuple):
     """Planners that find schedules; None: there is no such planner."""
 
     scheduler: Scheduler | None
@@ -56,25 +62,25 @@ class Finders(NamedTuple):
     rebalancer: Rebalancer | None = None
 
 
-AT_ONCE = 2
+MAX_CONCURRENT_REQUESTS = 2
 """Number of concurrent requests: a schedule that all wait for does not wait for one that a join needs or that another
 death has made useless. A settled schedule is planned in addition, one at a time."""
-STUCK_SECONDS = 20.0
+STUCK_REQUEST_SECONDS = 20.0
 """Time after which a request that is still being planned no longer delays other requests."""
 
 
-MOST_PREPARED = 8
+MAX_PREPARED = 8
 """Number of prepared schedules that are kept: those of the current order, of its join, and of pending decisions."""
 
 
-class Divide(Protocol):
-    """Function that divides a schedule among its workers, like `schedules.parts.divide`."""
+class ScheduleDivider(Protocol):
+    """Function that divides a schedule among its workers, like `schedules.worker_programs.divide`."""
 
-    def __call__(self, schedule: Schedule, /, alike: Alike | None = None) -> Parts:
-        """Return the shares of the workers; for `alike`, see `schedules.parts.divide`."""
+    def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
+        """Return the shares of the workers; for `alike`, see `schedules.worker_programs.divide`."""
 
 
-Known = Callable[[tuple[Worker, ...]], tuple[Schedule, Parts] | None]
+PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
 """Function that returns a precomputed schedule and its shares for these workers being down; None if there is none."""
 
 
@@ -99,113 +105,113 @@ class ScheduleService:
         Function that returns precomputed schedules.
     """
 
-    def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
+    def __init__(self, grid: Grid, finders: SchedulePlanners, found: Callable[[ScheduleAnswer | SpeedAnswer], None],
                  tell: Callable[[Event], None] = lambda _: None,
-                 divided: Divide = divide, background: Background = in_thread,
-                 known: Known = lambda _: None) -> None:
+                 divided: ScheduleDivider = divide_schedule, background: BackgroundRunner = run_in_thread,
+                 known: PrecomputedLookup = lambda _: None) -> None:
         self._grid = grid
         self._divided = divided
         self._background = background
         self._known = known
-        self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
+        self._prepared: dict[int, tuple[Schedule, PreparedSchedule]] = {}
         """Recent schedules in prepared form, by `id`; each is kept with its result, so that the `id` stays unique."""
         self._finders = finders
         self._found = found
         self._tell = tell
-        self._asked: dict[Question, float] = {}
+        self._asked: dict[ScheduleRequest, float] = {}
         """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
 
-    def prepared(self, schedule: Schedule) -> Prepared:
+    def get_prepared(self, schedule: Schedule) -> PreparedSchedule:
         """Return a schedule in the form in which an order sends it; those found here are prepared already."""
-        _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare(schedule))
-        self._has_prepared(schedule, prepared)
+        _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare_schedule(schedule))
+        self._store_prepared(schedule, prepared)
         return prepared
 
-    def _has_prepared(self, schedule: Schedule, prepared: Prepared) -> None:
+    def _store_prepared(self, schedule: Schedule, prepared: PreparedSchedule) -> None:
         """Store a prepared schedule as the most recent one."""
         self._prepared.pop(id(schedule), None)
         self._prepared[id(schedule)] = schedule, prepared
-        while len(self._prepared) > MOST_PREPARED:
+        while len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
 
-    def _prepare(self, schedule: Schedule) -> Prepared:
-        return Prepared(encode(schedule), self._divided(schedule))
+    def _prepare_schedule(self, schedule: Schedule) -> PreparedSchedule:
+        return PreparedSchedule(encode(schedule), self._divided(schedule))
 
-    def find(self, question: Question) -> None:
+    def request_schedule(self, question: ScheduleRequest) -> None:
         """Start to answer a request, unless it or too many others are in progress; in the latter case, the caller must
         repeat the call after another one has been answered."""
-        since = time.monotonic() - STUCK_SECONDS
+        since = time.monotonic() - STUCK_REQUEST_SECONDS
         running = sum(request.settled == question.settled and start > since for request, start in self._asked.items())
-        if question in self._asked or running >= (1 if question.settled else AT_ONCE):
+        if question in self._asked or running >= (1 if question.settled else MAX_CONCURRENT_REQUESTS):
             return
         try:
-            find = self._finder(question)
+            find = self._choose_planner(question)
         except NoScheduleError as error:
-            self._found(ScheduleFound(question, error))
+            self._found(ScheduleAnswer(question, error))
             return
         self._asked[question] = time.monotonic()
         self._tell(PlanAsked(down=question.down, phase=question.phase))
-        precomputed = self._known(question.down) if question == Question(question.down) else None
+        precomputed = self._known(question.down) if question == ScheduleRequest(question.down) else None
         if precomputed is not None:
             schedule, parts = precomputed
-            self._take(question, (schedule, Prepared(encode(schedule), parts)))
+            self._handle_answer(question, (schedule, PreparedSchedule(encode(schedule), parts)))
             return
 
-        def work() -> tuple[Schedule, Prepared]:
-            schedule = without_idle(self._fitting(question.down, find()))
-            return schedule, self._prepare(schedule)
+        def work() -> tuple[Schedule, PreparedSchedule]:
+            schedule = without_idle_workers(self._require_fitting(question.down, find()))
+            return schedule, self._prepare_schedule(schedule)
 
-        self._background(work, partial(self._take, question), awaited=not question.settled)
+        self._background(work, partial(self._handle_answer, question), awaited=not question.settled)
 
-    def decide(self, question: SpeedQuestion) -> None:
+    def request_speed_decision(self, question: SpeedRequest) -> None:
         """Start to decide which schedule to run at the given speeds."""
-        plan = self._planner_at_speeds(question)
+        plan = self._choose_speed_planner(question)
 
-        def work() -> tuple[Decision, Prepared | None]:
-            decision = answer_to(question, plan)
+        def work() -> tuple[SpeedDecision, PreparedSchedule | None]:
+            decision = answer_request(question, plan)
             other = decision.schedule
-            return decision, None if other is None else self._prepare(other)
+            return decision, None if other is None else self._prepare_schedule(other)
 
-        def decided(found: tuple[Decision, Prepared | None] | BaseException) -> None:
+        def decided(found: tuple[SpeedDecision, PreparedSchedule | None] | BaseException) -> None:
             if not isinstance(found, BaseException):
                 decision, prepared = found
                 if decision.schedule is not None and prepared is not None:
-                    self._has_prepared(decision.schedule, prepared)
-            self._found(SpeedsPlanned(question, found if isinstance(found, BaseException) else decision))
+                    self._store_prepared(decision.schedule, prepared)
+            self._found(SpeedAnswer(question, found if isinstance(found, BaseException) else decision))
 
         self._background(work, decided, awaited=False)
 
-    def _planner_at_speeds(self, question: SpeedQuestion) -> SchedulerAtSpeeds:
+    def _choose_speed_planner(self, question: SpeedRequest) -> SchedulerAtSpeeds:
         """Return the planner for given speeds that leaves the layers where the current schedule has them."""
         present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:
-            return _none
+            return _refuse_speeds
         if rebalancer is None or all(seat.holds is None for seat in present.seats):
             return finders.at_speeds
-        held = {seat.worker: present.holds_of(seat) for seat in present.seats}
+        held = {seat.worker: present.held_layers_of_seat(seat) for seat in present.seats}
 
         def plan(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
             live = (worker for worker in present.grid.workers() if worker not in down)
-            return rebalancer.at_once(down, tuple((worker, held.get(worker, ())) for worker in live), speeds)
+            return rebalancer.plan_at_once(down, tuple((worker, held.get(worker, ())) for worker in live), speeds)
 
         return plan
 
-    def _fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
+    def _require_fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
         live = [worker for worker in self._grid.workers() if worker not in down]
         if schedule.grid != self._grid or list(schedule.members) != live:
             raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
         return schedule
 
-    def _finder(self, question: Question) -> Callable[[], Schedule]:
+    def _choose_planner(self, question: ScheduleRequest) -> Callable[[], Schedule]:
         """Return the function that answers a request. Raises NoScheduleError if no planner can answer it."""
         scheduler, at_speeds, rebalancer = self._finders
         if question.held is not None or question.from_checkpoint:
             if rebalancer is None:
                 raise NoScheduleError
             if question.held is None:
-                return partial(rebalancer.from_checkpoint, question.down, question.speeds or ())
-            find = rebalancer.settled if question.settled else rebalancer.at_once
+                return partial(rebalancer.plan_from_checkpoint, question.down, question.speeds or ())
+            find = rebalancer.plan_settled if question.settled else rebalancer.plan_at_once
             return partial(find, question.down, question.held, question.speeds or ())
         if question.speeds is not None and at_speeds is not None:
             return partial(at_speeds, question.down, question.speeds)
@@ -213,7 +219,8 @@ class ScheduleService:
             raise NoScheduleError
         return partial(scheduler, question.down)
 
-    def _take(self, question: Question, found: tuple[Schedule, Prepared] | BaseException) -> None:
+    def _handle_answer(self, question: ScheduleRequest, found: tuple[Schedule, PreparedSchedule]
+                       | BaseException) -> None:
         answer: Schedule | Exception
         if isinstance(found, NoScheduleError | RunError):
             answer = found
@@ -221,23 +228,23 @@ class ScheduleService:
             answer = PlannerFailedError(f"the planner failed: {type(found).__name__}: {first_line(found)}")
         else:
             answer, prepared = found
-            self._has_prepared(answer, prepared)
+            self._store_prepared(answer, prepared)
         took = time.monotonic() - self._asked.pop(question)
         self._tell(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, Exception) else None))
-        self._found(ScheduleFound(question, answer))
+        self._found(ScheduleAnswer(question, answer))
 
 
-def _none(_down: tuple[Worker, ...], _speeds: Speeds) -> Schedule:
+def _refuse_speeds(_down: tuple[Worker, ...], _speeds: Speeds) -> Schedule:
     raise NoScheduleError("nothing plans for speeds")
 
 
-def without_idle(schedule: Schedule) -> Schedule:
+def without_idle_workers(schedule: Schedule) -> Schedule:
     """Return a schedule without the workers that hold no layer.
 
     No worker waits for them, and they wait for no worker, so they could be many iterations ahead or behind.
     """
-    seats = [seat for seat in schedule.seats if schedule.holds_of(seat)]
+    seats = [seat for seat in schedule.seats if schedule.held_layers_of_seat(seat)]
     if len(seats) == len(schedule.seats):
         return schedule
     used = sorted({seat.program for seat in seats})

@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.runtime.events import encode
 
-MOST_UNWRITTEN = 100_000
+MAX_UNWRITTEN_LINES = 100_000
 """Largest number of lines that wait; if there are more, the oldest are dropped."""
 
 
@@ -26,10 +26,10 @@ class AppendedFile:
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path = path
         self._say = say
-        self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
+        self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN_LINES)
         self._told = False
         self._file = FileIO(path, "ab+")
-        self._size = self._file.truncate(_whole(self._file))
+        self._size = self._file.truncate(_find_complete_size(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
         """Write a line, after all lines that wait."""
@@ -52,9 +52,9 @@ class AppendedFile:
                 self._say(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and writes "
                           "what waits when it can")
 
-    def cut(self, keeps: Callable[[bytes], bool]) -> None:
+    def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:
         """Drop all lines from the first for which `keeps` is False; this needs no room. Raises OSError."""
-        self._unwritten = deque((line for line in self._unwritten if keeps(line)), MOST_UNWRITTEN)
+        self._unwritten = deque((line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES)
         self._file.seek(0)
         size = 0
         with BufferedReader(FileIO(os.dup(self._file.fileno()))) as lines:
@@ -75,21 +75,21 @@ class IterationLines(AppendedFile):
 
     def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
         super().__init__(path, say)
-        self.go_back(first)
+        self.drop_iterations_from(first)
 
-    def go_back(self, iteration: int) -> None:
+    def drop_iterations_from(self, iteration: int) -> None:
         """Drop the lines from an iteration on, which will be written again."""
-        self.cut(lambda line: _is_before(line, iteration))
+        self.truncate_from(lambda line: _is_line_before(line, iteration))
 
 
-def _is_before(line: bytes, iteration: int) -> bool:
+def _is_line_before(line: bytes, iteration: int) -> bool:
     try:
         return bool(msgspec.json.decode(line)["iteration"] < iteration)
     except (msgspec.DecodeError, KeyError, TypeError):
         return False
 
 
-def _whole(file: FileIO) -> int:
+def _find_complete_size(file: FileIO) -> int:
     """Return the size of a file without an incomplete last line."""
     size = file.seek(0, os.SEEK_END)
     while size:

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from slipstream.runtime.model.state.learning_rate import learning_rate
+from slipstream.runtime.model.state.learning_rate import learning_rate_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class IterationWork:
     """Peak floating-point operations per second of a worker's device; None if it is not known."""
 
 
-class IterationMetrics:
+class MetricsBuilder:
     """Collects what is known about each iteration of a run that had some `recoveries` before this start."""
 
     def __init__(self, config: TrainingConfig, work: IterationWork, recoveries: int = 0) -> None:
@@ -34,7 +34,7 @@ class IterationMetrics:
         self._before: float | None = None
         """Time at which the preceding iteration was committed or, if there is none, the first order was given."""
 
-    def observe(self, event: Event) -> None:
+    def observe_event(self, event: Event) -> None:
         """Record an event that the metrics depend on."""
         match event:
             case OrderGiven():
@@ -43,7 +43,7 @@ class IterationMetrics:
             case Resumed():
                 self._recoveries += 1
 
-    def of(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
+    def build_metrics(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
         """Return the metrics of the iteration that is committed next."""
         work, seconds = self._work, None
         if line.time is not None:
@@ -53,13 +53,13 @@ class IterationMetrics:
         best = None if work.peak_flops is None or self._live is None else work.peak_flops * self._live
         return Metrics(
             iteration=line.iteration, loss=line.loss, validation_loss=evaluation, gradient_norm=gradient_norm,
-            learning_rate=learning_rate(self._config, line.iteration),
+            learning_rate=learning_rate_at(self._config, line.iteration),
             tokens_per_second=None if rate is None else round(work.tokens * rate, 3),
             mfu=None if rate is None or not best else round(work.flops * rate / best, 6),
             live=self._live, phase=self._phase, recoveries=self._recoveries, time=line.time or 0.0)
 
 
-def recoveries_in(folder: Path) -> int:
+def read_recovery_count(folder: Path) -> int:
     """Return the number of recoveries that earlier starts of a run wrote to its metrics."""
     recoveries, path = 0, folder / METRICS
     for line in path.read_bytes().splitlines() if path.exists() else ():

@@ -19,11 +19,11 @@ from typing import Self
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.decisions.orders import digest_of
+from slipstream.runtime.coordinator.decisions.orders import compute_schedule_digest
 from slipstream.runtime.coordinator.records.appended_file import AppendedFile, IterationLines
-from slipstream.runtime.coordinator.records.metrics import IterationMetrics
-from slipstream.runtime.coordinator.records.tensorboard import TensorBoard
-from slipstream.runtime.coordinator.records.writer_thread import AT_ONCE, Writer
+from slipstream.runtime.coordinator.records.metrics import MetricsBuilder
+from slipstream.runtime.coordinator.records.tensorboard import TensorBoardWriter
+from slipstream.runtime.coordinator.records.writer_thread import IMMEDIATE_WRITER, Writer
 from slipstream.runtime.events import (
     EVENTS,
     LOSSES,
@@ -36,7 +36,7 @@ from slipstream.runtime.events import (
     decode_iteration,
 )
 
-Progress = Callable[[int, float], None]
+ProgressCallback = Callable[[int, float], None]
 """Function that is called with the number and the loss of each committed iteration, in order."""
 
 
@@ -49,10 +49,10 @@ class RunLog:
     and ConfigError if `tensorboard` is given and its package is not installed.
     """
 
-    def __init__(self, folder: Path, first: int = 0, write: Writer = AT_ONCE, *,
-                 metrics: IterationMetrics | None = None, tensorboard: Path | None = None,
+    def __init__(self, folder: Path, first: int = 0, write: Writer = IMMEDIATE_WRITER, *,
+                 metrics: MetricsBuilder | None = None, tensorboard: Path | None = None,
                  observer: Observer = lambda _: None, iteration_observer: IterationObserver = lambda _: None,
-                 progress: Progress = lambda *_: None) -> None:
+                 progress: ProgressCallback = lambda *_: None) -> None:
         self._folder = folder
         self._write = write
         self.iteration = first
@@ -63,56 +63,57 @@ class RunLog:
         self._progress = progress
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
-        self._shown: list[IterationLines | TensorBoard] = []
+        self._shown: list[IterationLines | TensorBoardWriter] = []
         """Files to which metrics are written."""
         if metrics is not None:
-            self._shown.append(IterationLines(folder / METRICS, first, write.say))
+            self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
-            self._shown.append(TensorBoard(tensorboard, first))
-        self._events = AppendedFile(folder / EVENTS, write.say)
-        self._losses = IterationLines(folder / LOSSES, first, write.say)
+            self._shown.append(TensorBoardWriter(tensorboard, first))
+        self._events = AppendedFile(folder / EVENTS, write.report_problem)
+        self._losses = IterationLines(folder / LOSSES, first, write.report_problem)
 
     def write(self, event: Event) -> None:
         """Write an event that happens now."""
-        now = self._now()
+        now = self._current_time()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         self._write(partial(self._events.append, stamped))
         if self._metrics is not None:
-            self._metrics.observe(stamped)
+            self._metrics.observe_event(stamped)
         self._observer(stamped)
 
-    def commit(self, iteration: int, loss: float, period_seconds: float | None = None, *,
-               gradient_norm: float | None = None, evaluation: float | None = None, cost_error: float | None = None
-               ) -> None:
+    def write_iteration(self, iteration: int, loss: float, period_seconds: float | None = None, *,
+                        gradient_norm: float | None = None, evaluation: float | None = None,
+                        cost_error: float | None = None
+                        ) -> None:
         """Write the next iteration, which is committed now, with what is known about it."""
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
-                         period=None if period_seconds is None else round(period_seconds, 6), time=self._now(),
+                         period=None if period_seconds is None else round(period_seconds, 6), time=self._current_time(),
                          cost_error=None if cost_error is None else round(cost_error, 4))
         self.iteration = iteration + 1
         if self._metrics is not None:
-            shown = self._metrics.of(line, gradient_norm, evaluation)
+            shown = self._metrics.build_metrics(line, gradient_norm, evaluation)
             for file in self._shown:
                 self._write(partial(file.append, shown))
             self._iteration_observer(shown)
         self._write(partial(self._losses.append, line))
         self._progress(iteration, loss)
 
-    def go_back(self, iteration: int) -> None:
+    def drop_iterations_from(self, iteration: int) -> None:
         """Drop the lines of iterations from the given one on, which will be repeated."""
         self.iteration = iteration
         for file in (*self._shown, self._losses):
-            self._write(partial(file.go_back, iteration))
+            self._write(partial(file.drop_iterations_from, iteration))
 
-    def keep(self, schedule: bytes) -> None:
+    def store_schedule(self, schedule: bytes) -> None:
         """Store a schedule in the folder; events name it by its digest."""
-        self._write(partial(self._keep, schedule))
+        self._write(partial(self._write_schedule, schedule))
 
-    def _now(self) -> float:
+    def _current_time(self) -> float:
         """Return the seconds since 1970, to milliseconds; they never decrease, even if the clock is set back."""
         return round(self._began_wall + time.monotonic() - self._began, 3)
 
-    def _keep(self, schedule: bytes) -> None:
-        digest = digest_of(schedule)
+    def _write_schedule(self, schedule: bytes) -> None:
+        digest = compute_schedule_digest(schedule)
         if digest not in self._kept:
             self._kept.add(digest)
             path = self._folder / SCHEDULES / f"{digest}.json"
@@ -123,7 +124,7 @@ class RunLog:
                 temporary.replace(path)
             except OSError as error:
                 self._kept.discard(digest)
-                self._write.say(f"{path} cannot be written: {error.strerror}; the run goes on")
+                self._write.report_problem(f"{path} cannot be written: {error.strerror}; the run goes on")
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient
 """Name under which TensorBoard shows each of the metrics."""
 
 
-class TensorBoard:
+class TensorBoardWriter:
     """Writer of event files in a folder. Raises OSError, and ConfigError if the package is not installed.
 
     A file that begins with some iteration hides the entries from that iteration on in earlier files of the folder. So
@@ -20,10 +20,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, first: int) -> None:
-        require_package()
+        require_tensorboard()
         self._folder = folder
         self._phase = ""
-        self._open(first)
+        self._open_writer(first)
 
     def append(self, line: Metrics) -> None:
         """Write the metrics of an iteration."""
@@ -36,23 +36,23 @@ class TensorBoard:
             self._writer.add_text("phase", line.phase, line.iteration, walltime=line.time)
         self._writer.flush()  # so that nothing is lost if the process is killed
 
-    def go_back(self, iteration: int) -> None:
+    def drop_iterations_from(self, iteration: int) -> None:
         """Hide the entries from the given iteration on."""
         self._writer.close()
-        self._open(iteration)
+        self._open_writer(iteration)
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
 
-    def _open(self, first: int) -> None:
+    def _open_writer(self, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and needs the package
 
         self._writer = SummaryWriter(self._folder, purge_step=first)
         self._phase = ""
 
 
-def require_package() -> None:
+def require_tensorboard() -> None:
     """Raise ConfigError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("metrics for TensorBoard need its package: pip install -e '.[tensorboard]'")

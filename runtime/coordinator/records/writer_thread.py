@@ -13,7 +13,7 @@ from typing import Self
 
 from slipstream.runtime.errors import first_line
 
-SLOW_SECONDS = 5.0
+SLOW_WRITE_SECONDS = 5.0
 """Duration of a file operation from which it is reported."""
 CLOSE_SECONDS = 10.0
 """Time without a completed operation after which, at the end of a run, the remaining ones are given up."""
@@ -26,18 +26,18 @@ class Writer:
         """Run an operation after all earlier ones."""
         work()
 
-    def say(self, text: str) -> None:
+    def report_problem(self, text: str) -> None:
         """Report a problem to the users of the run; any thread may call this."""
 
 
-AT_ONCE = Writer()
+IMMEDIATE_WRITER = Writer()
 
 
 class WriterThread(Writer):
     """Writer that runs operations in one thread, in the order of the calls.
 
-    As a context manager, it ends when they are done, and then passes all reports that `news` has not returned to
-    `notify`.
+    As a context manager, it ends when they are done, and then passes all reports that `take_reports` has not returned
+    to `notify`.
     """
 
     def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
@@ -51,7 +51,7 @@ class WriterThread(Writer):
         self._said: deque[str] = deque()
         self._slow = False
         # A daemon: a thread that hangs in a file system cannot be ended, and this process must not wait for it.
-        self._thread = threading.Thread(target=self._run, daemon=True, name="writer")
+        self._thread = threading.Thread(target=self._run_operations, daemon=True, name="writer")
         self._thread.start()
 
     def __call__(self, work: Callable[[], object]) -> None:
@@ -60,16 +60,17 @@ class WriterThread(Writer):
             self._waiting.append(work)
             self._wake.notify()
 
-    def say(self, text: str) -> None:
+    def report_problem(self, text: str) -> None:
         """Report a problem to the users of the run; any thread may call this."""
         self._said.append(text)
 
-    def news(self) -> Iterator[str]:
+    def take_reports(self) -> Iterator[str]:
         """Yield the reports since the last call, which should be made at an interval."""
         began = self._began
-        if began is not None and not self._slow and time.monotonic() - began > SLOW_SECONDS:
+        if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True
-            yield (f"the run's files have not been written for {SLOW_SECONDS:g} s; the run goes on, and writes what "
+            yield (f"the run's files have not been written for {SLOW_WRITE_SECONDS:g} s; the run goes on, and writes "
+                   f"what "
                    "waits when it can")
         while self._said:
             yield self._said.popleft()
@@ -88,10 +89,10 @@ class WriterThread(Writer):
         if self._thread.is_alive():
             self._notify(f"{len(self._waiting) + 1} writes to the run's files are given up: the file system does not "
                          "answer")
-        for text in self.news():
+        for text in self.take_reports():
             self._notify(text)
 
-    def _run(self) -> None:
+    def _run_operations(self) -> None:
         while True:
             with self._wake:
                 while not self._waiting:
@@ -103,9 +104,9 @@ class WriterThread(Writer):
             try:
                 work()
             except Exception as error:
-                self.say(f"the run goes on, though not all of its files can be written: {first_line(error)}")
+                self.report_problem(f"the run goes on, though not all of its files can be written: {first_line(error)}")
             self._began = None
             self._done += 1
             if self._slow:
                 self._slow = False
-                self.say(f"the run's files are written again, after {time.monotonic() - began:.0f} s")
+                self.report_problem(f"the run's files are written again, after {time.monotonic() - began:.0f} s")

@@ -27,18 +27,18 @@ from msgspec import Meta
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.checkpoints.parameters import FULL
+from slipstream.runtime.model.checkpoints.parameters import DISK_FULL
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
-from slipstream.runtime.model.tensor_codec import TensorError, Written, read_tensors, require_written, write_tensors
+from slipstream.runtime.model.tensor_codec import FileDigest, TensorError, read_tensors, verify_file, write_tensors
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
-KEEP = 2
+KEPT_CHECKPOINTS = 2
 """Number of complete checkpoints, and of unfinished ones, that are kept."""
-READERS = 8
+READER_THREADS = 8
 """Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
-_LATER = {"hugging_face", "options", "torchtitan"}
+_NEWER_KEYS = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that checkpoints of earlier versions lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
@@ -46,8 +46,8 @@ _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 T = TypeVar("T")
 LayerState = Mapping[str, Tensor]
-"""Whole state of a layer as `part_state.whole` returns it."""
-Ended = Callable[["CheckpointError | None"], None]
+"""Whole state of a layer as `part_state.assemble_state` returns it."""
+OnEnded = Callable[["CheckpointError | None"], None]
 """Callback for the end of a save: gets None after success, else the error."""
 
 
@@ -93,7 +93,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     is_verified: bool = False
-    """True if `require_whole` has compared all files with the manifest."""
+    """True if `verify_checkpoint` has compared all files with the manifest."""
 
     @property
     def iteration(self) -> int:
@@ -112,7 +112,7 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     if config.model.torchtitan is not None:  # the command line also sets the length
         model["options"] = {key: value for key, value in config.model.options.items() if key != "arguments"}
     return {"layers": layers,
-            **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
+            **{f"model.{name}": value for name, value in model.items() if value or name not in _NEWER_KEYS},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
             "parameters": "float64" if training.dtype == "float64" else "float32",
             **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions have no such key
@@ -120,13 +120,13 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
                                               training.parameter_groups]} if training.optimizer == "muon" else {})}
 
 
-def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
     """Describe the first difference between the identities of a checkpoint and of a job; None if they are equal."""
     for name in sorted({*theirs, *ours}):
         their, our = theirs.get(name), ours.get(name)
         if isinstance(their, dict) and isinstance(our, dict):
-            inside = difference({f"{name}.{key}": value for key, value in their.items()},
-                                {f"{name}.{key}": value for key, value in our.items()})
+            inside = describe_difference({f"{name}.{key}": value for key, value in their.items()},
+                                         {f"{name}.{key}": value for key, value in our.items()})
             if inside is not None:
                 return inside
         elif their != our:
@@ -134,18 +134,18 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None
     return None
 
 
-class Saving:
+class PendingSave:
     """Write of this worker's layers of a checkpoint, in a thread of its own."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any], samples: int | None, ended: Ended) -> None:
+                 identity: Mapping[str, Any], samples: int | None, ended: OnEnded) -> None:
         self._error: CheckpointError | None = None
         self._ended = ended
         self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity, samples),
                                         daemon=True)
         self._thread.start()
 
-    def done(self, seconds: float = 0.0) -> bool:
+    def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether this worker's write has ended, successfully or not, after waiting at most `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -159,34 +159,35 @@ class Saving:
     def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
              samples: int | None) -> None:
         try:
-            _write(folder, Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples), layers)
+            _write_layers(folder, Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples),
+                          layers)
         except CheckpointError as error:
             self._error = error
         except OSError as error:
-            place = folder if error.errno in FULL else error.filename or folder  # same message on all workers
+            place = folder if error.errno in DISK_FULL else error.filename or folder  # same message on all workers
             self._error = CheckpointError(f"{place}: checkpoint of iteration {iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
         self._ended(self._error)
 
 
-def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-         samples: int | None = None, ended: Ended = lambda _: None) -> Saving:
+def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+                 samples: int | None = None, ended: OnEnded = lambda _: None) -> PendingSave:
     """Start to write this worker's layers of a checkpoint in the background, and return the write in progress.
 
     The tensors must not change until it has ended. Each layer of the model must be saved by at least one worker, and
     should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of samples that
-    they have read. Errors are raised by `Saving.wait`. `ended` is called in the writing thread: with None when the
+    they have read. Errors are raised by `PendingSave.wait`. `ended` is called in the writing thread: with None when the
     layers are on the disk, or with the error.
     """
-    return Saving(folder, iteration, layers, identity, samples, ended)
+    return PendingSave(folder, iteration, layers, identity, samples, ended)
 
 
-def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
+def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """Open the newest complete checkpoint; return None if there is none.
 
     Raises CheckpointError if it cannot be read, or belongs to a job with another `identity`.
     """
-    while checkpoints := complete(folder):
+    while checkpoints := find_complete(folder):
         newest = checkpoints[max(checkpoints)]
         try:
             return open_checkpoint(newest, identity)
@@ -196,9 +197,9 @@ def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoin
     return None
 
 
-def complete(folder: Path) -> dict[int, Path]:
+def find_complete(folder: Path) -> dict[int, Path]:
     """Return the folders of all complete checkpoints by iteration."""
-    return _numbered(folder, _COMPLETE)
+    return _list_folders(folder, _COMPLETE)
 
 
 def is_complete(path: Path) -> bool:
@@ -206,19 +207,19 @@ def is_complete(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def reopened(found: Checkpoint) -> Checkpoint:
+def reopen_or_latest(found: Checkpoint) -> Checkpoint:
     """Return a checkpoint that was opened before, or the newest one if newer checkpoints have replaced it since.
 
     Raises CheckpointError if neither can be read.
     """
-    if not is_complete(found.path) and (newest := latest(found.path.parent)) is not None:
+    if not is_complete(found.path) and (newest := open_latest(found.path.parent)) is not None:
         return newest
     open_checkpoint(found.path)
     return found
 
 
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open the checkpoint in a folder. Raises CheckpointError as `latest` does."""
+    """Open the checkpoint in a folder. Raises CheckpointError as `open_latest` does."""
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
     if [file.layer for file in manifest.layers] != list(range(len(manifest.layers))) \
@@ -232,31 +233,31 @@ def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Ch
 
 def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a checkpoint belongs to a job with this `identity`."""
-    _require_same(checkpoint.path / MANIFEST, checkpoint.manifest.identity, identity)
+    _require_same_job(checkpoint.path / MANIFEST, checkpoint.manifest.identity, identity)
 
 
-def require_whole(checkpoint: Checkpoint) -> Checkpoint:
+def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """Compare all files of a checkpoint with the manifest, several concurrently, unless that was done before.
 
     Raises DamagedError, which names the first file that differs, and CheckpointError if a file cannot be read.
     """
     if checkpoint.is_verified:
         return checkpoint
-    with ThreadPoolExecutor(READERS) as readers:
-        for _ in readers.map(partial(_verify, checkpoint), checkpoint.manifest.layers):
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        for _ in readers.map(partial(_verify_layer, checkpoint), checkpoint.manifest.layers):
             pass
     return replace(checkpoint, is_verified=True)
 
 
-def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
+def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
     """Find the newest checkpoint without damage, or None; also return all newer checkpoints with their damage.
 
     Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
     damaged = dict[Path, DamagedError]()
-    while candidates := [path for _, path in sorted(complete(folder).items()) if path not in damaged]:
+    while candidates := [path for _, path in sorted(find_complete(folder).items()) if path not in damaged]:
         try:
-            return require_whole(open_checkpoint(candidates[-1])), damaged
+            return verify_checkpoint(open_checkpoint(candidates[-1])), damaged
         except CheckpointError as error:
             if not is_complete(candidates[-1]):
                 continue
@@ -266,7 +267,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedErr
     return None, damaged
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint so that no run uses or removes it, and return its new path. Raises OSError."""
     for number in itertools.count():
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
@@ -275,45 +276,45 @@ def set_aside(path: Path) -> Path:
     raise AssertionError
 
 
-def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return the whole states of some layers, on the CPU, for `part_state.as_parts`. Raises CheckpointError."""
-    return {layer: _load(checkpoint, layer) for layer in layers}
+def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+    """Return the whole states of some layers, on the CPU, for `part_state.as_whole_part`. Raises CheckpointError."""
+    return {layer: _load_layer(checkpoint, layer) for layer in layers}
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers have left: unfinished or half-removed checkpoints, and temporary files in others.
 
     No writer may be alive.
     """
     for pattern in (_SAVING, _COMPLETE):
-        for path in _named(folder, pattern).values():
+        for path in _list_matching(folder, pattern).values():
             if pattern is _SAVING or not is_complete(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                _drop_unnamed(path)
+                _remove_unlisted_files(path)
 
 
-def drop_newer(folder: Path, iteration: int) -> None:
+def remove_newer(folder: Path, iteration: int) -> None:
     """Remove all checkpoints of iterations after the given one."""
-    for number, path in _numbered(folder, _COMPLETE).items():
+    for number, path in _list_folders(folder, _COMPLETE).items():
         if number > iteration:
-            _remove(path)
+            _remove_checkpoint(path)
 
 
-def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+def _load_layer(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     if not 0 <= layer < len(checkpoint.manifest.layers):
         raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
-    return _read(checkpoint, checkpoint.manifest.layers[layer], read_tensors)
+    return _read_file(checkpoint, checkpoint.manifest.layers[layer], read_tensors)
 
 
-def _verify(checkpoint: Checkpoint, file: LayerFile) -> None:
-    _read(checkpoint, file, require_written)
+def _verify_layer(checkpoint: Checkpoint, file: LayerFile) -> None:
+    _read_file(checkpoint, file, verify_file)
 
 
-def _read(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Written], T]) -> T:
+def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, FileDigest], T]) -> T:
     path = checkpoint.path / file.file
     try:
-        return read(path, Written(file.bytes, file.sha256))
+        return read(path, FileDigest(file.bytes, file.sha256))
     except TensorError as error:
         raise DamagedError(str(error)) from None
     except OSError as error:
@@ -321,7 +322,7 @@ def _read(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Written
         raise kind(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
+def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
     """Write the given layers to a checkpoint that is being saved, and complete it if all layers are there.
 
     The layer list of `manifest` is empty; its other fields are copied into the note of each layer.
@@ -332,8 +333,8 @@ def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -
         return
     saving = folder / f".saving-{iteration}"
     saving.mkdir(parents=True, exist_ok=True)
-    unfinished = _numbered(folder, _SAVING)
-    for number in sorted(unfinished)[:-KEEP]:  # none is ever completed if nodes do not share the folder
+    unfinished = _list_folders(folder, _SAVING)
+    for number in sorted(unfinished)[:-KEPT_CHECKPOINTS]:  # none is ever completed if nodes do not share the folder
         shutil.rmtree(unfinished[number], ignore_errors=True)
     written: list[Path] = []
     try:
@@ -344,11 +345,11 @@ def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -
             # With the digest in its name, a layer saved again after a failure never changes a file that a note lists.
             path = saving / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
             draft.replace(path)
-            _sync(saving)
+            _sync_folder(saving)
             written += [path, note]
             note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),))
             write_atomically(note, msgspec.json.encode(note_content))
-        _complete(folder, saving, manifest)
+        _complete_if_all_saved(folder, saving, manifest)
     except BaseException:
         # Free the space on a full disk, unless another worker has just completed this checkpoint.
         for path in written:
@@ -357,7 +358,7 @@ def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -
             raise
 
 
-def _complete(folder: Path, saving: Path, manifest: Manifest) -> None:
+def _complete_if_all_saved(folder: Path, saving: Path, manifest: Manifest) -> None:
     """Turn the folder into a checkpoint if the notes of all layers are there. Several workers may try concurrently."""
     files: list[LayerFile] = []
     for layer in range(manifest.identity["layers"]):
@@ -365,33 +366,34 @@ def _complete(folder: Path, saving: Path, manifest: Manifest) -> None:
         if not note.exists():
             return
         note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
-        _require_same(note, note_content.identity, manifest.identity)
+        _require_same_job(note, note_content.identity, manifest.identity)
         files += note_content.layers
     whole = msgspec.structs.replace(manifest, layers=tuple(files))
     write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
-    _sync(saving)
+    _sync_folder(saving)
     complete = folder / f"iteration-{manifest.iteration}"
     saving.rename(complete)
-    _sync(folder)
-    _drop_unnamed(complete)
-    _sweep(folder, manifest.iteration)
+    _sync_folder(folder)
+    _remove_unlisted_files(complete)
+    _remove_outdated(folder, manifest.iteration)
 
 
-def _sweep(folder: Path, iteration: int) -> None:
-    """Remove unfinished checkpoints up to this iteration, and all complete checkpoints but the newest `KEEP`."""
-    complete = _numbered(folder, _COMPLETE)
-    old = [path for number, path in _numbered(folder, _SAVING).items() if number <= iteration]
-    for path in (*old, *(complete[number] for number in sorted(complete)[:-KEEP])):
-        _remove(path)
+def _remove_outdated(folder: Path, iteration: int) -> None:
+    """Remove unfinished checkpoints up to this iteration, and all complete checkpoints but the newest
+    `KEPT_CHECKPOINTS`."""
+    complete = _list_folders(folder, _COMPLETE)
+    old = [path for number, path in _list_folders(folder, _SAVING).items() if number <= iteration]
+    for path in (*old, *(complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS])):
+        _remove_checkpoint(path)
 
 
-def _remove(path: Path) -> None:
+def _remove_checkpoint(path: Path) -> None:
     with contextlib.suppress(OSError):
         (path / MANIFEST).unlink(missing_ok=True)  # first: a folder without a manifest is not a checkpoint
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _drop_unnamed(path: Path) -> None:
+def _remove_unlisted_files(path: Path) -> None:
     """Remove files that the manifest of a complete checkpoint does not list: layers saved twice, and temporary files.
 
     A worker that is still writing such a file finds that the checkpoint is complete.
@@ -403,13 +405,13 @@ def _drop_unnamed(path: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """Return the folders that match a pattern, by their number; complete checkpoints only, if the pattern is theirs."""
-    return {number: path for number, path in _named(folder, pattern).items()
+    return {number: path for number, path in _list_matching(folder, pattern).items()
             if pattern is _SAVING or is_complete(path)}
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """Return all entries of a folder whose name matches a pattern, by the number in the name."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -420,13 +422,13 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return paths
 
 
-def _require_same(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    differs = difference(theirs, ours)
+def _require_same_job(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    differs = describe_difference(theirs, ours)
     if differs is not None:
         raise CheckpointError(f"{source}: of another job: {differs}")
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Flush the folder's directory entries to the disk, if the system supports that."""
     if os.name != "posix":
         return

@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
-from slipstream.runtime.model.layers.hugging_face.configuration import CONFIG, FAMILIES
-from slipstream.runtime.model.layers.hugging_face.model import router_of, sample, small, transformers_config
-from slipstream.runtime.model.layers.hugging_face.weights import INDEX
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
+from slipstream.runtime.model.layers.hugging_face.configuration import CONFIG_FILE, FAMILIES
+from slipstream.runtime.model.layers.hugging_face.model import (
+    build_sample,
+    router_of,
+    small_layer_config,
+    transformers_config,
+)
+from slipstream.runtime.model.layers.hugging_face.weights import INDEX_FILE
 from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
-from slipstream.schedules.files import new_folder
+from slipstream.schedules.files import replace_folder
 
-COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
-          "merges.txt", "chat_template.jinja", "generation_config.json")
+COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
+                "merges.txt", "chat_template.jinja", "generation_config.json")
 """Files that accompany the weights of a pretrained model and are copied unchanged."""
-_OURS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
+_REPLACED_KEYS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
 """Keys of config.json that say how a model is run, or that the export sets itself."""
-State = Callable[[int], Mapping[str, Tensor]]
+ReadLayer = Callable[[int], Mapping[str, Tensor]]
 """Function that returns the parameters and buffers of a layer by their names in it, without parameters that belong to
 another layer."""
 
@@ -36,42 +41,43 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
                               f"{checkpoint.manifest.identity.get('model.name')!r}")
 
     def read_state(layer: int) -> dict[str, Tensor]:
-        tensors = load(checkpoint, [layer])[layer]
+        tensors = load_layers(checkpoint, [layer])[layer]
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
-    export(document, read_state, folder)
+    export_model(document, read_state, folder)
 
 
-def export(document: Mapping[str, Any], state: State, folder: Path, source: Path | None = None) -> None:
+def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, source: Path | None = None) -> None:
     """Write a model to a folder, completely or not at all, and replace what the folder holds.
 
     The model's config.json is `document`. The pretrained model that training began with lies in `source`; its tokenizer
     files are copied. Raises OSError if the folder cannot be written.
     """
     config = transformers_config(document, str(folder))
-    with new_folder(folder) as draft:
+    with replace_folder(folder) as draft:
         files, bytes_, dtype = {}, 0, torch.float32
         layers = config.num_hidden_layers + 2
         for layer in range(layers):
             name = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
-            tensors = dict(_named(config, layer, state(layer)))
+            tensors = dict(_with_file_names(config, layer, state(layer)))
             write_tensors(draft / name, tensors)
             files.update(dict.fromkeys(tensors, name))
             bytes_ += sum(tensor.nbytes for tensor in tensors.values())
             dtype = next((tensor.dtype for tensor in tensors.values()), dtype)
         index = {"metadata": {"total_size": bytes_}, "weight_map": dict(sorted(files.items()))}
-        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        described = {**{key: value for key, value in document.items() if key not in _OURS},
-                     "architectures": [type(sample(config, 0)).__name__], "dtype": str(dtype).removeprefix("torch.")}
-        (draft / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        for name_of_copy in COPIED if source is not None else ():
+        (draft / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        described = {**{key: value for key, value in document.items() if key not in _REPLACED_KEYS},
+                     "architectures": [type(build_sample(config, 0)).__name__],
+                     "dtype": str(dtype).removeprefix("torch.")}
+        (draft / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        for name_of_copy in COPIED_FILES if source is not None else ():
             if source is not None and (source / name_of_copy).is_file():
                 shutil.copyfile(source / name_of_copy, draft / name_of_copy)
 
 
-def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a layer with their names in the files of the whole model."""
-    family, model = FAMILIES[config.model_type], sample(config, 0)
+    family, model = FAMILIES[config.model_type], build_sample(config, 0)
     base = f"{model.base_model_prefix}."
     if layer in (0, config.num_hidden_layers + 1):
         for name, tensor in state.items():
@@ -79,13 +85,13 @@ def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) ->
         return
     own = {name.removeprefix("layer."): tensor for name, tensor in state.items()}
     first_decoder = f"{base}{family.decoders}.0."
-    for name, tensor in _one_by_one(config, layer - 1, own, first_decoder).items():
+    for name, tensor in _split_experts(config, layer - 1, own, first_decoder).items():
         yield f"{base}{family.decoders}.{layer - 1}.{name}", tensor
 
 
-def _one_by_one(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a decoder layer as transformers writes them: experts are separate tensors."""
-    model = sample(small(config, index), 0)
+    model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]
     if router_of(layer) is None:
         return state

@@ -11,9 +11,9 @@ from torch import Tensor
 from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
 
 _SUFFIX = ".safetensors"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk or an exhausted quota; writing may succeed later."""
-LOOK_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Seconds between two attempts to write to a full disk."""
 
 
@@ -31,8 +31,8 @@ def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
     draft.replace(path)
 
 
-def save_layer_when_there_is_room(out: Path, layer: int, state: Mapping[str, Tensor], say: Callable[[str], None],
-                                  look_seconds: float = LOOK_SECONDS) -> None:
+def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], say: Callable[[str], None],
+                          look_seconds: float = RETRY_SECONDS) -> None:
     """Write a layer as `save_layer` does, and retry every `look_seconds` while the disk is full.
 
     The function `say` is called once, with a message, when the first attempt fails. The function waits instead of
@@ -43,7 +43,7 @@ def save_layer_when_there_is_room(out: Path, layer: int, state: Mapping[str, Ten
         try:
             return save_layer(out, layer, state)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL:
                 raise
             if not is_reported:
                 say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for room")

@@ -15,38 +15,46 @@ from torch.func import functional_call
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.data.data import batch_form
-from slipstream.runtime.model.layers.calling import Batch, loss_call, takes_batch
-from slipstream.runtime.model.layers.compiling import check_compilable
-from slipstream.runtime.model.layers.distributed_tensors import as_called, with_local_parameters
-from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast
-from slipstream.runtime.model.layers.recomputing import recomputed, seen_parts
+from slipstream.runtime.model.layer_values import (
+    Form,
+    Value,
+    allocate_value,
+    as_layer_input,
+    form_of,
+    has_gradient,
+    tensors_of,
+)
+from slipstream.runtime.model.layers.calling import Batch, adapt_loss, has_batch_parameter
+from slipstream.runtime.model.layers.compiling import require_compilable
+from slipstream.runtime.model.layers.distributed_tensors import build_dtensors, with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast_context
+from slipstream.runtime.model.layers.recomputing import collecting_parts, parse_recompute
 from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
 from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily, without_gpu_context
 
 
-def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
+def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     """Return the form of the input of each layer, followed by the form of the last layer's output.
 
     Raises ConfigError if the runtime cannot run a layer or the loss.
     """
     form_of_batch = batch_form(config)
-    recompute = recomputed(config.training, model.layers)
-    modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
+    recompute = parse_recompute(config.training, model.layers)
+    modules = [_build_on_meta(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
     _check_shards(modules, config)
     if config.training.compile:
-        check_compilable(config, model.device)
+        require_compilable(config, model.device)
     with without_gpu_context(), FakeTensorMode(), model.device, torch.no_grad(), \
-            autocast(config.training, model.device):
-        batch = made(form_of_batch, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+            autocast_context(config.training, model.device):
+        batch = allocate_value(form_of_batch, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
         value: Value = batch[0]
         found = [form_of(value)]
-        with seen_parts() as parts:
+        with collecting_parts() as parts:
             for layer, module in enumerate(modules):
-                value = _passed_on(layer, module, value, batch, config)
+                value = _run_layer(layer, module, value, batch, config)
                 found.append(form_of(value))
         for name in sorted(recompute.parts - parts):
             raise ConfigError(f"training.recompute names {name!r}, and no layer has that part "
@@ -55,7 +63,7 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     return found
 
 
-def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
+def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
     """Build a layer on the meta device, because parameters of FakeTensorMode refuse `module.to(dtype)`."""
     try:
         with torch.device("meta"):
@@ -63,9 +71,9 @@ def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mo
         if isinstance(module, nn.Module):
             module = with_local_parameters(module)
     except Exception as error:  # the user's code may raise anything
-        raise _refusal(config, f"layer {layer} cannot be built: {_told(error)}") from error
+        raise _model_error(config, f"layer {layer} cannot be built: {_describe_error(error)}") from error
     if not isinstance(module, nn.Module):
-        raise _refusal(config, f"layer {layer} is {_shown(module)}; expected a torch.nn.Module")
+        raise _model_error(config, f"layer {layer} is {_describe(module)}; expected a torch.nn.Module")
     return module
 
 
@@ -75,10 +83,12 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
         try:
             first, *others = [modules[place.layer].get_parameter(place.name) for place in group]
         except AttributeError as error:
-            raise _refusal(config, f"layers share {', '.join(map(str, group))}, but {first_line(error)}") from None
+            raise _model_error(config, f"layers share {', '.join(map(str, group))}, but {first_line(error)}") from None
         for place, other in zip(group[1:], others, strict=True):
             if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise _refusal(config, f"{place} is {_shown(other)}; expected {_shown(first)}, as {group[0]}, which is "
+                raise _model_error(config,
+                                   f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, which "
+                                   f"is "
                                        "to be the same")
 
 
@@ -93,46 +103,48 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
     for layer, module in enumerate(modules):
         names = dict(module.named_parameters())
         for name in shards_of(module).keys() - names:
-            raise _refusal(config, f"layer {layer} has shards of {name!r}; expected the name of a parameter of it")
+            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected the name of a parameter of it")
 
 
-def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
+def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
     """Run a layer under FakeTensorMode and return its output. Raises ConfigError if it cannot be passed on."""
     name = f"layer {layer} ({type(module).__name__})"
-    more = {"batch": batch} if takes_batch(module.forward) else {}
+    more = {"batch": batch} if has_batch_parameter(module.forward) else {}
     with unset_fake_temporarily():
         named = dict(chain(module.named_parameters(), module.named_buffers()))
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
     try:
-        output = functional_call(module, {**state, **as_called(module, state)}, (value,), more)
+        output = functional_call(module, {**state, **build_dtensors(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:
-        raise _refusal(config, f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
+        raise _model_error(config,
+                           f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
                                "are the same for all micro-batches") from error
     except Exception as error:
-        raise _refusal(config, f"{name} fails on {_shown(value)}: {_told(error)}") from error
+        raise _model_error(config, f"{name} fails on {_describe(value)}: {_describe_error(error)}") from error
     if not isinstance(output, Tensor) and not (isinstance(output, tuple) and output and all(
             isinstance(element, Tensor) for element in output)):
-        raise _refusal(config, f"{name} gives {_shown(output)}; expected a tensor, or a tuple of tensors")
+        raise _model_error(config, f"{name} gives {_describe(output)}; expected a tensor, or a tuple of tensors")
     if not any(map(has_gradient, tensors_of(output))):
-        raise _refusal(config, f"{name} gives {_shown(output)}; expected a tensor of floating "
+        raise _model_error(config, f"{name} gives {_describe(output)}; expected a tensor of floating "
                                "point, or a tuple with one")
-    return output if isinstance(output, Tensor) else handed_on(output)
+    return output if isinstance(output, Tensor) else as_layer_input(output)
 
 
 def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunConfig) -> None:
     """Raise ConfigError unless the loss returns a tensor of no dimensions."""
     try:
-        loss: object = loss_call(model.loss)(output, batch[1], batch)
+        loss: object = adapt_loss(model.loss)(output, batch[1], batch)
     except DATA_DEPENDENT:  # only the loss itself is needed, not the shapes within it
         return
     except Exception as error:
-        raise _refusal(config, f"loss fails on {_shown(output)} and {_shown(batch[1])}: {_told(error)}") from error
+        raise _model_error(config, f"loss fails on {_describe(output)} and {_describe(batch[1])}: "
+                                   f"{_describe_error(error)}") from error
     if not isinstance(loss, Tensor) or loss.dim():
-        raise _refusal(config, f"loss gives {_shown(loss)}; expected a tensor of no dimensions, a micro-batch's "
+        raise _model_error(config, f"loss gives {_describe(loss)}; expected a tensor of no dimensions, a micro-batch's "
                                "mean")
 
 
-def _refusal(config: RunConfig, what: str) -> ConfigError:
+def _model_error(config: RunConfig, what: str) -> ConfigError:
     """Return a ConfigError that names the model's key and value in the job file."""
     model = config.model
     values = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
@@ -140,17 +152,17 @@ def _refusal(config: RunConfig, what: str) -> ConfigError:
     return ConfigError(f"model.{key} is {str(values[key])!r}: {what}")
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     """Describe a value in a few words: its kind, and the dtypes and shapes of its tensors."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple | list | Mapping):
         items: Any = value.values() if isinstance(value, Mapping) else value
-        return f"a {type(value).__name__} of ({', '.join(map(_shown, items))})"
+        return f"a {type(value).__name__} of ({', '.join(map(_describe, items))})"
     return type(value).__name__
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 

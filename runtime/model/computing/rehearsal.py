@@ -14,8 +14,8 @@ from torch import nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.layer_values import Form, allocate_value, gradient_form
 from slipstream.runtime.model.layers.calling import Batch
-from slipstream.runtime.model.passed import Form, gradient_form, made
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 
 
@@ -44,9 +44,9 @@ class Rehearsal:
             return
         buffers = [(buffer, buffer.clone()) for module in runner.modules for buffer in module.buffers()]
         batch = read(microbatch) if runner.reads_batch else None
-        value = batch[0] if batch is not None and runner.first else made(takes, _zeros(runner.device))
+        value = batch[0] if batch is not None and runner.first else allocate_value(takes, _zeros_on(runner.device))
         runner.forward(microbatch, value, batch[1] if batch is not None and runner.last else None, batch, split=True)
-        gradient = None if runner.last else made(gradient_form(gives), _zeros(runner.device))
+        gradient = None if runner.last else allocate_value(gradient_form(gives), _zeros_on(runner.device))
         runner.backward_input(microbatch, gradient)
         runner.backward_weight(microbatch)
         runner.take_loss()
@@ -69,10 +69,10 @@ class Rehearsal:
             parameter.grad = torch.zeros_like(parameter)
         span = (0, sum(parameter.numel() for parameter in small))
         optimizer = PartOptimizer({0: small}, config, {0: (span,)}, {0: (span,)})
-        optimizer.squares()
+        optimizer.layer_squares()
         optimizer.step(0, 0.5)  # a factor other than 1, as for clipped gradients
-        optimizer.gathered(0)
-        list(optimizer.checksums(0))
+        optimizer.mark_gathered(0)
+        list(optimizer.compute_checksums(0))
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
@@ -87,5 +87,5 @@ def _kind_of(module: nn.Module) -> Hashable:
     return type(module), tuple((tuple(parameter.shape), parameter.dtype) for parameter in module.parameters())
 
 
-def _zeros(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Any]:
+def _zeros_on(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Any]:
     return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)

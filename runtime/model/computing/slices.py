@@ -11,22 +11,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.computing.forms import forms as forms
+from slipstream.runtime.model.computing.forms import find_forms as find_forms
 from slipstream.runtime.model.data.data import Microbatch as Microbatch
-from slipstream.runtime.model.data.data import gives_more
-from slipstream.runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
-from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
-from slipstream.runtime.model.layers.recomputing import recomputed, recomputing
-from slipstream.runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
-from slipstream.runtime.model.passed import TensorForm as TensorForm
-from slipstream.runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
-from slipstream.runtime.model.seeds import seeding
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.data.data import may_have_extra_tensors
+from slipstream.runtime.model.layer_values import TensorForm as TensorForm
+from slipstream.runtime.model.layer_values import Value, build_value, form_of, has_gradient, map_tensors, tensors_of
+from slipstream.runtime.model.layers.calling import Batch, LayerCall, adapt_loss, collecting_losses
+from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast_context, layer_seed, seeded_for_layer
+from slipstream.runtime.model.layers.recomputing import parse_recompute, recomputing_parts
+from slipstream.runtime.model.layers.split_backward import (
+    WeightWork,
+    backward_input,
+    backward_weight,
+    deferring_weights,
+)
+from slipstream.runtime.model.seeds import restoring_generators
+from slipstream.runtime.model.state.held_layers import HeldLayers
 from slipstream.runtime.torch_private import run_backward
 from slipstream.schedules.layers import LayerRange
 
 
-class _Held(NamedTuple):
+class _MicrobatchState(NamedTuple):
     """State of a micro-batch between its F and its I."""
 
     value: Value
@@ -44,7 +49,7 @@ LossScale = Callable[[Microbatch], float]
 
 
 class SliceRunner:
-    """Runs the ops of a range of layers whose parameters belong to a `Holding`.
+    """Runs the ops of a range of layers whose parameters belong to a `HeldLayers`.
 
     Micro-batches may be run in any order; their tensors are stored under the micro-batch's name. Tensors passed in
     (activations, gradients) are stored until W and not copied, so the caller must not write to them. Returned tensors
@@ -72,16 +77,16 @@ class SliceRunner:
         self.device = model.device
         self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
                        for layer in range(*layers)}
-        more = gives_more(config.training)
+        more = may_have_extra_tensors(config.training)
         self.reads_batch = self.first or self.last or any(
             call.takes_batch if more else call.needs_batch for call in self._calls.values())
         """True if F needs the data of the micro-batch."""
-        self._recomputed = recomputed(config.training, model.layers)
-        self._loss_of = loss_call(model.loss)
+        self._recomputed = parse_recompute(config.training, model.layers)
+        self._loss_of = adapt_loss(model.loss)
         self.loss_scale: LossScale = loss_scale if callable(loss_scale) else lambda _: loss_scale
         self._model = model
         self._config = config
-        self._held: dict[Microbatch, _Held] = {}
+        self._held: dict[Microbatch, _MicrobatchState] = {}
         self._deferred: dict[Microbatch, WeightWork] = {}
         self._losses: list[Tensor] = []
         self.has_loss = self.last
@@ -97,11 +102,11 @@ class SliceRunner:
         """
         assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
         if not self.first:
-            value = changed(value, _leaf)
+            value = map_tensors(value, _as_leaf)
         # I computes nothing without an input gradient: the first slice leaves the whole backward to W. Compiled code
         # is always split: otherwise it would be compiled twice.
         work: WeightWork | None = deque() if self._config.training.compile or (split and not self.first) else None
-        with nullcontext() if work is None else deferring(work), adding_losses() as losses:
+        with nullcontext() if work is None else deferring_weights(work), collecting_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
         added = sum(losses[1:], losses[0]) if losses else None
         scale = self.loss_scale(microbatch) if self.last or losses else 0.0
@@ -112,8 +117,8 @@ class SliceRunner:
         elif added is not None:
             self._losses.append(added.detach().double() * scale)
             self.has_loss = True
-        self._held[microbatch] = _Held(value, output, added, work, scale)
-        return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
+        self._held[microbatch] = _MicrobatchState(value, output, added, work, scale)
+        return None if self.last else map_tensors(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
         """Run B and return the gradient for the slice before; None on the first slice."""
@@ -130,18 +135,18 @@ class SliceRunner:
         """
         held = self._held.pop(microbatch)
         if self.first:
-            self._deferred[microbatch] = deque([partial(_backward, held, gradient, held.scale)])
+            self._deferred[microbatch] = deque([partial(_backward_slice, held, gradient, held.scale)])
             if held.work is not None:
                 self._deferred[microbatch].append(partial(backward_weight, held.work))
             return None
-        _backward(held, gradient, held.scale)
+        _backward_slice(held, gradient, held.scale)
         self._deferred[microbatch] = deque() if held.work is None else held.work
         if isinstance(held.value, Tensor):
-            return _gradient(held.value)
-        return tuple(_gradient(tensor) for tensor in held.value if has_gradient(tensor))
+            return _gradient_of(held.value)
+        return tuple(_gradient_of(tensor) for tensor in held.value if has_gradient(tensor))
 
     def backward_weight(self, microbatch: Microbatch) -> None:
-        """Run W: add the micro-batch's weight gradients to those of the `Holding`."""
+        """Run W: add the micro-batch's weight gradients to those of the `HeldLayers`."""
         backward_weight(self._deferred.pop(microbatch))
 
     def take_loss(self) -> Tensor:
@@ -151,30 +156,30 @@ class SliceRunner:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
         return torch.stack(losses).sum()
 
-    def discard(self) -> None:
+    def discard_microbatches(self) -> None:
         """Drop all micro-batches in flight and the losses, because the iteration is discarded."""
         self._held.clear()
         self._deferred.clear()
         self._losses.clear()
 
-    def forget(self, microbatch: Microbatch) -> None:
+    def drop_microbatch(self, microbatch: Microbatch) -> None:
         """Drop a micro-batch whose F has been run and whose backward will not be."""
         del self._held[microbatch]
 
-    def in_flight(self) -> int:
+    def count_in_flight(self) -> int:
         """Return the number of micro-batches whose tensors are stored: F has been run, W or B has not."""
         return len(self._held) + len(self._deferred)
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
         training, device = self._config.training, self._model.device
-        with autocast(training, device):
-            with seeding(device) as seed_generators:
+        with autocast_context(training, device):
+            with restoring_generators(device) as seed_generators:
                 for layer, call in self._calls.items():
                     if layer in self._recomputed.layers:
                         value = self._run_recomputed(microbatch, layer, value, batch)
                         continue
                     seed_generators(layer_seed(training.seed, *microbatch, layer))
-                    with recomputing(self._recomputed.parts, device):
+                    with recomputing_parts(self._recomputed.parts, device):
                         value = call(value, batch)
             if not self.last:
                 return value
@@ -186,17 +191,17 @@ class SliceRunner:
         form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
 
         def forward(*tensors: Tensor) -> Value:
-            with layer_randomness(seed, *microbatch, layer, device):
-                return call(of_form(form, tensors), batch)
+            with seeded_for_layer(seed, *microbatch, layer, device):
+                return call(build_value(form, tensors), batch)
 
         result: Value = checkpoint(forward, *tensors_of(value), use_reentrant=False, preserve_rng_state=False)
         return result
 
 
-class Slices:
+class WorkerSlices:
     """Slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
 
-    def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *,
+    def __init__(self, holding: HeldLayers, layers: Mapping[int, LayerRange], model: LayeredModel, *,
                  loss_scale: float | LossScale, config: RunConfig) -> None:
         self.holding = holding
         self.layers = layers
@@ -204,7 +209,7 @@ class Slices:
         self.runners = {number: SliceRunner(layer_range, holding.modules, model, loss_scale=loss_scale, config=config)
                         for number, layer_range in layers.items()}
 
-    def weigh(self, loss_scale: LossScale) -> None:
+    def set_loss_scale(self, loss_scale: LossScale) -> None:
         """Set the function that returns the factor of each micro-batch's loss."""
         for runner in self.runners.values():
             runner.loss_scale = loss_scale
@@ -213,28 +218,28 @@ class Slices:
         """Return this worker's share of the mean loss since the last call."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
-    def let_go(self) -> None:
+    def free_microbatches(self) -> None:
         """Drop all micro-batches in flight, and the losses."""
         for runner in self.runners.values():
-            runner.discard()
+            runner.discard_microbatches()
 
-    def discard(self) -> None:
+    def discard_iteration(self) -> None:
         """Drop all micro-batches in flight and the losses, and zero the gradients: the iteration is discarded."""
-        self.let_go()
+        self.free_microbatches()
         self.holding.zero_gradients()
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     """Return a tensor from another slice as an autograd leaf, the input of this slice."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def _gradient_of(tensor: Tensor) -> Tensor:
     """Return the gradient of a leaf; zeros if it has none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
-def _backward(held: _Held, gradient: Value | None, loss_scale: float) -> None:
+def _backward_slice(held: _MicrobatchState, gradient: Value | None, loss_scale: float) -> None:
     """Run the backward from a slice's output and from the loss that it added, whose gradient is `loss_scale`."""
     outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
     gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))

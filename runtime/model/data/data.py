@@ -18,18 +18,18 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.data.document_data import DocumentData, Packed
+from slipstream.runtime.model.data.document_data import DocumentData, PackedBatch
 from slipstream.runtime.model.data.token_data import BadSampleError, TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
-from slipstream.runtime.model.data.tokenized_text import tokenized
-from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_of
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
+from slipstream.runtime.model.data.tokenized_text import tokenize_file
+from slipstream.runtime.model.layer_values import Form, TensorForm, TupleForm, form_of
+from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_size
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 from slipstream.runtime.model.microbatch import Microbatch as Microbatch
 from slipstream.runtime.model.object_reference import load_reference
-from slipstream.runtime.model.passed import Form, TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
-LOOKED_AT = 64
+CHECKED_MICROBATCHES = 64
 """Number of micro-batches of the user's own data that are read before a run, to check that their forms are equal."""
 LIBRARY_BYTES = 4 * 2**20
 """Number of bytes read of the standard library's sources."""
@@ -39,7 +39,7 @@ _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-p
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class ByteText:
     """Text as bytes, with the seed that determines how it is cut."""
 
     text: Tensor
@@ -91,7 +91,7 @@ class IterationData(Protocol):
         """
 
 
-class _ByIterations:
+class _IterationAdapter:
     """Adapter from `IterationData` to `Data`. Samples of two iterations are stored, because one may be read again."""
 
     def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
@@ -100,13 +100,13 @@ class _ByIterations:
         self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
         self._lock = threading.Lock()
         if hasattr(data, "tokens"):
-            self.tokens = lambda iteration: [data.tokens(sample) for sample in self._samples(iteration)]
+            self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Return a micro-batch, see `Data`. The data know `batch` and `context` from their configuration."""
-        return self._samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
+        return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
-    def _samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
+    def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
         """Return all samples of an iteration. Raises BadSampleError if their number is not the one requested."""
         with self._lock:
             if iteration not in self._kept:
@@ -119,22 +119,22 @@ class _ByIterations:
             return self._kept[iteration]
 
 
-def knows_costs(data: Data) -> bool:
+def has_costs(data: Data) -> bool:
     """Return whether the data have a method `costs(iteration)` for the costs of samples, see `schedules.dealing`."""
     return callable(getattr(data, "costs", None))
 
 
-def knows_lengths(data: Data) -> bool:
+def has_lengths(data: Data) -> bool:
     """Return whether the data have a method `lengths(iteration)` for the lengths of each sample's documents."""
     return callable(getattr(data, "lengths", None))
 
 
-def gives_more(training: TrainingConfig) -> bool:
+def may_have_extra_tensors(training: TrainingConfig) -> bool:
     """Return whether the data may consist of more than tokens and targets."""
     return training.document_end is not None or training.data is not None or training.validation_data is not None
 
 
-def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = FROM_THE_START) -> Data:
+def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = NOTHING_READ) -> Data:
     """Load the data that a configuration names, for the number of micro-batches of each pipeline in an iteration.
 
     The count of samples continues from `read`, the samples that runs on other grids have read. Raises ConfigError if
@@ -142,20 +142,20 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,), read: Sam
     cannot continue the count.
     """
     if config.training.data is not None:
-        return _own(config, config.training.data, microbatches, read)
+        return _load_user_data(config, config.training.data, microbatches, read)
     if config.training.tokens is not None or config.training.tokenizer is not None:
-        return _tokens(config, microbatches, read)
+        return _load_tokens(config, microbatches, read)
     path = config.training.text
-    text = _library() if path is None else _file(Path(path))
+    text = _library_text() if path is None else _map_text(Path(path))
     needed = config.model.context + 1
     if text.size < needed:
         source = "not given, and the standard library's sources are" if path is None else f"{path!r},"
         raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
                           "one more than model.context")
-    return Corpus(torch.from_numpy(text), config.training.seed)
+    return ByteText(torch.from_numpy(text), config.training.seed)
 
 
-def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
+def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
     """Load the user's own data. Raises ConfigError unless they implement `Data` or `IterationData`."""
     make: Callable[[RunConfig], Any]
     if name == "torchtitan":
@@ -167,7 +167,7 @@ def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: Sample
     try:
         data: Any = make(config)
         digest: object = data.digest
-        if read != FROM_THE_START:
+        if read != NOTHING_READ:
             if not callable(getattr(data, "begin_at", None)):
                 raise ConfigError(f"training.data is {name!r}: the checkpoint's {read.iteration} iterations have read "
                                   f"{read.samples} samples, those of this job would have read another number, and the "
@@ -181,12 +181,12 @@ def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: Sample
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
-    loaded: Data = _ByIterations(data, microbatches) if hasattr(data, "samples") else data
+    loaded: Data = _IterationAdapter(data, microbatches) if hasattr(data, "samples") else data
     return loaded
 
 
-def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
-    """Load the data for evaluations; return None if there are none. Raises ConfigError as `load_corpus` does."""
+def load_validation_data(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
+    """Load the data for evaluations; return None if there are none. Raises ConfigError as `load_data` does."""
     training = config.training
     if training.evaluate_every is None:
         return None
@@ -194,7 +194,7 @@ def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Da
                     data=training.validation_data, tokenizer=training.tokenizer if training.validation_text else None,
                     shuffle=False)
     try:
-        return load_corpus(replace(config, training=asked), microbatches)
+        return load_data(replace(config, training=asked), microbatches)
     except ConfigError as error:
         raise ConfigError(_KEY.sub(r"training.validation_\1", str(error))) from None
 
@@ -204,16 +204,16 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
     return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
 
 
-def _tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
+def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
     """Load data that consist of tokens: a file of tokens, or a text and its tokenizer. Raises ConfigError."""
-    training, vocabulary = config.training, vocabulary_of(config.model)
+    training, vocabulary = config.training, vocabulary_size(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
         tokens = map_tokens(Path(training.tokens), training.token_dtype)
     else:
         assert training.text is not None and training.tokenizer is not None
         source = f"training.text is {training.text!r}"
-        tokens = tokenized(Path(training.text), Path(training.tokenizer), vocabulary)
+        tokens = tokenize_file(Path(training.text), Path(training.tokenizer), vocabulary)
     options: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
                                "seed": training.seed, "shuffle": training.shuffle, "read": read}
     if training.document_end is None:
@@ -226,8 +226,9 @@ def batch_form(config: RunConfig) -> TupleForm:
     training, context = config.training, config.model.context
     if training.data is None:
         tokens = TensorForm((training.batch, context), torch.int64)
-        return TupleForm((tokens,) * 2) if training.document_end is None else TupleForm((tokens,) * 3, Packed._fields)
-    given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+        return TupleForm((tokens,) * 2) if training.document_end is None \
+            else TupleForm((tokens,) * 3, PackedBatch._fields)
+    given = load_data(config).batch(Microbatch(0, 0, 0), training.batch, context)
     if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(element, Tensor) for element in given):
         kinds = f" of {[type(element).__name__ for element in given]}" if isinstance(given, tuple | list) else ""
         raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
@@ -238,11 +239,11 @@ def batch_form(config: RunConfig) -> TupleForm:
     return form
 
 
-def require_alike(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
+def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
     """Read micro-batches of an iteration of the user's own data. Raises BadSampleError if one has another form."""
     names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
              for index in range(count))
-    for name in islice(names, LOOKED_AT) if config.training.data is not None else ():
+    for name in islice(names, CHECKED_MICROBATCHES) if config.training.data is not None else ():
         require_form(data.batch(name, config.training.batch, config.model.context), form, name)
 
 
@@ -251,19 +252,20 @@ def require_form(given: object, form: Form, name: Microbatch) -> None:
     actual = form_of(given) if isinstance(given, tuple) and all(isinstance(item, Tensor) for item in given) else None
     if actual != form:
         raise BadSampleError(
-            f"the data give {_told(actual)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
-            f"{name.iteration}, and {_told(form)} for the first; expected the same shapes for all: pad them, and tell "
+            f"the data give {_describe(actual)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
+            f"{name.iteration}, and {_describe(form)} for the first; expected the same shapes for all: pad them, and "
+            f"tell "
             "loss and layers where they end")
 
 
-def _told(form: Form | None) -> str:
+def _describe(form: Form | None) -> str:
     """Describe the dtypes and shapes of a tuple's form for an error message."""
     shapes = [] if not isinstance(form, TupleForm) else [
         f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}" for tensor in form.tensors]
     return f"({', '.join(shapes)})" if shapes else "no tuple of tensors"
 
 
-def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Map a user's text, copy-on-write: torch requires writable memory, and workers of a machine share the pages."""
     if not path.is_file():
         reason = "which is not a file" if path.exists() else "which does not exist"
@@ -276,18 +278,18 @@ def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         raise ConfigError(f"training.text is {str(path)!r}, which cannot be read: {error.strerror}") from None
 
 
-def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _library_text() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return the first `LIBRARY_BYTES` bytes of the standard library's sources, in the order of their paths."""
     text = bytearray()
     root = Path(sysconfig.get_path("stdlib"))
-    for path in _sources(root) if root.is_dir() else ():  # some Python installations have no sources
+    for path in _walk_sources(root) if root.is_dir() else ():  # some Python installations have no sources
         text += path.read_bytes()
         if len(text) >= LIBRARY_BYTES:
             break
     return np.frombuffer(text[:LIBRARY_BYTES], np.uint8)
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def _walk_sources(root: Path) -> Iterator[Path]:
     """Yield the Python sources below a folder: first its files, then its subfolders, each sorted by name."""
     folders = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
@@ -297,4 +299,4 @@ def _sources(root: Path) -> Iterator[Path]:
             yield Path(entry.path)
     for folder in folders:
         if folder.name not in _NOT_LIBRARY:
-            yield from _sources(folder)
+            yield from _walk_sources(folder)

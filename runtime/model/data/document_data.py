@@ -9,16 +9,16 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.model.data.token_data import BadTokenError, TokenData
-from slipstream.runtime.model.layers.cross_entropy import IGNORED
+from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
 from slipstream.runtime.model.microbatch import Microbatch
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     """Micro-batch of samples that contain documents: three int64 [B, T] on the CPU."""
 
     tokens: Tensor
     targets: Tensor
-    """Token that follows each token; `IGNORED` if it belongs to the next document."""
+    """Token that follows each token; `IGNORED_TARGET` if it belongs to the next document."""
     position_ids: Tensor
     """Position of each token in its document, from 0."""
 
@@ -50,7 +50,7 @@ class DocumentData(TokenData):
         """Digest of the tokens, and of the token that ends documents."""
         return f"{super().digest} {self._end}"
 
-    def batch(self, microbatch: Microbatch, batch: int, context: int) -> Packed:
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> PackedBatch:
         """Return the tokens, targets and positions of a micro-batch.
 
         Raises BadTokenError for a token beyond the vocabulary, and if no target is left.
@@ -63,24 +63,24 @@ class DocumentData(TokenData):
         places = torch.arange(context).expand(batch, context)
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = places[:, 1:].where(ended[:, :-1], 0)
-        return Packed(tokens, targets.masked_fill(ended, IGNORED), places - begins.cummax(1).values)
+        return PackedBatch(tokens, targets.masked_fill(ended, IGNORED_TARGET), places - begins.cummax(1).values)
 
     def lengths(self, iteration: int) -> list[list[int]]:
         """Return the lengths, in tokens, of the documents of each micro-batch of an iteration."""
         all_lengths = []
-        for ended in self._ended(iteration):
+        for ended in self._document_ends(iteration):
             ended[:, -1] = True  # the end of a sample also ends its last document
             all_lengths.append(np.diff(np.flatnonzero(ended), prepend=-1).tolist())
         return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
         """Return the number of targets of each micro-batch of an iteration."""
-        return [int(ended.size - ended.sum()) for ended in self._ended(iteration)]
+        return [int(ended.size - ended.sum()) for ended in self._document_ends(iteration)]
 
-    def _ended(self, iteration: int) -> NDArray[np.bool_]:
+    def _document_ends(self, iteration: int) -> NDArray[np.bool_]:
         """Return the mask of an iteration's tokens that end a document: bool [micro-batches, B, T]."""
         count = self._first[-1] * self._batch
-        first = self._read.before(iteration, count)
-        rows = self._rows(range(first, first + count), self._context)
+        first = self._read.count_before(iteration, count)
+        rows = self._read_rows(range(first, first + count), self._context)
         ended: NDArray[np.bool_] = (rows[:, :-1] == self._end).reshape(-1, self._batch, self._context)
         return ended

@@ -36,18 +36,19 @@ class LossWeights:
             return 1 / self._first[-1]
         iteration = microbatch.iteration if self._rounds is None else 0
         if self._known is None or self._known[0] != iteration:
-            self._known = iteration, self._weights(iteration)
+            self._known = iteration, self._compute_weights(iteration)
         round_ = 0 if self._rounds is None else microbatch.iteration % self._rounds
         return float(self._known[1][round_ * self._first[-1] + self._first[microbatch.pipeline] + microbatch.index])
 
-    def _weights(self, iteration: int) -> Weights:
+    def _compute_weights(self, iteration: int) -> Weights:
         rounds = range(iteration, iteration + 1) if self._rounds is None else range(self._rounds)
-        tokens = np.concatenate([tokens_of(self._data, round_iteration, self._first[-1]) for round_iteration in rounds])
+        tokens = np.concatenate([count_loss_tokens(self._data, round_iteration, self._first[-1])
+                                 for round_iteration in rounds])
         weights: Weights = tokens / tokens.sum() * len(rounds)
         return weights
 
 
-def tokens_of(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def count_loss_tokens(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the number of tokens that each sample's loss is a mean over. Raises ConfigError if counts are bad."""
     count = getattr(data, "tokens", None)
     if not callable(count):

@@ -15,7 +15,7 @@ ROUNDS = 8
 Numbers = NDArray[np.uint64]
 
 
-def permuted(places: Numbers, count: int, seed: int) -> Numbers:
+def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
     """Return the number, below `count`, of the sample at each of these places in the order that `seed` determines.
 
     Each number occurs at exactly one place.
@@ -24,21 +24,21 @@ def permuted(places: Numbers, count: int, seed: int) -> Numbers:
     keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
     while len(outside):
-        numbers[outside] = _network(numbers[outside], half, keys)
+        numbers[outside] = _apply_network(numbers[outside], half, keys)
         outside = outside[numbers[outside] >= count]
     return numbers
 
 
-def _network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
+def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
     """Apply the Feistel network to numbers of twice `half` bits."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right + key) & mask)
+        left, right = right, left ^ (_mix_bits(right + key) & mask)
     return (left << bits) | right
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mix_bits(numbers: Numbers) -> Numbers:
     """Return numbers mixed by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.model.data.sample_order import permuted
-from slipstream.runtime.model.microbatch import FROM_THE_START, Microbatch, SamplesRead
+from slipstream.runtime.model.data.sample_order import permute_places
+from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, SamplesRead
 from slipstream.runtime.model.seeds import derive_seed
 
-BLOCKS, BLOCK = 64, 2**16
+DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
 """Number of evenly spread blocks of a file that its digest covers, as a file may be too large to read, and tokens of a
 block."""
-LOOKED_THROUGH = 2**25
+CHECKED_TOKENS = 2**25
 """Number of tokens checked against the vocabulary before training. Each sample is checked again when it is read."""
 
 
@@ -55,7 +55,7 @@ class TokenData:
     """
 
     def __init__(self, source: str, tokens: NDArray[Any], *, vocabulary: int, context: int,
-                 microbatches: Sequence[int], seed: int, shuffle: bool, read: SamplesRead = FROM_THE_START) -> None:
+                 microbatches: Sequence[int], seed: int, shuffle: bool, read: SamplesRead = NOTHING_READ) -> None:
         if len(tokens) <= context:
             raise ConfigError(f"{source}, of {len(tokens)} tokens; expected at least {context + 1}, one more than "
                               "model.context")
@@ -70,15 +70,15 @@ class TokenData:
         """Number of samples in an epoch."""
         info = np.iinfo(tokens.dtype)
         self._may_be_beyond = info.max >= vocabulary or info.min < 0
-        for start in self._blocks(LOOKED_THROUGH):
-            self._require_known(start, tokens[start:start + BLOCK])
+        for start in self._block_starts(CHECKED_TOKENS):
+            self._require_known(start, tokens[start:start + BLOCK_TOKENS])
 
     @property
     def digest(self) -> str:
         """SHA-256 of the number of tokens and of some of them."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
-        for start in self._blocks(BLOCKS * BLOCK):
-            hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK]).data)
+        for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
+            hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
         return hashed.hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
@@ -86,39 +86,39 @@ class TokenData:
 
         Raises BadTokenError for a token beyond the vocabulary.
         """
-        first = self._read.before(microbatch.iteration, self._first[-1] * batch) \
+        first = self._read.count_before(microbatch.iteration, self._first[-1] * batch) \
             + (self._first[microbatch.pipeline] + microbatch.index) * batch
-        window = torch.from_numpy(self._rows(range(first, first + batch), context))
+        window = torch.from_numpy(self._read_rows(range(first, first + batch), context))
         return window[:, :-1], window[:, 1:]
 
-    def _rows(self, places: range, context: int) -> NDArray[np.int64]:
+    def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
         """Return the tokens of the samples at these places: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
-        for row, number in enumerate(self._numbers(places)):
+        for row, number in enumerate(self._sample_numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
             self._require_known(number * context, sample)
             rows[row] = sample
         return rows
 
-    def _numbers(self, places: range) -> list[int]:
+    def _sample_numbers(self, places: range) -> list[int]:
         """Return the numbers of the samples at places that are counted through all epochs."""
         numbers: list[int] = []
         while places:
             epoch, place = divmod(places.start, self.samples)
             inside = np.arange(place, min(place + len(places), self.samples), dtype=np.uint64)
             if self._shuffle:
-                inside = permuted(inside, self.samples, derive_seed("epoch", self._seed, epoch))
+                inside = permute_places(inside, self.samples, derive_seed("epoch", self._seed, epoch))
             numbers += inside.tolist()
             places = places[len(inside):]
         return numbers
 
-    def _blocks(self, limit: int) -> list[int]:
+    def _block_starts(self, limit: int) -> list[int]:
         """Return the first token of each block, for blocks of at most `limit` tokens together.
 
         These are all blocks of the file if they fit, else some, spread evenly, with the first and the last.
         """
-        count, end = limit // BLOCK, max(0, len(self._tokens) - BLOCK)
-        starts = range(0, end + BLOCK, BLOCK)
+        count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
+        starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
 
     def _require_known(self, start: int, tokens: NDArray[Any]) -> None:

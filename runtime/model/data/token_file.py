@@ -14,7 +14,7 @@ _HEADER = struct.Struct("<QBQQ")
 """Header of an .idx after the magic: version, code of the dtype, number of sequences, number of document bounds."""
 _CODES = {4: "int32", 8: "uint16"}
 """Megatron's codes of the supported dtypes. Unsupported ones are uint8 1, int8 2, int16 3, int64 5."""
-DEFAULT: TokenDtype = "uint16"
+DEFAULT_DTYPE: TokenDtype = "uint16"
 
 
 def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
@@ -30,10 +30,10 @@ def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
     index = path.with_suffix(".idx")
     try:
         size = path.stat().st_size
-        indexed_dtype = _said_by(index, size) if path.suffix == ".bin" and index.is_file() else None
+        indexed_dtype = _read_index_dtype(index, size) if path.suffix == ".bin" and index.is_file() else None
         if indexed_dtype is not None and dtype is not None and indexed_dtype != dtype:
             raise ConfigError(f"training.token_dtype is {dtype!r}, and {index} says {indexed_dtype!r}; leave it out")
-        chosen = np.dtype(indexed_dtype or dtype or DEFAULT).newbyteorder("<")
+        chosen = np.dtype(indexed_dtype or dtype or DEFAULT_DTYPE).newbyteorder("<")
         if size % chosen.itemsize:
             raise ConfigError(f"{subject}, of {size} bytes; expected a multiple of {chosen.itemsize}, as tokens are "
                               f"{chosen.name} (training.token_dtype)")
@@ -42,7 +42,7 @@ def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
         raise ConfigError(f"{subject}, which cannot be read: {error.strerror}") from None
 
 
-def _said_by(index: Path, size: int) -> str | None:
+def _read_index_dtype(index: Path, size: int) -> str | None:
     """Return the dtype that an .idx names; None if it is not Megatron's. Raises ConfigError if it is unusable."""
     with index.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:

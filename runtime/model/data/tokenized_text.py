@@ -19,31 +19,31 @@ from slipstream.runtime.config import ConfigError
 from slipstream.runtime.errors import first_line
 from slipstream.schedules.files import write_atomically
 
-PIECE = 2**20
+PIECE_CHARACTERS = 2**20
 """Number of characters, rounded up to whole lines, that are tokenized at a time."""
-VERSION = 1
+CACHE_VERSION = 1
 """Version of how text is cut into pieces; part of the name of a file in the cache."""
 
 
-def tokenized(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
+def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
     """Return the tokens of a UTF-8 text, without special tokens.
 
     Raises ConfigError if the package is not installed, if a file cannot be used, or if the tokenizer's vocabulary is
     larger than the model's.
     """
-    encoder, count = _loaded(tokenizer, vocabulary)
-    cached = _kept_at(path, tokenizer)
+    encoder, count = _load_tokenizer(tokenizer, vocabulary)
+    cached = _cache_path(path, tokenizer)
     dtype = np.dtype("<u2" if count <= 2**16 else "<u4")
     with suppress(OSError):
         if cached.stat().st_size:
             return np.memmap(cached, dtype, mode="r")
-    tokens = np.concatenate([np.zeros(0, dtype), *_pieces(path, encoder, dtype)])
+    tokens = np.concatenate([np.zeros(0, dtype), *_tokenize_pieces(path, encoder, dtype)])
     with suppress(OSError):
         write_atomically(cached, tokens.tobytes())
     return tokens
 
 
-def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
+def _load_tokenizer(path: Path, vocabulary: int) -> tuple[Any, int]:
     """Load a tokenizer, and return it with the number of tokens that a model's vocabulary must have for it."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError("training.tokenizer needs the package tokenizers: pip install -e '.[tokenizers]'")
@@ -63,9 +63,9 @@ def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
     return encoder, count
 
 
-def _kept_at(text: Path, tokenizer: Path) -> Path:
+def _cache_path(text: Path, tokenizer: Path) -> Path:
     """Return the path in the cache, which is determined by the contents of the text and of the tokenizer."""
-    digest = hashlib.sha256(f"{VERSION}".encode())
+    digest = hashlib.sha256(f"{CACHE_VERSION}".encode())
     for name, path in (("training.text", text), ("training.tokenizer", tokenizer)):
         try:
             with path.open("rb") as file:
@@ -76,11 +76,11 @@ def _kept_at(text: Path, tokenizer: Path) -> Path:
     return cache / "slipstream" / "tokens" / f"{digest.hexdigest()[:32]}.bin"
 
 
-def _pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+def _tokenize_pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
     """Yield the tokens of a text, piece by piece."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            while lines := file.readlines(PIECE):
+            while lines := file.readlines(PIECE_CHARACTERS):
                 yield np.fromiter(encoder.encode("".join(lines), add_special_tokens=False).ids, dtype)
     except UnicodeDecodeError as error:
         raise ConfigError(f"training.text is {str(path)!r}, which is no text in UTF-8: {error.reason}") from None

@@ -17,13 +17,13 @@ from torch import Tensor
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.data.token_data import BadSampleError
-from slipstream.runtime.model.layers.cross_entropy import IGNORED
-from slipstream.runtime.model.layers.torchtitan.specification import parsed
-from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
+from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET
+from slipstream.runtime.model.layers.torchtitan.specification import parse_for_one_process
+from slipstream.runtime.model.microbatch import NOTHING_READ, SamplesRead
 
-KEPT = 8
+STORED_STATES = 8
 """Number of recent iterations to which the stream can return without reading from its beginning."""
-OPTIONS = ("assets", "dataset", "dataset_path")
+DATA_OPTIONS = ("assets", "dataset", "dataset_path")
 """Keys of `[training.options]`: folder of the tokenizer, name of a torchtitan data set, and its path. `[model.options]
 arguments`, if given, replaces all of them."""
 
@@ -45,13 +45,13 @@ class TorchtitanData:
         self._batch, self._context = config.training.batch, config.model.context
         options = config.training.options
         if self._arguments:
-            trainer = parsed(self._arguments)
+            trainer = parse_for_one_process(self._arguments)
             self._assets, self._tokenizer, self._loader = trainer.hf_assets_path, trainer.tokenizer, trainer.dataloader
         else:
             from torchtitan.components.tokenizer import HuggingFaceTokenizer
             from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
-            for key in OPTIONS[:2]:
+            for key in DATA_OPTIONS[:2]:
                 if not isinstance(options.get(key), str):
                     raise ConfigError(f"training.data is 'torchtitan', and training.options.{key} is "
                                       f"{options.get(key)!r}; expected "
@@ -59,9 +59,9 @@ class TorchtitanData:
             self._assets, self._tokenizer = options["assets"], HuggingFaceTokenizer.Config()
             self._loader = HuggingFaceTextDataLoader.Config(dataset=options["dataset"],
                                                             dataset_path=options.get("dataset_path"))
-        self.digest = self._digest()
-        self._read_before = FROM_THE_START
-        self._open()
+        self.digest = self._compute_digest()
+        self._read_before = NOTHING_READ
+        self._open_stream()
 
     def begin_at(self, iteration: int, samples: int) -> None:
         """Continue after the samples read before an iteration (`slipstream.runtime.model.data.data.Data`)."""
@@ -69,16 +69,16 @@ class TorchtitanData:
             raise ConfigError(f"training.data is 'torchtitan', and {samples} samples were read before; expected a "
                               f"multiple of training.batch, {self._batch}")
         self._read_before = SamplesRead(iteration, samples)
-        self._open()
+        self._open_stream()
 
-    def _digest(self) -> str:
+    def _compute_digest(self) -> str:
         """Return a digest of the tokenizer and of the configuration that selects the data, which are not read."""
         digest = hashlib.sha256(json.dumps(self._loader.to_dict(), default=str, sort_keys=True).encode())
         for path in sorted(Path(self._assets).glob("tokenizer*")):
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def _open(self) -> None:
+    def _open_stream(self) -> None:
         """Open the stream at the first sample that earlier runs have not read."""
         try:
             tokenizer = self._tokenizer.build(tokenizer_path=self._assets)
@@ -90,40 +90,40 @@ class TorchtitanData:
                               f"{first_line(error)}") from error
         self._next, self._stream = self._read_before.iteration, iter(self._data)
         for _ in range(self._read_before.samples // self._batch):
-            _sample(self._next, self._stream)
+            _next_sample(self._next, self._stream)
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
         """Return the next `count` micro-batches of the stream for an iteration. Raises ConfigError if it has ended."""
         if iteration < self._next:
-            self._go_back(iteration)
+            self._return_to(iteration)
         while self._next < iteration:
-            self._read(count)
-        return self._read(count)
+            self._read_iteration(count)
+        return self._read_iteration(count)
 
     def tokens(self, sample: Sample) -> int:
         """Return the number of tokens of a micro-batch that count in the loss."""
-        return int((sample.targets != IGNORED).sum())
+        return int((sample.targets != IGNORED_TARGET).sum())
 
-    def _read(self, count: int) -> list[Sample]:
+    def _read_iteration(self, count: int) -> list[Sample]:
         """Store the position in the stream, and read the next iteration."""
         self._states[self._next] = self._data.state_dict()
-        while len(self._states) > KEPT:
+        while len(self._states) > STORED_STATES:
             self._states.popitem(last=False)
-        samples = [_sample(self._next, self._stream) for _ in range(count)]
+        samples = [_next_sample(self._next, self._stream) for _ in range(count)]
         self._next += 1
         return samples
 
-    def _go_back(self, iteration: int) -> None:
+    def _return_to(self, iteration: int) -> None:
         """Return to the stored position before an iteration; without one, open the stream again from its beginning."""
         if iteration not in self._states:
-            self._open()
+            self._open_stream()
             return
         self._data.load_state_dict(self._states[iteration])
         self._stream, self._next = iter(self._data), iteration
 
 
-def _sample(iteration: int, stream: Iterator[Any]) -> Sample:
+def _next_sample(iteration: int, stream: Iterator[Any]) -> Sample:
     """Read the next micro-batch of the stream. Raises BadSampleError if the stream has ended."""
     try:
         inputs, targets = next(stream)

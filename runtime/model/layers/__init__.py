@@ -1,9 +1,9 @@
 """Models as lists of layers.
 
     layered_model     the interface of a model
-    unfilled          layers built without initial values, to be filled with received or stored state
+    uninitialized          layers built without initial values, to be filled with received or stored state
     calling           the arguments of a layer's forward, and losses that a layer adds
-    split             the backward in two: I and W
+    split_backward             the backward in two: I and W
     recomputing       layers, and parts of them, that are computed again before their backward
     compiling         layers compiled by torch.compile, with that backward
     sharing           parameters that several layers share

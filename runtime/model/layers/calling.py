@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from slipstream.runtime.model.layer_values import Value, as_layer_input, map_tensors
 from slipstream.runtime.model.layers.compiling import compile_layer
-from slipstream.runtime.model.layers.distributed_tensors import as_called
+from slipstream.runtime.model.layers.distributed_tensors import build_dtensors
 from slipstream.runtime.model.layers.documents import remember_lengths
-from slipstream.runtime.model.passed import Value, changed, handed_on
 from slipstream.runtime.torch_private import without_function_mode
 
 Batch = tuple[Tensor, ...]
 """Data of a micro-batch (`runtime.model.data.data.Data`), on the device that computes."""
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return a micro-batch on a device, and reuse the document lengths that are known for it."""
-    moved = changed(batch, lambda tensor: tensor.to(device))
+    moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
     positions, moved_positions = positions_of(batch), positions_of(moved)
     if positions is not None and moved_positions is not None:
@@ -38,7 +38,7 @@ def positions_of(batch: Batch | None) -> Tensor | None:
 _ADDED: ContextVar[list[Tensor] | None] = ContextVar("added losses", default=None)
 
 
-def takes_batch(function: Callable[..., Any]) -> bool:
+def has_batch_parameter(function: Callable[..., Any]) -> bool:
     """Return whether a layer's forward, or a loss, has a parameter `batch` for the data of the micro-batch."""
     return "batch" in inspect.signature(function).parameters
 
@@ -59,8 +59,8 @@ class LayerCall:
         self._module, self._compiled = module, compiled
         if compiled:
             compile_layer(module)
-        self.takes_batch, self.needs_batch = takes_batch(module.forward), needs_batch(module.forward)
-        self._copy = _copy_of(module) if hasattr(module, "placed") else None
+        self.takes_batch, self.needs_batch = has_batch_parameter(module.forward), needs_batch(module.forward)
+        self._copy = _copy_layer(module) if hasattr(module, "placed") else None
         """Copy of a layer that torch has cut, called with DTensors in place of its own parameters; None for other
         layers.
 
@@ -73,24 +73,24 @@ class LayerCall:
         if self._copy is not None:
             if self._copy.training != self._module.training:
                 self._copy.train(self._module.training)
-            output = functional_call(self._copy, as_called(self._module), (value,), more)
+            output = functional_call(self._copy, build_dtensors(self._module), (value,), more)
             # An asynchronous collective may still be writing it.
-            output = changed(output, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
+            output = map_tensors(output, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
         else:
             with without_function_mode() if self._compiled else nullcontext():
                 output = self._module(value, **more)
-        return output if isinstance(output, Tensor) else handed_on(output)
+        return output if isinstance(output, Tensor) else as_layer_input(output)
 
 
-def _copy_of(module: nn.Module) -> nn.Module:
+def _copy_layer(module: nn.Module) -> nn.Module:
     """Return a copy of a layer that shares its parameters and buffers."""
     shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
     return copy.deepcopy(module, {id(item): item for item in shared})
 
 
-def loss_call(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
+def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
     """Return a loss that takes output, target and batch, and passes the batch on only if the model's loss takes it."""
-    if takes_batch(loss):
+    if has_batch_parameter(loss):
         return lambda output, target, batch: loss(output, target, batch=batch)
     return lambda output, target, _: loss(output, target)
 
@@ -107,7 +107,7 @@ def add_to_loss(loss: Tensor) -> None:
 
 
 @contextmanager
-def adding_losses() -> Iterator[list[Tensor]]:
+def collecting_losses() -> Iterator[list[Tensor]]:
     """Yield a list that collects the losses that layers add within the context."""
     added: list[Tensor] = []
     before = _ADDED.set(added)

@@ -2,8 +2,8 @@
 
 torch.compile makes one graph of a layer's backward, whose results all appear at the same time. So products with
 parameters are replaced by our own ops in the graph that it compiles. The backward of these ops computes the gradient of
-the input, and leaves that of the weight to W (`runtime.model.layers.split`). The rest of the layer is compiled as
-usual.
+the input, and leaves that of the weight to W (`runtime.model.layers.split_backward`). The rest of the layer is compiled
+as usual.
 """
 
 import importlib.util
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.model.data.data import gives_more
+from slipstream.runtime.model.data.data import may_have_extra_tensors
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
-from slipstream.runtime.model.layers.split import PRODUCTS, ProductWork, leaves_work, multiplied
-from slipstream.runtime.torch_private import inductor
+from slipstream.runtime.model.layers.split_backward import PRODUCTS, ProductWork, multiply, register_deferred_op
+from slipstream.runtime.torch_private import compile_with_inductor
 
 _OPTIONS: Mapping[str, Any] = {
     "fallback_random": True,  # dropout is the same as in uncompiled layers
@@ -28,25 +28,25 @@ _OPTIONS: Mapping[str, Any] = {
     "allow_buffer_reuse": False, "inplace_buffers": False}
 
 
-COMPILED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+COMPILABLE_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Kinds of transformers models that were tested to give the same numbers when compiled."""
 
 
-def check_compilable(config: RunConfig, device: torch.device) -> None:
+def require_compilable(config: RunConfig, device: torch.device) -> None:
     """Raise ConfigError if the model's layers cannot be compiled, or not on this machine."""
     named, model = "training.compile is true, and", config.model
     if model.torchtitan is not None:
-        _check_torchtitan(config, named)
+        _require_torchtitan(config, named)
     elif model.hugging_face is None and model.name != "gpt":
         raise ConfigError(f"{named} model.name is {model.name!r}; expected a model that comes with the package, "
                           "as layers of one's own may do what torch.compile does not know")
-    elif gives_more(config.training):
+    elif may_have_extra_tensors(config.training):
         raise ConfigError(f"{named} document_end or data of one's own may cut attention by documents, each time "
                           "elsewhere; expected false, or neither of them")
     kind = None if model.hugging_face is None else read_config(model)["model_type"]
-    if kind is not None and kind not in COMPILED:
+    if kind is not None and kind not in COMPILABLE_MODELS:
         raise ConfigError(f"{named} model.hugging_face names a {kind}, whose experts take other tokens each time; "
-                          f"expected false, or one of {', '.join(map(repr, COMPILED))}")
+                          f"expected false, or one of {', '.join(map(repr, COMPILABLE_MODELS))}")
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
@@ -55,7 +55,7 @@ def check_compilable(config: RunConfig, device: torch.device) -> None:
         raise ConfigError(f"{named} triton is not installed; expected it: pip install triton")
 
 
-def _check_torchtitan(config: RunConfig, named: str) -> None:
+def _require_torchtitan(config: RunConfig, named: str) -> None:
     """Raise ConfigError if the layers of a torchtitan model cannot be compiled."""
     from slipstream.runtime.model.layers.torchtitan.specification import (
         needs_masks,
@@ -75,22 +75,22 @@ def compile_layer(layer: nn.Module) -> None:
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
-        module.compile(backend=_backend, fullgraph=True, dynamic=False)
+        module.compile(backend=_compile_graph, fullgraph=True, dynamic=False)
 
 
-def _backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a layer's graph; `inputs` are example tensors. torch.compile calls this function as its backend."""
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = {node for node, tensor in zip(places, inputs, strict=True)
                   if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
     for node in list(graph.graph.nodes):
-        _defer(graph, node, parameters)
+        _replace_product(graph, node, parameters)
     graph.recompile()
-    compiled: Callable[..., Any] = inductor(graph, inputs, _OPTIONS)
+    compiled: Callable[..., Any] = compile_with_inductor(graph, inputs, _OPTIONS)
     return compiled
 
 
-def _defer(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
+def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
     """Replace a product with a parameter by our op, if its other operand gets a gradient."""
     target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
         torch.matmul if node.target is operator.matmul else node.target
@@ -121,7 +121,7 @@ def _defer(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> No
 @torch.library.custom_op("slipstream::product", mutates_args=())
 def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
     """Compute a product with a parameter, in the value's dtype."""
-    return multiplied(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
+    return multiply(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
 
 
 @product.register_fake
@@ -142,23 +142,24 @@ def _(gradient: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     value, weight, bias, ctx.transposed, ctx.site = inputs
     ctx.save_for_backward(value, weight, bias)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.slipstream.product_input(gradient, *ctx.saved_tensors, ctx.transposed, ctx.site), None, None, \
         None, None
 
 
-product.register_autograd(_backward, setup_context=_keep)
+product.register_autograd(_product_backward, setup_context=_save_context)
 
 
-def _work(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int  # noqa: ARG001
-          ) -> Callable[[], None]:
+def _product_work(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,
+                  transposed: bool, site: int  # noqa: ARG001
+                  ) -> Callable[[], None]:
     assert isinstance(weight, nn.Parameter), "the gradient would be lost"
-    return ProductWork(value, gradient, weight, bias, transposed).run
+    return ProductWork(value, gradient, weight, bias, transposed).add_gradients
 
 
-leaves_work(torch.ops.slipstream.product_input.default, _work)
+register_deferred_op(torch.ops.slipstream.product_input.default, _product_work)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
-IGNORED = -100
+IGNORED_TARGET = -100
 """Target that does not count, as in torch's own cross entropy."""
-CHUNK = 2**25
+CHUNK_SIZE = 2**25
 """Number of logits processed at a time: enough to keep a device busy, 128 MiB in float32."""
 
 
-def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK_SIZE) -> Tensor:
     """Return the mean loss over the tokens that count: a scalar, computed in float32 or better.
 
     Parameters
@@ -24,7 +24,7 @@ def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = No
     logits
         [..., V]; with a group, each rank's part of the vocabulary, in the order of the ranks.
     target
-        [...], token numbers or `IGNORED`.
+        [...], token numbers or `IGNORED_TARGET`.
     """
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, -2), target.flatten(), group, max(1, chunk // logits.shape[-1]))
@@ -35,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: WorkerGroup | None, rows: int) -> Tensor:
         kind = torch.promote_types(logits_NV.dtype, torch.float32)
-        counted_N = target_N != IGNORED
+        counted_N = target_N != IGNORED_TARGET
         place_N = target_N.where(counted_N, 0)
         mine_N = counted_N
         if group is not None:
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
         if group is not None:
             torch.distributed.all_reduce(highest_N, torch.distributed.ReduceOp.MAX, group)
         sums_2N = torch.empty(2, len(logits_NV), dtype=kind, device=logits_NV.device)
-        for some in _chunks(len(logits_NV), rows):
+        for some in _row_chunks(len(logits_NV), rows):
             shifted_CV = logits_NV[some].to(kind) - highest_N[some, None]
             sums_2N[1, some] = shifted_CV.gather(1, place_N[some, None]).squeeze(1) * mine_N[some]
             sums_2N[0, some] = shifted_CV.exp_().sum(-1)
@@ -66,12 +66,12 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         weight_N = counted_N * (scale / count)
-        for some in _chunks(len(logits_NV), ctx.rows):
+        for some in _row_chunks(len(logits_NV), ctx.rows):
             share_CV = (logits_NV[some].to(highest_N.dtype) - highest_N[some, None]).exp_().div_(total_N[some, None])
             share_CV.scatter_add_(1, place_N[some, None], -mine_N[some, None].to(share_CV.dtype))
             gradient_NV[some] = share_CV.mul_(weight_N[some, None])
         return gradient_NV, None, None, None
 
 
-def _chunks(length: int, rows: int) -> list[slice]:
+def _row_chunks(length: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.runtime.model.layers.shards import Shard, shards_of
-from slipstream.runtime.model.layers.sharing import put_tensor
+from slipstream.runtime.model.layers.sharing import replace_tensor
 
-Placed = Mapping[str, tuple[Any, tuple[Any, ...]]]
+Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """Device mesh and placements of parameters and buffers, by their names."""
 
 
@@ -33,20 +33,20 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
                                      f"{placement.dim}; expected equal parts")
                 shards[name] = Shard(placement.dim)
         local = tensor.detach().to_local()
-        put_tensor(module, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
+        replace_tensor(module, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
     for name, buffer in list(module.named_buffers()):
         tensor = buffer
         if hasattr(tensor, "placements"):
             placed[name] = tensor.device_mesh, tensor.placements
-            put_tensor(module, name, tensor.to_local())
+            replace_tensor(module, name, tensor.to_local())
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module
 
 
-def as_called(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def build_dtensors(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return DTensors of the given parameters, or the layer's own, to call it with; empty if these are plain."""
-    placed: Placed = getattr(module, "placed", {})
+    placed: Placements = getattr(module, "placed", {})
     if not placed:
         return {}
     from torch.distributed.tensor import DTensor  # the import takes a second

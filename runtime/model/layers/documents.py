@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slipstream.runtime.torch_private import FakeTensor
 
-_KNOWN = WeakIdKeyDictionary()
+_KNOWN_LENGTHS = WeakIdKeyDictionary()
 """Document lengths by the tensor of positions: all layers of a slice ask for the same, and each time a GPU would have
 to be synchronized."""
 
@@ -26,25 +26,25 @@ def document_lengths(position_ids: Tensor) -> list[list[int]]:
     """
     if isinstance(position_ids, FakeTensor) or position_ids.is_meta:
         return [[position_ids.shape[1]]] * position_ids.shape[0]
-    if position_ids not in _KNOWN:
+    if position_ids not in _KNOWN_LENGTHS:
         rows = []
         breaks = (position_ids.diff(dim=1) != 1).cpu()
         for row in breaks:
             ends = [0, *(row.nonzero().flatten() + 1).tolist(), position_ids.shape[1]]
             rows.append([end - begin for begin, end in pairwise(ends)])
-        _KNOWN[position_ids] = rows
-    known: list[list[int]] = _KNOWN[position_ids]
+        _KNOWN_LENGTHS[position_ids] = rows
+    known: list[list[int]] = _KNOWN_LENGTHS[position_ids]
     return known
 
 
 def remember_lengths(position_ids: Tensor, moved: Tensor) -> None:
     """Store the document lengths of positions for their copy on a device, so that only the CPU computes them."""
     if moved is not position_ids:
-        _KNOWN[moved] = document_lengths(position_ids)
+        _KNOWN_LENGTHS[moved] = document_lengths(position_ids)
 
 
-def within_documents(attend: Callable[[Tensor, Tensor, Tensor], Tensor], position_ids: Tensor | None, q_BHTK: Tensor,
-                     k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
+def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], position_ids: Tensor | None, q_BHTK: Tensor,
+                       k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
     """Apply `attend`, a causal attention, to each document separately, and return the joined result [B, H, T, K].
 
     Positions are [B or 1, T]; without them, each row is one document.
@@ -55,13 +55,13 @@ def within_documents(attend: Callable[[Tensor, Tensor, Tensor], Tensor], positio
     if all(len(row) == 1 for row in lengths):
         return attend(q_BHTK, k_BNTK, v_BNTK)
     if len(lengths) == 1:
-        return _attended(attend, lengths[0], q_BHTK, k_BNTK, v_BNTK)
-    rows = [_attended(attend, row, *(tensor[index:index + 1] for tensor in (q_BHTK, k_BNTK, v_BNTK)))
+        return _attend_row(attend, lengths[0], q_BHTK, k_BNTK, v_BNTK)
+    rows = [_attend_row(attend, row, *(tensor[index:index + 1] for tensor in (q_BHTK, k_BNTK, v_BNTK)))
             for index, row in enumerate(lengths)]
     return torch.cat(rows)
 
 
-def _attended(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
+def _attend_row(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
     """Apply `attend` to each of the documents of one row."""
     parts = zip(*(tensor.split_with_sizes(lengths, 2) for tensor in of), strict=True)
     return torch.cat([attend(*part) for part in parts], 2)

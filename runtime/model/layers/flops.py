@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-BACKWARD = 2
+BACKWARD_PRODUCTS = 2
 """Matrix products in the backward for each one in the forward: one for its input, one for its weights."""
 
 
@@ -20,19 +20,19 @@ class ForwardFlops:
     def __init__(self, counter: FlopCounterMode) -> None:
         self._counter = counter
 
-    def training(self, microbatches: int) -> float:
+    def training_flops(self, microbatches: int) -> float:
         """Return the operations of forward and backward of some micro-batches, from those counted in one forward."""
-        return float(self._counter.get_total_flops()) * (1 + BACKWARD) * microbatches
+        return float(self._counter.get_total_flops()) * (1 + BACKWARD_PRODUCTS) * microbatches
 
 
 @contextmanager
-def counted() -> Iterator[ForwardFlops]:
+def counting_flops() -> Iterator[ForwardFlops]:
     """Count the operations within the context, also on tensors without memory."""
     with FlopCounterMode(display=False, custom_mapping={
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}) as counter:
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}) as counter:
         yield ForwardFlops(counter)
 
 
-def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
     """Return the operations of the CPU's attention kernel, which torch does not count."""
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]

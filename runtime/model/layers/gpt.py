@@ -20,7 +20,7 @@ from torch.nn import functional
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.model.layers.calling import Batch, positions_of
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
-from slipstream.runtime.model.layers.documents import within_documents
+from slipstream.runtime.model.layers.documents import attend_by_document
 from slipstream.runtime.model.layers.recomputing import recomputable
 from slipstream.runtime.model.layers.shards import Shard, Shards, cut_parameters
 from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
@@ -43,15 +43,15 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
         """Embed tokens [B, T] as features [B, S, C]."""
-        tokens_BTC, positions_BT = self._mine(tokens_BT, self.tokens), positions_of(batch)
+        tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
             x_BSC = x_BSC + self.positions.weight[:x_BSC.shape[1]]
         else:  # the rows of these positions may be on any rank
-            x_BSC = sum_parts(tokens_BTC + self._mine(positions_BT, self.positions), 1, self.group)
-        return _dropped(x_BSC, self.dropout, self.group, self.training)
+            x_BSC = sum_parts(tokens_BTC + self._embed_local(positions_BT, self.positions), 1, self.group)
+        return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
-    def _mine(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
+    def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
         """Return the features [B, T, C] of the numbers whose rows this rank has, and zeros for the others."""
         if self.group is None:
             features: Tensor = rows(number_BT)
@@ -79,11 +79,11 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         attend: Attend = partial(functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
         if self.group is not None and dropout:
-            attend = self._attend_dropping
-        y_BNTK = within_documents(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
-        return _summed(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
+            attend = self._attend_with_dropout
+        y_BNTK = attend_by_document(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
+        return _apply_row_parallel(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
 
-    def _attend_dropping(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
+    def _attend_with_dropout(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
         """Compute attention with dropout of its weights [B, N, T, T], the same dropout as in one process.
 
         A fused kernel cannot be used: it draws random numbers by an element's position among the heads that it is
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
         ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
         weights_BNTT = scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1)
-        return _dropped(weights_BNTT, self.dropout, self.group, self.training) @ v_BNTK
+        return _apply_dropout(weights_BNTT, self.dropout, self.group, self.training) @ v_BNTK
 
 
 class Block(nn.Module):
@@ -112,20 +112,21 @@ class Block(nn.Module):
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
-        x_BSC = x_BSC + recomputable("attention", self._attended, x_BSC, norm, bias, out_bias, positions_of(batch))
-        return x_BSC + recomputable("mlp", self._fed, x_BSC, mlp_norm, mlp_bias, down_bias)
+        x_BSC = x_BSC + recomputable("attention", self._run_attention, x_BSC, norm, bias, out_bias, positions_of(batch))
+        return x_BSC + recomputable("mlp", self._run_mlp, x_BSC, mlp_norm, mlp_bias, down_bias)
 
-    def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
-                  positions_BT: Tensor | None) -> Tensor:
+    def _run_attention(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
+                       positions_BT: Tensor | None) -> Tensor:
         """Return the residual that attention adds to features."""
-        y_BSC: Tensor = self.attention(_normed(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
+        y_BSC: Tensor = self.attention(_apply_norm(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
                                        out_bias)
-        return _dropped(y_BSC, self.dropout, self.group, self.training)
+        return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
 
-    def _fed(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
+    def _run_mlp(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
         """Return the residual that the MLP adds to features."""
-        y_BTC = functional.gelu(self.up(_normed(x_BSC, self.mlp_norm, norm, bias, self.group)))
-        return _dropped(_summed(y_BTC, self.down, down_bias, self.group), self.dropout, self.group, self.training)
+        y_BTC = functional.gelu(self.up(_apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)))
+        return _apply_dropout(_apply_row_parallel(y_BTC, self.down, down_bias, self.group), self.dropout, self.group,
+                              self.training)
 
 
 class Head(nn.Module):
@@ -140,7 +141,7 @@ class Head(nn.Module):
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Project features [B, S, C] to logits [B, T, V / R]."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
-        logits_BTV: Tensor = self.logits(_normed(x_BSC, self.norm, weight, bias, self.group))
+        logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
 
 
@@ -177,7 +178,7 @@ class GPT:
         kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
         with seeded(derive_seed("parameters", self.seed, layer)):
             module = kind(self.config, self.dtype, self.group)
-            self._initialise(module)
+            self._initialise_weights(module)
         if self.group is not None:
             cut_parameters(module, _SHARDS[kind], self.group)
             module.shards = _SHARDS[kind]  # type: ignore[assignment]
@@ -187,7 +188,7 @@ class GPT:
         """Return the mean cross entropy, at least in float32, of logits [B, T, V / R] and tokens [B, T]."""
         return cross_entropy(output, target, self.group)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialise_weights(self, module: nn.Module) -> None:
         """Initialise weights normally, scaled down where they add to the residual stream, and biases to zero."""
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
@@ -198,7 +199,7 @@ class GPT:
                 nn.init.zeros_(parameter)
 
 
-def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
+def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
     """Build the GPT, or this rank's part of it. Raises ConfigError if it cannot be cut evenly."""
     group = worker_group()
     ranks = 1 if group is None else group.size()
@@ -209,7 +210,7 @@ def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
     return GPT(config, seed, dtype, device, group)
 
 
-def _normed(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
+def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
     """Apply a norm, with weight and bias from `for_all_ranks`, and return the whole sequence [B, T, C]."""
     if group is None:
         normed: Tensor = norm(x_BSC)
@@ -217,7 +218,7 @@ def _normed(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, gro
     return gather_parts(functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias), 1, group)
 
 
-def _summed(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
+def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
     """Apply a linear layer with columns cut over the ranks, and a bias from `for_all_ranks`; return [B, S, C]."""
     if group is None:
         result: Tensor = product(x_BTC)
@@ -225,7 +226,7 @@ def _summed(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Te
     return sum_parts(functional.linear(x_BTC, product.weight), 1, group) + bias
 
 
-def _dropped(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
+def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
     """Apply dropout to `x`, a rank's part along dimension 1; the same elements are dropped as in one process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from slipstream.runtime.model.layers.split import weight_work
+from slipstream.runtime.model.layers.split_backward import weight_work
 
 
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
@@ -22,10 +22,10 @@ def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) 
 
     Rows behind the last group have arbitrary values. `expected` is the average number of rows in groups.
     """
-    if _is_native(value, weight.shape[2]):
+    if _has_native_kernel(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
     result = value.new_empty(value.shape[0], weight.shape[2])
-    for group, (begin, end) in enumerate(_ranges(ends)):
+    for group, (begin, end) in enumerate(_group_ranges(ends)):
         torch.mm(value[begin:end], weight[group], out=result[begin:end])
     return result
 
@@ -36,12 +36,12 @@ def _(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # 
 
 
 @register_flop_formula(torch.ops.slipstream.grouped_product)
-def _flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[int], expected: int, **__: Any) -> int:
+def _product_flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[int], expected: int, **__: Any) -> int:
     """Return the operations for MFU (`runtime.model.layers.flops`): two for each product of a number with a weight."""
     return 2 * expected * value[1] * weight[2]
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Rows of each expert."""
 
     ends: Tensor
@@ -62,7 +62,7 @@ class _GroupedLinear(torch.autograd.Function):
     """Linear layer by group, as `functional.linear`: weights [E, m, n]."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
         used = weight.to(value.dtype)
         ctx.save_for_backward(value, used)
         ctx.weight, ctx.groups, ctx.work = weight, groups, weight_work()
@@ -78,11 +78,11 @@ class _GroupedLinear(torch.autograd.Function):
         find = partial(_weight_gradient, value, gradient, ctx.groups.ends, ctx.weight)
         if ctx.work is None:
             return of_value, find(), None
-        ctx.work.append(partial(_add, ctx.weight, find))
+        ctx.work.append(partial(_add_gradient, ctx.weight, find))
         return of_value, None, None
 
 
-def grouped_linear(value: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
     """Multiply rows [S, n] by the transposed matrices of their groups [E, m, n], in the rows' dtype: [S, m]."""
     result: Tensor = _GroupedLinear.apply(value, weight, groups)  # type: ignore[no-untyped-call]
     return result
@@ -91,15 +91,15 @@ def grouped_linear(value: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
     """Return the gradients of the groups' matrices [E, m, n]."""
-    if _is_native(value, gradient.shape[1]):
+    if _has_native_kernel(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
-    for group, (begin, end) in enumerate(_ranges(ends)):
+    for group, (begin, end) in enumerate(_group_ranges(ends)):
         result[group] = gradient[begin:end].t() @ value[begin:end]
     return result
 
 
-def _add(weight: Tensor, find: Any) -> None:
+def _add_gradient(weight: Tensor, find: Any) -> None:
     """Add the gradient that `find` computes to that of the weight."""
     if weight.grad is None:
         weight.grad = find()
@@ -107,11 +107,11 @@ def _add(weight: Tensor, find: Any) -> None:
         weight.grad.add_(find())
 
 
-def _is_native(value: Tensor, width: int) -> bool:
+def _has_native_kernel(value: Tensor, width: int) -> bool:
     """Return whether torch has one kernel for all groups, which needs no synchronization to learn where they end."""
     return value.is_cuda and value.dtype == torch.bfloat16 and value.shape[1] % 8 == 0 and width % 8 == 0
 
 
-def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
     """Return the first row and the end of each group."""
     return list(pairwise([0, *ends.tolist()]))

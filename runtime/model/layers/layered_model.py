@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.runtime.config import ConfigError, ModelConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.layers.gpt import gpt
+from slipstream.runtime.model.layers.gpt import build_gpt
 from slipstream.runtime.model.object_reference import is_reference, load_reference
 from slipstream.runtime.model.seeds import derive_seed, seeded
 
@@ -48,27 +48,27 @@ class LayeredModel(Protocol):
         """
 
 
-Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
-MODELS: dict[str, Factory] = {"gpt": gpt}
+ModelFactory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
+MODELS: dict[str, ModelFactory] = {"gpt": build_gpt}
 """Factories of models by the value of `[model] name`. A user's own factory is named `module:function` there."""
 
 
-def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
+def build_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
     """Build the model that a configuration names, with layers on `device`. Raises ConfigError if that is impossible."""
     if config.hugging_face is not None:
-        return _hugging_face(config, seed, dtype, device)
+        return _build_hugging_face(config, seed, dtype, device)
     if config.torchtitan is not None:
-        from slipstream.runtime.model.layers.torchtitan.model import Torchtitan
+        from slipstream.runtime.model.layers.torchtitan.model import TorchtitanModel
 
-        return Torchtitan(config, seed, dtype, device)
+        return TorchtitanModel(config, seed, dtype, device)
     if config.name in MODELS:
         return MODELS[config.name](config, seed, dtype, device)
     if not is_reference(config.name):
         raise ConfigError(f"model.name is {config.name!r}; expected one of {', '.join(map(repr, MODELS))}, or "
                           "'module:function'")
-    factory: Factory = load_reference("model.name", config.name)
+    factory: ModelFactory = load_reference("model.name", config.name)
     try:
-        return _checked(config.name, factory(config, seed, dtype, device))
+        return _check_model(config.name, factory(config, seed, dtype, device))
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -76,17 +76,17 @@ def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
                           ) from error
 
 
-def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
+def _build_hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
     """Build a model of transformers. Raises ConfigError if a package that it needs is missing."""
     try:
-        from slipstream.runtime.model.layers.hugging_face.model import HuggingFace
+        from slipstream.runtime.model.layers.hugging_face.model import HuggingFaceModel
     except ModuleNotFoundError as error:
         raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install -e '.[hf]'"
                           ) from None
-    return HuggingFace(config, seed, dtype, device)
+    return HuggingFaceModel(config, seed, dtype, device)
 
 
-def _checked(name: str, model: LayeredModel) -> LayeredModel:
+def _check_model(name: str, model: LayeredModel) -> LayeredModel:
     """Return a user's model if it has the attributes of `LayeredModel`; otherwise raise ConfigError."""
     wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
         "layers": (lambda value: isinstance(value, int) and value > 0, "a number above 0"),
@@ -131,7 +131,7 @@ def parameter_dtype(config: TrainingConfig) -> torch.dtype:
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
-def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
+def autocast_context(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
     """Return the context that a forward runs in: bfloat16 autocast for "bf16", otherwise none."""
     is_cast = config.dtype == "bf16" and not config.master_weights
     return torch.autocast(device.type, torch.bfloat16) if is_cast else nullcontext()
@@ -142,7 +142,7 @@ def layer_seed(seed: int, iteration: int, pipeline: int, microbatch: int, layer:
     return derive_seed("layer", seed, iteration, pipeline, microbatch, layer)
 
 
-def layer_randomness(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
+def seeded_for_layer(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
                      device: torch.device) -> AbstractContextManager[None]:
     """Return a context that seeds torch's generators for one layer's forward of one micro-batch."""
     return seeded(layer_seed(seed, iteration, pipeline, microbatch, layer), device)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
-from slipstream.runtime.model.seeds import drawing_from, generator_states
+from slipstream.runtime.model.seeds import get_generator_states, with_generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -22,7 +22,7 @@ part."""
 Result = TypeVar("Result")
 
 
-class Recomputed(NamedTuple):
+class RecomputeChoice(NamedTuple):
     """Layers and parts that are recomputed."""
 
     layers: frozenset[int] = frozenset()
@@ -30,33 +30,34 @@ class Recomputed(NamedTuple):
     """Parts that are recomputed in all layers that have them, except in `layers`."""
 
 
-def recomputed(config: TrainingConfig, layers: int) -> Recomputed:
+def parse_recompute(config: TrainingConfig, layers: int) -> RecomputeChoice:
     """Return what `[training] recompute` names. Raises ConfigError if the model has no such layer."""
     named = config.recompute
     if isinstance(named, str):
         if named in PARTS:
-            return Recomputed(parts=frozenset([named]))
-        return Recomputed(frozenset(range(layers) if named == "full" else ()))
+            return RecomputeChoice(parts=frozenset([named]))
+        return RecomputeChoice(frozenset(range(layers) if named == "full" else ()))
     numbers = [item for item in named if isinstance(item, int)]
     wrong = [layer for layer in numbers if layer >= layers]
     if wrong:
         raise ConfigError(f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}")
-    return Recomputed(frozenset(numbers), frozenset(item for item in named if isinstance(item, str)))
+    return RecomputeChoice(frozenset(numbers), frozenset(item for item in named if isinstance(item, str)))
 
 
-class _Chosen(NamedTuple):
+class _ActiveParts(NamedTuple):
     parts: frozenset[str]
     device: torch.device
 
 
-_CHOSEN: ContextVar[_Chosen | None] = ContextVar("parts that are computed again", default=None)
+_CHOSEN: ContextVar[_ActiveParts | None] = ContextVar("parts that are computed again", default=None)
 _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", default=None)
 
 
 @contextmanager
-def recomputing(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Recompute these parts of layers that run within the context. Requires `runtime.model.seeds.seeding`."""
-    before = _CHOSEN.set(_Chosen(parts, device) if parts else None)
+def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
+    """Recompute these parts of layers that run within the context. Requires
+    `runtime.model.seeds.restoring_generators`."""
+    before = _CHOSEN.set(_ActiveParts(parts, device) if parts else None)
     try:
         yield
     finally:
@@ -64,7 +65,7 @@ def recomputing(parts: frozenset[str], device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def seen_parts() -> Iterator[set[str]]:
+def collecting_parts() -> Iterator[set[str]]:
     """Yield a set that collects the names of the recomputable parts of the layers that run within the context."""
     seen: set[str] = set()
     before = _SEEN.set(seen)
@@ -87,14 +88,14 @@ def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwar
         seen.add(name)
     if chosen is None or name not in chosen.parts or not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    device, states, again = chosen.device, generator_states(chosen.device), False
+    device, states, again = chosen.device, get_generator_states(chosen.device), False
 
     def run(*args: Any, **kwargs: Any) -> Result:
         nonlocal again
         if not again:
             again = True
             return function(*args, **kwargs)
-        with drawing_from(states, device):
+        with with_generator_states(states, device):
             return function(*args, **kwargs)
 
     result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.model.layers.sharing import name_of, put_tensor
+from slipstream.runtime.model.layers.sharing import parameter_name, replace_tensor
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.torch_private import all_gather_single
 
@@ -27,16 +27,16 @@ class Shard(NamedTuple):
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a copy of the part of a whole parameter that a rank has."""
-        parts = in_parts(in_parts(whole, self.dim, self.blocks), self.dim + 1, ranks).select(self.dim + 1, rank)
+        parts = split_dim(split_dim(whole, self.dim, self.blocks), self.dim + 1, ranks).select(self.dim + 1, rank)
         return parts.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
-    def joined(self, parts: Tensor) -> Tensor:
+    def join(self, parts: Tensor) -> Tensor:
         """Return the whole parameter, from the parts of all ranks [ranks, ...]."""
-        blocks = in_parts(parts, self.dim + 1, self.blocks)
+        blocks = split_dim(parts, self.dim + 1, self.blocks)
         return blocks.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-def in_parts(tensor: Tensor, dim: int, parts: int) -> Tensor:
+def split_dim(tensor: Tensor, dim: int, parts: int) -> Tensor:
     """Split a dimension into two: the number of equal parts, and the length of each."""
     return tensor.reshape(*tensor.shape[:dim], parts, -1, *tensor.shape[dim + 1:])
 
@@ -55,38 +55,38 @@ def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> Non
     """Replace whole parameters of a layer by this rank's parts."""
     for name, shard in shards.items():
         part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
-        put_tensor(module, name, nn.Parameter(part))
+        replace_tensor(module, name, nn.Parameter(part))
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """Return this rank's part of a layer's whole state (`part_state.whole`)."""
-    return dict(state) if group is None else state_of_rank(state, shards, group.rank(), group.size())
+    """Return this rank's part of a layer's whole state (`part_state.assemble_state`)."""
+    return dict(state) if group is None else cut_state_for_rank(state, shards, group.rank(), group.size())
 
 
-def state_of_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, ranks: int) -> dict[str, Tensor]:
+def cut_state_for_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, ranks: int) -> dict[str, Tensor]:
     """Return the part of a layer's whole state that one of `ranks` ranks has; tensors that are not cut stay whole."""
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
             else shard.cut(tensor, rank, ranks) for key, tensor in state.items()}
 
 
-def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
+def gather_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
     """Return a layer's whole state from the parts of all ranks, which must call this function together."""
     if group is None:
         return dict(state)
     # Slots of an optimizer with a loaded state may be ordered differently on other ranks.
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
-            else shard.joined(gathered(tensor.detach(), group)) for key, tensor in sorted(state.items())}
+            else shard.join(gather_tensors(tensor.detach(), group)) for key, tensor in sorted(state.items())}
 
 
-def whole_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:
+def gather_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:
     """Return a layer's whole parameters and buffers. All ranks of the worker must call this function together."""
     tensors = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     return tensors if group is None else {
-        name: tensor if (shard := shards_of(module).get(name)) is None else shard.joined(gathered(tensor, group))
+        name: tensor if (shard := shards_of(module).get(name)) is None else shard.join(gather_tensors(tensor, group))
         for name, tensor in tensors.items()}
 
 
-def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
+def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
     """Return the tensors of all ranks, [ranks, ...]."""
     all_parts = tensor.new_empty((group.size(), *tensor.shape))
     all_gather_single(all_parts, tensor.contiguous(), group)
@@ -95,5 +95,5 @@ def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
     """Return the shard of the parameter to which a state's tensor belongs; None if the tensor lacks that dimension."""
-    shard = shards.get(name_of(key))
+    shard = shards.get(parameter_name(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError
 
 
-class Place(NamedTuple):
+class LayerParameter(NamedTuple):
     """Parameter of a layer, by the layer's number and the name within the layer."""
 
     layer: int
@@ -26,50 +26,51 @@ class Place(NamedTuple):
 class Sharing:
     """Groups of parameters of different layers that are one parameter; `last` is the model's last layer."""
 
-    def __init__(self, groups: tuple[tuple[Place, ...], ...] = (), last: int | None = None) -> None:
+    def __init__(self, groups: tuple[tuple[LayerParameter, ...], ...] = (), last: int | None = None) -> None:
         self.groups = groups
         self.last = last
         self._first = {place: group[0] for group in groups for place in group}
 
-    def first(self, layer: int, name: str) -> Place:
+    def first_of_group(self, layer: int, name: str) -> LayerParameter:
         """Return the first parameter of the group that this one is in; the parameter itself if it is not shared."""
-        place = Place(layer, name)
+        place = LayerParameter(layer, name)
         return self._first.get(place, place)
 
     def is_shared(self, layer: int, name: str) -> bool:
         """Return whether another layer shares this parameter."""
         return (layer, name) in self._first
 
-    def copies(self, layer: int) -> dict[str, Place]:
+    def copies_in(self, layer: int) -> dict[str, LayerParameter]:
         """Return a layer's parameters that belong to other layers, each with the first parameter of its group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
-    def held(self, layers: Collection[int]) -> Iterator[tuple[Place, list[Place]]]:
+    def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
         """Yield each group that has parameters in `layers`: its first parameter, and those in these layers."""
         for group in self.groups:
             places = [place for place in group if place.layer in layers]
             if places:
                 yield group[0], places
 
-    def tie(self, layers: Mapping[int, nn.Module]) -> None:
+    def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
         """Make the parameters that these layers share one tensor, that of the first of these layers."""
-        for _, (source, *others) in self.held(layers):
+        for _, (source, *others) in self.groups_in(layers):
             parameter = layers[source.layer].get_parameter(source.name)
             for other in others:
-                put_tensor(layers[other.layer], other.name, parameter)
+                replace_tensor(layers[other.layer], other.name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's whole state (`part_state.whole`) without parameters that belong to another layer."""
-        copies = self.copies(layer)
-        return {key: tensor for key, tensor in state.items() if name_of(key) not in copies}
+        """Return a layer's whole state (`part_state.assemble_state`) without parameters that belong to another
+        layer."""
+        copies = self.copies_in(layer)
+        return {key: tensor for key, tensor in state.items() if parameter_name(key) not in copies}
 
     def with_copies(self, layer: int, state: Mapping[str, Tensor],
                     read: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return a written state completed by parameters that belong to other layers, whose states `read` returns."""
         whole = dict(state)
-        for name, first in self.copies(layer).items():
+        for name, first in self.copies_in(layer).items():
             for key, tensor in read(first.layer).items():
-                if name_of(key) == first.name:
+                if parameter_name(key) == first.name:
                     whole[key.removesuffix(first.name) + name] = tensor
         return whole
 
@@ -82,27 +83,27 @@ def sharing_of(model: Any) -> Sharing:
     """Return the groups of a model's attribute `shared`. Raises ConfigError unless these are groups of "LAYER.NAME"."""
     groups = getattr(model, "shared", ())
     try:
-        return Sharing(tuple(tuple(_place(text, model.layers) for text in group) for group in groups), model.layers - 1)
+        return Sharing(tuple(tuple(_parse(text, model.layers) for text in group) for group in groups), model.layers - 1)
     except (TypeError, ValueError):
         raise ConfigError(f"the model's shared is {groups!r}; expected groups of parameters of different layers, each "
                           "as 'LAYER.NAME', such as (('0.tokens.weight', '5.logits.weight'),)") from None
 
 
-def _place(text: str, layers: int) -> Place:
+def _parse(text: str, layers: int) -> LayerParameter:
     """Parse "LAYER.NAME". Raises ValueError if it is malformed or the model has no such layer."""
     layer, _, name = text.partition(".")
     if not name or not 0 <= int(layer) < layers:
         raise ValueError(text)
-    return Place(int(layer), name)
+    return LayerParameter(int(layer), name)
 
 
-def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the parameter or buffer of this name in a module."""
     owner, _, own = name.rpartition(".")
     setattr(module.get_submodule(owner), own, tensor)
 
 
-def name_of(key: str) -> str:
+def parameter_name(key: str) -> str:
     """Return the name of the parameter that a tensor of a layer's state belongs to."""
     kind, _, name = key.partition(".")
     return name if kind == "model" else name.partition(".")[2]

@@ -44,11 +44,11 @@ def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> 
 
     The gradient is added as it is: the weight of the micro-batch's loss does not scale it.
     """
-    passed: Tensor = _Left.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
+    passed: Tensor = _LeaveGradient.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
     return passed
 
 
-class _Left(torch.autograd.Function):
+class _LeaveGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient.to(parameter.dtype))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from slipstream.runtime.model.layers.shards import gathered, in_parts
+from slipstream.runtime.model.layers.shards import gather_tensors, split_dim
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.torch_private import reduce_scatter_single
 
@@ -19,25 +19,25 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`."""
-    return _with_parts(_gather, _sum, tensor, dim, group)
+    return _apply_to_parts(_concatenate_parts, _reduce_scatter, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Return this rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
-    return _with_parts(_sum, _gather, tensor, dim, group)
+    return _apply_to_parts(_reduce_scatter, _concatenate_parts, tensor, dim, group)
 
 
-def gather_whole(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient.
 
-    All ranks must compute the same with the result, up to `own_part`.
+    All ranks must compute the same with the result, up to `take_own_part`.
     """
-    return _with_parts(_gather, _own, tensor, dim, group)
+    return _apply_to_parts(_concatenate_parts, _copy_part, tensor, dim, group)
 
 
-def own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+def take_own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Return this rank's part of a tensor that all ranks computed; backward: the gradients of all parts."""
-    return _with_parts(_own, _gather, tensor, dim, group)
+    return _apply_to_parts(_copy_part, _concatenate_parts, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
@@ -58,34 +58,34 @@ def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tenso
 
 def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Return this rank's part, along a dimension, of a tensor that all ranks have. Nothing is communicated."""
-    return tensor if group is None else in_parts(tensor, dim, group.size()).select(dim, group.rank())
+    return tensor if group is None else split_dim(tensor, dim, group.size()).select(dim, group.rank())
 
 
-def _gather(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-    return gathered(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
+def _concatenate_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    return gather_tensors(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-    parts = in_parts(tensor, dim, group.size()).movedim(dim, 0).contiguous()
+def _reduce_scatter(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    parts = split_dim(tensor, dim, group.size()).movedim(dim, 0).contiguous()
     found = torch.empty_like(parts[0])
     reduce_scatter_single(found, parts, group=group)
     return found
 
 
-def _own(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+def _copy_part(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
     # A copy: torch does not allow in-place changes of a view that a custom autograd.Function returns.
     return part_of(tensor, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-def _with_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+def _apply_to_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Apply `forward` to the tensor, and `backward` to the result's gradient; without a group, do nothing."""
     if group is None:
         return tensor
-    result: Tensor = _Parts.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _PartsFunction.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Parts(torch.autograd.Function):
+class _PartsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, other: Call, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
         ctx.other, ctx.dim, ctx.group = other, dim, group

@@ -1,9 +1,10 @@
 """Process group of a worker's ranks, for layers: with `[training] tensor_parallel` a worker is several processes.
 
 Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made of it. The
-connection that carries its tensors is rebuilt for each order (`runtime.replay.links`), and set here with `connect`.
-Without a connection, collectives compute results of the right shapes, as if each rank had the same tensors as this one.
-So the forms of the values between layers can be found in a single process, and an op can be measured by itself.
+connection that carries its tensors is rebuilt for each order (`runtime.replay.group_cache`), and set here with
+`connect`. Without a connection, collectives compute results of the right shapes, as if each rank had the same tensors
+as this one. So the forms of the values between layers can be found in a single process, and an op can be measured by
+itself.
 
 When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the error of the
 connection's `guard`.
@@ -21,12 +22,12 @@ from torch import Tensor, distributed
 
 from slipstream.runtime.torch_private import HashStore, without_process_groups
 
-NAME = "slipstream"
+BACKEND_NAME = "slipstream"
 """Name of the backend in torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class GroupConnection:
     """Connection that carries the group's tensors during one order."""
 
     backend: Any
@@ -40,7 +41,7 @@ class Connection:
     """True if tensors pass through host memory."""
 
 
-class _Done(distributed.Work):
+class _FinishedWork(distributed.Work):
     """Collective that has ended."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
@@ -62,16 +63,16 @@ class WorkerGroup(distributed.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._index, self._size = rank, size
-        self._connection: Connection | None = None
+        self._connection: GroupConnection | None = None
         self._lock = threading.Lock()
-        self._group_name = NAME
+        self._group_name = BACKEND_NAME
 
-    def connect(self, connection: Connection | None) -> None:
+    def connect(self, connection: GroupConnection | None) -> None:
         """Set the connection that carries tensors from now on; None: this rank simulates all ranks."""
         with self._lock:
             self._connection = connection
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: GroupConnection) -> None:
         """Remove a connection, unless it has been replaced by now; then this rank simulates all ranks."""
         with self._lock:
             if self._connection is connection:
@@ -79,7 +80,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Return the name of the backend in torch.distributed."""
-        return NAME
+        return BACKEND_NAME
 
     def getGroupName(self) -> str:
         """Return the name by which compiled code finds the group."""
@@ -100,10 +101,10 @@ class WorkerGroup(distributed.ProcessGroup):
                   opts: Any = None) -> distributed.Work:
         """Reduce each tensor in place."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-            with self._carried("reducing tensors", [tensor], tensor) as (connection, (out,)):
+            with self._carry_tensors("reducing tensors", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
                     connection.backend.allreduce([out], opts or distributed.AllreduceOptions()).wait()
-        return _Done()
+        return _FinishedWork()
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> distributed.Work:
         """Reduce each tensor in place."""
@@ -112,10 +113,10 @@ class WorkerGroup(distributed.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
         """Send one rank's tensors to all ranks."""
         for tensor in tensors:
-            with self._carried("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
+            with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
                     connection.backend.broadcast([out], opts).wait()
-        return _Done()
+        return _FinishedWork()
 
     def scatter(self, *_: Any, **__: Any) -> distributed.Work:
         """Raise RuntimeError, because layers are built identically on all ranks, and before these are connected."""
@@ -124,36 +125,36 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:  # noqa: ARG002
         """Gather the tensors of all ranks, concatenated in `output`."""
-        with self._carried("gathering tensors", [output], input) as (connection, (out, given)):
+        with self._carry_tensors("gathering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(self._size, -1).copy_(given.reshape(1, -1).expand(self._size, -1))
             else:
                 connection.backend._allgather_base(out.view(-1), given.view(-1)).wait()
-        return _Done()
+        return _FinishedWork()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:
         """Reduce `input` over all ranks, and write this rank's part of the result to `output`."""
-        with self._carried("reducing and scattering tensors", [output], input) as (connection, (out, given)):
+        with self._carry_tensors("reducing and scattering tensors", [output], input) as (connection, (out, given)):
             if connection is None:
                 out.view(-1).copy_(given.reshape(self._size, -1)[self._index])
             else:
                 connection.backend._reduce_scatter_base(
                     out.view(-1), given.view(-1), opts or distributed.ReduceScatterOptions()).wait()
-        return _Done()
+        return _FinishedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
         """Call `all_gather_single` for each pair of tensors."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts)
-        return _Done()
+        return _FinishedWork()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
         """Call `reduce_scatter_single` for each pair of tensors."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
-        return _Done()
+        return _FinishedWork()
 
     def barrier(self, opts: Any = None) -> distributed.Work:  # noqa: ARG002
         """Wait until all ranks have called this method."""
@@ -177,8 +178,8 @@ class WorkerGroup(distributed.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     @contextlib.contextmanager
-    def _carried(self, what: str, outputs: Sequence[Tensor], input: Tensor
-                 ) -> Iterator[tuple[Connection | None, list[Tensor]]]:
+    def _carry_tensors(self, what: str, outputs: Sequence[Tensor], input: Tensor
+                       ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
         """Yield the connection, with tensors in memory that it can carry, and then copy results to the outputs."""
         connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
         if connection is None:
@@ -200,23 +201,23 @@ def _reduce_options(options: Any) -> Any:
     return single
 
 
-class _Present(threading.local):
+class _ThreadGroup(threading.local):
     """Group that a thread simulates a rank of."""
 
     group: WorkerGroup | None = None
 
 
-_PRESENT = _Present()
-_OWN: list[WorkerGroup] = []
+_THREAD_GROUP = _ThreadGroup()
+_PROCESS_GROUPS: list[WorkerGroup] = []
 """Group of this process, if it has one."""
 
 
 def worker_group() -> WorkerGroup | None:
     """Return the process group of this worker's ranks, for collectives in layers; None if a worker is one process."""
-    return _PRESENT.group or (_OWN[-1] if _OWN else None)
+    return _THREAD_GROUP.group or (_PROCESS_GROUPS[-1] if _PROCESS_GROUPS else None)
 
 
-def first_rank() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process is the first rank of its worker, which reports values that are equal on all ranks."""
     group = worker_group()
     return group is None or group.rank() == 0
@@ -227,13 +228,13 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
     if size == 1:
         return None
     group = WorkerGroup(rank, size)
-    _OWN.append(group)
-    _make_default(rank, size)
+    _PROCESS_GROUPS.append(group)
+    _set_default_group(rank, size)
     return group
 
 
 @contextlib.contextmanager
-def standing_in(size: int, rank: int = 0) -> Iterator[None]:
+def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
     """Let this thread simulate one of `size` ranks within the context, to find out what that rank would hold.
 
     A process group that the program itself has is not torch.distributed's default group meanwhile.
@@ -241,20 +242,20 @@ def standing_in(size: int, rank: int = 0) -> Iterator[None]:
     if size == 1:
         yield
         return
-    before, _PRESENT.group = _PRESENT.group, WorkerGroup(rank, size)
+    before, _THREAD_GROUP.group = _THREAD_GROUP.group, WorkerGroup(rank, size)
     try:
-        if distributed.is_initialized() and distributed.get_backend() == NAME:
+        if distributed.is_initialized() and distributed.get_backend() == BACKEND_NAME:
             yield
         else:
             with without_process_groups():
-                _make_default(rank, size)
+                _set_default_group(rank, size)
                 yield
     finally:
-        _PRESENT.group = before
+        _THREAD_GROUP.group = before
 
 
-def _make_default(rank: int, size: int) -> None:
+def _set_default_group(rank: int, size: int) -> None:
     """Make the current group torch.distributed's default group."""
-    if NAME not in distributed.Backend.backend_list:
-        distributed.Backend.register_backend(NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
-    distributed.init_process_group(NAME, rank=rank, world_size=size, store=HashStore())
+    if BACKEND_NAME not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(BACKEND_NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
+    distributed.init_process_group(BACKEND_NAME, rank=rank, world_size=size, store=HashStore())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-BLOCK = 2**18
+BLOCK_WORDS = 2**18
 """Number of words with weights of their own: 2 MB, which fits in a processor's cache."""
 BLOCKS_AT_ONCE = {"cuda": 16}
 """Number of blocks summed in one call, so that a GPU does more work than a launch costs; one on other devices."""
@@ -22,12 +22,12 @@ SMALL_BYTES = 2**16
 """Size up to which tensors are concatenated, because a launch takes longer than the computation."""
 
 
-def checksum(tensors: Iterable[Tensor]) -> Tensor:
+def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
     """Return the checksum of one or more tensors, in their order: one number, on their device."""
-    return _weighted(torch.cat([block_sum for flat in _joined(tensors) for block_sum in _sums(flat)]))
+    return _weighted_sum(torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)]))
 
 
-def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors flat, with the small ones of each dtype concatenated."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -41,7 +41,7 @@ def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield torch.cat([tensor_.to(device) for tensor_ in some])
 
 
-def _sums(flat: Tensor) -> Iterator[Tensor]:
+def _block_sums(flat: Tensor) -> Iterator[Tensor]:
     """Yield the sums of a flat tensor's blocks, and of the words after the last whole block."""
     in_word = max(1, WORD_BYTES // flat.itemsize)
     whole = len(flat) - len(flat) % in_word
@@ -49,32 +49,32 @@ def _sums(flat: Tensor) -> Iterator[Tensor]:
     if body.storage_offset() % in_word:
         body = body.clone()  # a part of a larger tensor may begin within a word
     words = body.view(torch.int64)
-    blocks, together = len(words) // BLOCK, BLOCKS_AT_ONCE.get(flat.device.type, 1)
-    rows = words[:blocks * BLOCK].view(blocks, BLOCK)
+    blocks, together = len(words) // BLOCK_WORDS, BLOCKS_AT_ONCE.get(flat.device.type, 1)
+    rows = words[:blocks * BLOCK_WORDS].view(blocks, BLOCK_WORDS)
     for first in range(0, blocks, together):
-        yield _summed(rows[first:first + together])
-    yield _summed(words[None, blocks * BLOCK:])
+        yield _sum_rows(rows[first:first + together])
+    yield _sum_rows(words[None, blocks * BLOCK_WORDS:])
     if whole < len(flat):
         end = words.new_zeros(1)
         end.view(flat.dtype)[:len(flat) - whole] = flat[whole:]
         yield end
 
 
-def _summed(words: Tensor) -> Tensor:
+def _sum_rows(words: Tensor) -> Tensor:
     """Return one number for each row of words."""
     folded = words >> 31
-    return folded.bitwise_xor_(words).mul_(_weights(words.device)[:words.shape[1]]).sum(1)
+    return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
 
 
-def _weighted(numbers: Tensor) -> Tensor:
+def _weighted_sum(numbers: Tensor) -> Tensor:
     """Return the sum of numbers, each times its weight."""
-    return (numbers * _weights(numbers.device)[:len(numbers)]).sum()
+    return (numbers * _word_weights(numbers.device)[:len(numbers)]).sum()
 
 
 @functools.cache
-def _weights(device: torch.device) -> Tensor:
+def _word_weights(device: torch.device) -> Tensor:
     """Return odd numbers without a pattern: SplitMix64 (Steele et al., OOPSLA 2014), with shifts that keep the sign."""
-    mixed = torch.arange(1, BLOCK + 1) * -0x61C8864680B583EB
+    mixed = torch.arange(1, BLOCK_WORDS + 1) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor
     return ((mixed ^ (mixed >> 31)) | 1).to(device)

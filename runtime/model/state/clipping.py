@@ -8,24 +8,25 @@ from torch import Tensor
 
 from slipstream.runtime.config import TrainingConfig
 
-CHUNK = {"cpu": 2**18, "cuda": 2**22}
+CHUNK_SIZE = {"cpu": 2**18, "cuda": 2**22}
 """Number of gradient elements converted to float64 at a time.
 
 On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three times as long. On a
 GPU, chunks are larger, for fewer and larger kernels.
 """
-ADDED = 1e-6
+NORM_EPSILON = 1e-6
 """Number added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_ and its users."""
 
 
-def squares_of(gradient: Tensor) -> Tensor:
+def sum_of_squares(gradient: Tensor) -> Tensor:
     """Return the sum of squares of a gradient, in float64, without a whole copy of the gradient."""
     flat = gradient.detach().reshape(-1)
-    sums = [chunk.to(torch.float64, copy=True).square_().sum() for chunk in torch.split(flat, CHUNK[flat.device.type])]
+    sums = [chunk.to(torch.float64, copy=True).square_().sum()
+            for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 
-def watches_gradients(config: TrainingConfig) -> bool:
+def needs_gradient_norm(config: TrainingConfig) -> bool:
     """Return whether a step depends on the gradients of other stages."""
     return config.clip_norm is not None or config.skip_nonfinite
 
@@ -33,18 +34,18 @@ def watches_gradients(config: TrainingConfig) -> bool:
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
     """Return the factor of all gradients; None if the step is skipped.
 
-    Its argument `squares` is the sum of squares of each layer's gradients (`PartOptimizer.squares`). Their sum is
+    Its argument `squares` is the sum of squares of each layer's gradients (`PartOptimizer.layer_squares`). Their sum is
     rounded once, so it depends neither on their order nor on which worker holds which layer: all workers get the same
     bits.
     """
-    norm = math.sqrt(_total(squares))
+    norm = math.sqrt(_exact_sum(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
         return None
-    factor = 1.0 if config.clip_norm is None else config.clip_norm / (norm + ADDED)
+    factor = 1.0 if config.clip_norm is None else config.clip_norm / (norm + NORM_EPSILON)
     return 1.0 if factor > 1 else factor
 
 
-def _total(squares: Iterable[float]) -> float:
+def _exact_sum(squares: Iterable[float]) -> float:
     """Return the sum of squares, rounded once; infinity if it overflows."""
     try:
         return math.fsum(squares)

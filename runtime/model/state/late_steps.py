@@ -13,18 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.beside import Beside
+from slipstream.runtime.background_queue import BackgroundQueue
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.model.state.parameter_groups import OptimizerGroups
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 from slipstream.runtime.model.state.version import Version
 
-BUFFERS = 2
+GRADIENT_BUFFERS = 2
 """Number of gradient buffers: one for the current iteration, one for the iteration before, whose step the thread
 makes."""
 
 
-class _Due(NamedTuple):
+class _DueStep(NamedTuple):
     """Step that is to be made."""
 
     iteration: int
@@ -35,65 +35,65 @@ class _Due(NamedTuple):
 class LateSteps(OptimizerSteps):
     """Optimizer that steps one iteration late, by the gradients of each stepped tensor in one of its buffers."""
 
-    def __init__(self, groups: Groups, config: TrainingConfig,
+    def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
                  gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
         super().__init__(groups, config)
         self._gradients = gradients
-        self._due: _Due | None = None
+        self._last_step: _DueStep | None = None
         """Last step, made once its iteration is committed."""
-        self._stands: _Due | None = None
+        self._committed_step: _DueStep | None = None
         """Step before it, whose iteration is committed, until it is started."""
         self.version = Version(-1)
         """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
-        self._beside = Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")),
-                              "steps of copies")
+        self._queue = BackgroundQueue(next((one.device for one in gradients[0].values()), torch.device("cpu")),
+                                      "steps of copies")
 
     @property
-    def free(self) -> int:
+    def free_buffer(self) -> int:
         """Buffer for the gradients of the next step. Waits until no step reads from it."""
-        self._wait()
+        self._wait_for_step()
         return self._buffer
 
-    def step(self, iteration: int, factor: float | None) -> None:
+    def register_step(self, iteration: int, factor: float | None) -> None:
         """Register a step with the gradients in the free buffer times `factor`; the step before it is committed.
 
         If `factor` is None, the step is skipped.
         """
-        self._wait()
-        self._stands, self._due = self._due, _Due(iteration, factor, self._buffer)
-        self._buffer = (self._buffer + 1) % BUFFERS
+        self._wait_for_step()
+        self._committed_step, self._last_step = self._last_step, _DueStep(iteration, factor, self._buffer)
+        self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
-    def begin(self) -> None:
+    def start_committed(self) -> None:
         """Start to make the committed step, concurrently with computation."""
-        committed, self._stands = self._stands, None
+        committed, self._committed_step = self._committed_step, None
         if committed is not None:
-            self._beside.begin(partial(self._make, committed))
+            self._queue.submit(partial(self._run_step, committed))
 
-    def undo(self, iteration: int) -> None:
+    def cancel_step(self, iteration: int) -> None:
         """Cancel that iteration's step. It may be registered again, with another factor and the same gradients."""
-        if self._due is not None and self._due.iteration == iteration:
-            self._buffer, self._due = self._due.buffer, None
+        if self._last_step is not None and self._last_step.iteration == iteration:
+            self._buffer, self._last_step = self._last_step.buffer, None
 
     def catch_up(self) -> None:
         """Make all registered steps; the last one must be committed, too."""
-        self._wait()
-        due, self._due = self._due, None
+        self._wait_for_step()
+        due, self._last_step = self._last_step, None
         if due is not None:
-            self._make(due)
+            self._run_step(due)
 
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Return the memory of the copies, their buffers and their optimizer state, in bytes."""
-        self._wait()
+        self._wait_for_step()
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
-        return sum(tensor.nbytes for tensor in (*self._stepped(), *buffers)) + self._remembered_bytes()
+        return sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers)) + self._state_bytes()
 
-    def _wait(self) -> None:
+    def _wait_for_step(self) -> None:
         """Make the committed step, and wait until it is made."""
-        self.begin()
-        self._beside.wait()
+        self.start_committed()
+        self._queue.wait()
 
-    def _make(self, due: _Due) -> None:
+    def _run_step(self, due: _DueStep) -> None:
         """Make a step. Raises VersionError unless the copies are the state after the iteration before."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
         if due.factor is None:
@@ -109,7 +109,7 @@ class LateSteps(OptimizerSteps):
                 stepped.grad = gradient.to(stepped.dtype)
                 if due.factor != 1.0:
                     stepped.grad.mul_(due.factor)
-            self._update()
+            self._apply_update()
             for stepped, _ in batch:
                 stepped.grad = None
         self.version = Version(due.iteration)

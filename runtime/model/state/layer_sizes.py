@@ -4,19 +4,19 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.step_rules import step_rules
-from slipstream.runtime.model.layers.worker_group import standing_in
-from slipstream.runtime.model.state.holding import without_memory
+from slipstream.runtime.model.layers.worker_group import simulating_rank
+from slipstream.runtime.model.state.held_layers import build_on_meta
 from slipstream.runtime.model.state.parameter_groups import is_stepped_by_muon
 
 
-def slots_of(config: TrainingConfig, *, by_muon: bool = False) -> int:
+def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
     """Return the number of values that an optimizer keeps of each element; a user's own counts like AdamW."""
     if by_muon:
         return 1
     return 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
 
 
-def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
+def estimate_layer_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
     """Return an estimate of the memory that each layer needs on a process of another worker, in bytes.
 
     It covers parameters, buffers, and the optimizer state that the worker would store, for a layer with `holders`
@@ -25,14 +25,15 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
     sizes, sharing = [], sharing_of(model)
     for layer in range(model.layers):
-        with standing_in(config.tensor_parallel):
-            module = without_memory(model, layer)
+        with simulating_rank(config.tensor_parallel):
+            module = build_on_meta(model, layer)
         state = 0
         rules = step_rules(module)
         for name, one in module.named_parameters():
             if name in rules:
                 continue
-            by_muon = is_stepped_by_muon(str(sharing.first(layer, name)), one, config, sharing.last)
-            state += slots_of(config, by_muon=by_muon) * (4 * one.numel() if config.master_weights else one.nbytes)
+            by_muon = is_stepped_by_muon(str(sharing.first_of_group(layer, name)), one, config, sharing.last)
+            state += slots_per_element(config, by_muon=by_muon) * (4 * one.numel() if config.master_weights
+                                                                   else one.nbytes)
         sizes.append(sum(one.nbytes for one in (*module.buffers(), *module.parameters())) + round(share * state))
     return sizes

@@ -20,13 +20,13 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
 """Share of the decay that is still ahead, from 1 to 0, by the share of the decay's iterations that have passed."""
 
 
-def learning_rate(config: TrainingConfig, iteration: int) -> float:
+def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
     """Return the learning rate of an iteration.
 
     It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or CosineAnnealingLR; "wsd" is the
     schedule of MiniCPM (Hu et al., 2024).
     """
-    return config.learning_rate * scale(config, iteration)
+    return config.learning_rate * rate_factor(config, iteration)
 
 
 def is_scheduled(config: TrainingConfig) -> bool:
@@ -34,10 +34,10 @@ def is_scheduled(config: TrainingConfig) -> bool:
     return config.learning_rate_schedule != "constant" or config.warmup_iterations > 1
 
 
-def scale(config: TrainingConfig, iteration: int) -> float:
+def rate_factor(config: TrainingConfig, iteration: int) -> float:
     """Return the learning rate of an iteration as a multiple of `config.learning_rate`."""
     if ":" in config.learning_rate_schedule:
-        return _own(config, iteration)
+        return _user_factor(config, iteration)
     warmup = config.warmup_iterations
     if iteration < warmup:
         return (iteration + 1) / warmup
@@ -51,11 +51,11 @@ def scale(config: TrainingConfig, iteration: int) -> float:
     return final + (1 - final) * _DECAYS[config.learning_rate_schedule](progress)
 
 
-def _own(config: TrainingConfig, iteration: int) -> float:
+def _user_factor(config: TrainingConfig, iteration: int) -> float:
     """Return the factor that a user's schedule gives. Raises ConfigError if it fails, or is negative or not finite."""
     name = config.learning_rate_schedule
     try:
-        found = float(_function(name)(config, iteration))
+        found = float(_load_schedule(name)(config, iteration))
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -68,7 +68,7 @@ def _own(config: TrainingConfig, iteration: int) -> float:
 
 
 @functools.cache
-def _function(name: str) -> Callable[[TrainingConfig, int], float]:
+def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
     """Load a user's own schedule."""
     found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
     return found

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import MuonConfig, TrainingConfig
-from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.model.state.parameter_groups import OptimizerGroups
 
 
 class Muon(torch.optim.Optimizer):
     """Optimizer that steps groups marked with "muon" by Muon, the others by AdamW. Each matrix must be whole."""
 
-    def __init__(self, groups: Groups, config: TrainingConfig,
-                 adamw: Callable[[Groups, TrainingConfig], torch.optim.Optimizer]) -> None:
+    def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
+                 adamw: Callable[[OptimizerGroups, TrainingConfig], torch.optim.Optimizer]) -> None:
         self._options, self._maximize = config.muon, config.maximize
         # Both share groups and state, so that code that sets rates or stores state sees a single optimizer.
         self._adamw = adamw([group for group in groups if not group.get("muon")], config)
@@ -34,9 +34,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"] if group["muon"] else ():
                 if parameter.grad is not None:
-                    self._step(parameter, group)
+                    self._step_parameter(parameter, group)
 
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradient = -parameter.grad if self._maximize else parameter.grad
         state, momentum = self.state[parameter], group["momentum"]
@@ -45,11 +45,11 @@ class Muon(torch.optim.Optimizer):
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(average, momentum) if self._options.nesterov else average
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(made_orthogonal(update, self._options),
-                       alpha=-group["lr"] * _scale(parameter.shape, self._options))
+        parameter.add_(orthogonalize(update, self._options),
+                       alpha=-group["lr"] * _rate_scale(parameter.shape, self._options))
 
 
-def made_orthogonal(matrices: Tensor, options: MuonConfig) -> Tensor:
+def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
     """Return approximately the nearest matrices with orthonormal rows or columns [..., M, N].
 
     A polynomial of odd powers brings all singular values near 1.
@@ -68,7 +68,7 @@ def made_orthogonal(matrices: Tensor, options: MuonConfig) -> Tensor:
     return x.mT if tall else x
 
 
-def _scale(shape: torch.Size, options: MuonConfig) -> float:
+def _rate_scale(shape: torch.Size, options: MuonConfig) -> float:
     """Return the factor of the learning rate that depends on the shape of matrices [..., M, N]."""
     rows, columns = shape[-2:]
     if options.adjust == "match_rms_adamw":

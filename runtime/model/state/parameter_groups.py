@@ -13,7 +13,7 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.step_rules import StepRule, step_rules
 
-Groups = list[dict[str, Any]]
+OptimizerGroups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""
 _OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
             "momentum": "momentum"}
@@ -22,8 +22,8 @@ NO_RULES: Mapping[str, StepRule] = {}
 """Empty table of rules."""
 
 
-def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
-            rules: Mapping[str, StepRule] = NO_RULES) -> Groups:
+def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
+                 rules: Mapping[str, StepRule] = NO_RULES) -> OptimizerGroups:
     """Return parameters in groups: matrices and vectors of no pattern, those of each pattern, and one group a rule.
 
     A group names only the options that differ from the optimizer's defaults, and its weight decay. Unless a pattern
@@ -39,7 +39,7 @@ def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last
         number = _group_of(name, config.parameter_groups)
         members_of[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
     return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0,
-             **(_muon_options(config) if muon else {}), **_options(number, config)}
+             **(_muon_options(config) if muon else {}), **_group_options(number, config)}
             for (number, matrix, muon), members in members_of.items() if members or (number < 0 and not muon)] + [
         {"params": [parameters[name]], "rule": rule} for name, rule in rules.items() if name in parameters]
 
@@ -62,11 +62,11 @@ def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfi
     return assigned == "muon" or (assigned is None and is_hidden and has_matrices)
 
 
-def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
+def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> None:
     """Raise ConfigError if a pattern matches no parameter of the model, or only parameters of groups before it."""
     if not config.parameter_groups:
         return
-    names = list(_names(model))
+    names = list(_stepped_names(model))
     used = {_group_of(name, config.parameter_groups) for name in names}
     for number, group in enumerate(config.parameter_groups):
         if number not in used:
@@ -77,13 +77,13 @@ def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
                                  f"no parameter; there is, for example, {near[0]!r}"))
 
 
-def _names(model: LayeredModel) -> Iterable[str]:
+def _stepped_names(model: LayeredModel) -> Iterable[str]:
     """Yield the names of all parameters that the optimizer steps; a shared parameter has its first name."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
-        yield from (str(sharing.first(layer, name)) for name, parameter in module.named_parameters()
+        yield from (str(sharing.first_of_group(layer, name)) for name, parameter in module.named_parameters()
                     if parameter.requires_grad and name not in step_rules(module))
 
 
@@ -103,7 +103,7 @@ def _muon_options(config: TrainingConfig) -> dict[str, Any]:
     return {"muon": True, "momentum": config.muon.momentum, **rate}
 
 
-def _options(number: int, config: TrainingConfig) -> dict[str, Any]:
+def _group_options(number: int, config: TrainingConfig) -> dict[str, Any]:
     """Return the options that the job file gives to a group."""
     if number < 0:
         return {}

@@ -18,26 +18,26 @@ from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.shards import shards_of
-from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, parameter_name
 from slipstream.runtime.model.layers.step_rules import step_rules
-from slipstream.runtime.model.layers.worker_group import first_rank
-from slipstream.runtime.model.state.checksum import checksum
-from slipstream.runtime.model.state.clipping import squares_of
-from slipstream.runtime.model.state.copied_sums import Sums
-from slipstream.runtime.model.state.late_steps import BUFFERS, LateSteps
-from slipstream.runtime.model.state.parameter_groups import Groups, grouped, rules_of
+from slipstream.runtime.model.layers.worker_group import is_first_rank
+from slipstream.runtime.model.state.checksum import compute_checksum
+from slipstream.runtime.model.state.clipping import sum_of_squares
+from slipstream.runtime.model.state.copy_gradients import CopyBuffers
+from slipstream.runtime.model.state.late_steps import GRADIENT_BUFFERS, LateSteps
+from slipstream.runtime.model.state.parameter_groups import OptimizerGroups, build_groups, rules_of
 from slipstream.runtime.model.state.part_state import (
     PartState,
-    elements_of,
-    flattened,
+    count_elements,
+    flatten_slot,
     is_elementwise,
-    placed,
-    shaped,
+    parameter_spans,
+    restore_shape,
     slice_of,
-    trained,
-    untrained,
+    trained_parameters,
+    untrained_tensors,
 )
-from slipstream.runtime.model.state.parts import Parts, Span, common
+from slipstream.runtime.model.state.parts import Parts, Span, intersect
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, UndoableSteps
 from slipstream.runtime.model.state.version import Version
 
@@ -57,24 +57,24 @@ class _Piece(NamedTuple):
     late: Sequence[Tensor] = ()
     """Buffers for the gradients, if the piece is a copy of another worker's."""
 
-    def of_parameter(self) -> Tensor:
+    def parameter_view(self) -> Tensor:
         """Return these elements of the parameter itself, as a view."""
-        return shaped(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
+        return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
-    def gradient(self) -> Tensor | None:
+    def get_gradient(self) -> Tensor | None:
         """Return the gradient of these elements in the dtype that is stepped; a view if it has that dtype."""
         gradient = self.parameter.grad
-        return None if gradient is None else shaped(
+        return None if gradient is None else restore_shape(
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
-    def scaled(self, factor: float) -> Tensor:
+    def scaled_gradient(self, factor: float) -> Tensor:
         """Return the gradient that the last step used: times `factor`, by which a view has already been multiplied."""
-        gradient, parameter = self.gradient(), self.parameter
+        gradient, parameter = self.get_gradient(), self.parameter
         assert gradient is not None and parameter.grad is not None
         return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
 
 
-NO_SUMS: Sums = {}
+NO_SUMS: CopyBuffers = {}
 """Empty table of buffers, for an optimizer without copies."""
 
 
@@ -82,36 +82,36 @@ class PartOptimizer(UndoableSteps):
     """Optimizer of the parts `kept` of some layers: some are this worker's `own`, some copies with buffers in `sums`.
 
     The owners send the sums of gradients into these buffers. Other elements of the parameters come from other workers
-    after each step; the caller then calls `gathered`.
+    after each step; the caller then calls `mark_gathered`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS) -> None:
+                 sharing: Sharing = NOTHING_SHARED, sums: CopyBuffers = NO_SUMS) -> None:
         self.kept, self.own, self._copied = kept, own, sums.keys()
         self._masters = config.master_weights
-        self._first_rank = first_rank()
+        self._first_rank = is_first_rank()
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
         """Stepped tensor of each parameter that layers share, which is stepped once if several of these layers are
         held."""
         pieces = [piece for layer, spans in kept.items() for part in spans
-                  for piece in self._cut(layer, modules[layer], part, sums)]
+                  for piece in self._cut_pieces(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
         """Pieces that are stepped within the iteration."""
         self._copies = [piece for piece in pieces if piece.late]
-        super().__init__(self._groups(self._pieces, config), config)
-        self._late = LateSteps(self._groups(self._copies, config), config, [
-            {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(BUFFERS)])
+        super().__init__(self._piece_groups(self._pieces, config), config)
+        self._late = LateSteps(self._piece_groups(self._copies, config), config, [
+            {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(GRADIENT_BUFFERS)])
         self._factor: float | None = 1.0
         """Factor of the last step."""
         self.parameters = Version(-1, whole=False)
         """Version of all elements of the parameters, including those that come from other workers."""
 
     @property
-    def buffer(self) -> int:
+    def copy_buffer(self) -> int:
         """Index of the buffer for the copies' gradient sums of the next step."""
-        return self._late.free
+        return self._late.free_buffer
 
     @property
     def whole_after(self) -> int | None:
@@ -119,27 +119,27 @@ class PartOptimizer(UndoableSteps):
         return self.parameters.after if self.parameters.whole else None
 
     @property
-    def cannot_undo(self) -> int:
+    def last_final(self) -> int:
         """Last iteration whose step can no longer be undone, because a later one or that of copies was made."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
-    def checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
+    def compute_checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
         """Yield the checksum of each layer's parameters, and of each part that is stored with its optimizer's state.
 
         Each is a tuple of layer, span, whether it is of a part with state, and the checksum. The state must be that
         after a committed iteration. Raises VersionError if it is not.
         """
-        self.require(after)
+        self.require_version(after)
         self.parameters.require(after, "what this worker has of the parameters")
         for layer, module in self._modules.items():
-            trained_names = trained(module)
+            trained_names = trained_parameters(module)
             for span in self.kept.get(layer, ()):
                 tensors = self.part_state(layer, span).tensors
-                if kept := [tensor for key, tensor in sorted(tensors.items()) if name_of(key) in trained_names]:
-                    yield layer, span, True, checksum(kept)
+                if kept := [tensor for key, tensor in sorted(tensors.items()) if parameter_name(key) in trained_names]:
+                    yield layer, span, True, compute_checksum(kept)
             if parameters := list(module.parameters()):
-                yield layer, (0, elements_of(module).total), False, checksum(parameters)
+                yield layer, (0, count_elements(module).total), False, compute_checksum(parameters)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
         """Flip one bit of a stored tensor, as broken memory would, and return whether there was one.
@@ -152,7 +152,7 @@ class PartOptimizer(UndoableSteps):
         piece = rng.choice(pieces) if pieces else None
         tensors = [] if piece is None or what == "state" else [piece.stepped.detach()]
         tensors += [] if piece is None or what == "parameters" else [
-            tensor for tensor in self._steps_of(piece).tensors_of(piece.stepped).values() if tensor.dim()]
+            tensor for tensor in self._optimizer_of(piece).state_tensors(piece.stepped).values() if tensor.dim()]
         if tensors:
             tensor = rng.choice(tensors)
             lowest = tensor.itemsize * 3 // 8
@@ -161,7 +161,7 @@ class PartOptimizer(UndoableSteps):
             tensor.data.view(-1).view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
         return bool(tensors)
 
-    def squares(self) -> dict[int, float]:
+    def layer_squares(self) -> dict[int, float]:
         """Return the sum of squares of the gradients of each layer's own parts, computed in float64.
 
         A parameter that layers share counts for the first of them; one that all ranks of a worker have counts on the
@@ -169,11 +169,11 @@ class PartOptimizer(UndoableSteps):
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
-                   and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
+                   and self._sharing.first_of_group(piece.layer, piece.name) == (piece.layer, piece.name)
                    and piece.name not in step_rules(self._modules[piece.layer])
                    and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
-        sums = [squares_of(gradient) for piece in counted
-                if (gradient := piece.gradient()) is not None]
+        sums = [sum_of_squares(gradient) for piece in counted
+                if (gradient := piece.get_gradient()) is not None]
         sum_of_layer = dict.fromkeys(self._modules, 0.0)
         for piece, value in zip(counted, torch.stack(sums).tolist() if sums else (), strict=True):
             sum_of_layer[piece.layer] += value
@@ -184,43 +184,43 @@ class PartOptimizer(UndoableSteps):
 
         If `factor` is None, the step is skipped.
         """
-        self.gathering(iteration)
+        self.mark_gathering(iteration)
         self._factor = factor
         super().step(iteration, factor)
-        self._late.step(iteration, factor)
+        self._late.register_step(iteration, factor)
 
-    def gathering(self, iteration: int) -> None:
+    def mark_gathering(self, iteration: int) -> None:
         """Mark the parameters as being received from other workers, to become those after an iteration."""
         self.parameters = Version(iteration, whole=False)
 
-    def gathered(self, iteration: int) -> None:
+    def mark_gathered(self, iteration: int) -> None:
         """Mark all elements of the parameters as those after an iteration."""
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
         """Restore all stored state, bit for bit, from before the open step."""
         assert self.open_iteration is not None, "no step is open"
-        self._late.undo(self.open_iteration)
-        self.gathering(self.open_iteration - 1)
+        self._late.cancel_step(self.open_iteration)
+        self.mark_gathering(self.open_iteration - 1)
         super().undo()
-        self._round(self._pieces)
+        self._round_parameters(self._pieces)
 
-    def go_back(self, committed: int) -> None:
-        """Undo the open step or make it final, see `UndoableSteps.go_back`; copies then equal their owners' parts."""
-        super().go_back(committed)
+    def return_to(self, committed: int) -> None:
+        """Undo the open step or make it final, see `UndoableSteps.return_to`; copies then equal their owners' parts."""
+        super().return_to(committed)
         self._late.catch_up()
         if self._copies:
             self._late.version.require(committed, "the copies that this worker keeps of others' parts")
         if self.parameters != Version(committed):
             with torch.no_grad():
                 for piece in self._copies:
-                    piece.of_parameter().copy_(piece.stepped)
+                    piece.parameter_view().copy_(piece.stepped)
 
-    def as_after(self, iteration: int) -> None:
+    def set_version(self, iteration: int) -> None:
         """Declare all stored state to be that after an iteration, whatever it was before."""
         self.version = self._late.version = Version(iteration)
 
-    def require(self, after: int) -> None:
+    def require_version(self, after: int) -> None:
         """Raise VersionError unless all stored state is that after an iteration."""
         if self._pieces:
             self.version.require(after, "what this worker keeps")
@@ -238,15 +238,15 @@ class PartOptimizer(UndoableSteps):
         if (layer, part) in self._copied:
             self._late.catch_up()
         for piece in (*self._pieces, *self._copies):
-            overlap = common(piece.span, span) if piece.layer == layer and piece.part == part else None
+            overlap = intersect(piece.span, span) if piece.layer == layer and piece.part == part else None
             if overlap is None:
                 continue
             tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach().view(-1), piece.span, overlap)
-            for slot, value in self._steps_of(piece).tensors_of(piece.stepped).items() if state else ():
-                flat = flattened(value, piece.stepped)
+            for slot, value in self._optimizer_of(piece).state_tensors(piece.stepped).items() if state else ():
+                flat = flatten_slot(value, piece.stepped)
                 tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(flat, piece.span, overlap)
         if span[0] == 0:
-            tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
+            tensors |= {f"model.{name}": tensor for name, tensor in untrained_tensors(self._modules[layer]).items()}
         version = self._late.version if (layer, part) in self._copied else self.version
         return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
@@ -254,7 +254,7 @@ class PartOptimizer(UndoableSteps):
         """Return the gradients that the last step used for a part, mostly the live tensors; empty if it was skipped."""
         if self._factor is None:
             return {}
-        return {piece.name: piece.scaled(self._factor).view(-1) for piece in self._pieces
+        return {piece.name: piece.scaled_gradient(self._factor).view(-1) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
@@ -265,11 +265,11 @@ class PartOptimizer(UndoableSteps):
         """Return all stored parts."""
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
-    def load(self, parts: Iterable[PartState]) -> None:
+    def load_parts(self, parts: Iterable[PartState]) -> None:
         """Copy the state in `parts` into the parts that are stored here. No step may be open."""
         self._load_pieces((*self._pieces, *self._copies), parts)
 
-    def take_over(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
+    def adopt_state(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
         """Take over the state of another optimizer, which must not be used afterwards, and the state in `parts`.
 
         Pieces with equal spans keep their memory; others are copied. No step may be open in either optimizer.
@@ -281,13 +281,13 @@ class PartOptimizer(UndoableSteps):
             if old is None:
                 missing.append(piece)
                 continue
-            if slots := before._steps_of(old).states.get(old.stepped, {}):
-                self._steps_of(piece).states[piece.stepped] = slots
+            if slots := before._optimizer_of(old).states.get(old.stepped, {}):
+                self._optimizer_of(piece).states[piece.stepped] = slots
             if piece.stepped.data_ptr() != old.stepped.data_ptr():
                 with torch.no_grad():
                     piece.stepped.copy_(old.stepped)
         self._load_pieces(missing, before.kept_states() if missing else ())
-        self.load(parts)
+        self.load_parts(parts)
 
     def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
         """Copy the state in `parts` into pieces."""
@@ -295,23 +295,23 @@ class PartOptimizer(UndoableSteps):
         with torch.no_grad():
             for part in parts:
                 for piece in pieces:
-                    overlap = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
+                    overlap = intersect(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
                     if overlap is not None:
-                        self._load(piece, part, overlap)
+                        self._load_piece(piece, part, overlap)
 
     def state_bytes(self) -> int:
         """Return the memory, in bytes, of the optimizer's state, of master weights, and of copies of others' parts."""
-        masters = self._stepped() if self._masters else ()
-        return sum(tensor.nbytes for tensor in masters) + self._remembered_bytes() + self._late.bytes()
+        masters = self._stepped_parameters() if self._masters else ()
+        return sum(tensor.nbytes for tensor in masters) + self._state_bytes() + self._late.memory_bytes()
 
-    def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
+    def _cut_pieces(self, layer: int, module: nn.Module, part: Span, sums: CopyBuffers) -> Iterable[_Piece]:
         """Yield the pieces of a part of a layer."""
-        for name, parameter, span in placed(module):
-            overlap = common(span, part)
+        for name, parameter, span in parameter_spans(module):
+            overlap = intersect(span, part)
             if overlap is None:
                 continue
-            view = shaped(slice_of(parameter.detach().view(-1), span, overlap), parameter)
-            late = [shaped(slice_of(buffer, part, overlap), parameter) for buffer in sums.get((layer, part), ())]
+            view = restore_shape(slice_of(parameter.detach().view(-1), span, overlap), parameter)
+            late = [restore_shape(slice_of(buffer, part, overlap), parameter) for buffer in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
                 stepped = nn.Parameter(view.float() if self._masters else view.clone() if late else view)
@@ -319,7 +319,7 @@ class PartOptimizer(UndoableSteps):
                 self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, overlap, stepped, late)
 
-    def _groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> Groups:
+    def _piece_groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> OptimizerGroups:
         """Return the stepped tensors of pieces in the parameter groups of their parameters."""
         by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
         names = dict[str, nn.Parameter]()
@@ -327,47 +327,47 @@ class PartOptimizer(UndoableSteps):
             members = by_parameter.setdefault(piece.parameter, [])
             if piece.parameter not in self._tied or not members:
                 members.append(piece.stepped)
-            names[str(self._sharing.first(piece.layer, piece.name))] = piece.parameter
+            names[str(self._sharing.first_of_group(piece.layer, piece.name))] = piece.parameter
         return [{**group, "params": [stepped for parameter in group["params"] for stepped in by_parameter[parameter]]}
-                for group in grouped(names, config, self._sharing.last, rules_of(self._modules))]
+                for group in build_groups(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
         """Step the pieces with their parameters' gradients, and round the parameters."""
         for piece in self._pieces:
-            piece.stepped.grad = piece.gradient()
+            piece.stepped.grad = piece.get_gradient()
         super()._make_step(factor)
         for piece in self._pieces:
             piece.stepped.grad = None
-        self._round(self._pieces)
+        self._round_parameters(self._pieces)
 
-    def _steps_of(self, piece: _Piece) -> OptimizerSteps:
+    def _optimizer_of(self, piece: _Piece) -> OptimizerSteps:
         """Return the optimizer that steps a piece and has its state."""
         return self._late if piece.late else self
 
-    def begin_copies(self) -> None:
+    def start_copy_steps(self) -> None:
         """Start the committed steps of copies of others' parts, concurrently with computation."""
-        self._late.begin()
+        self._late.start_committed()
 
-    def _round(self, pieces: Iterable[_Piece]) -> None:
+    def _round_parameters(self, pieces: Iterable[_Piece]) -> None:
         """Round master weights to the parameters; does nothing without master weights."""
         if self._masters:
             with torch.no_grad():
                 for piece in pieces:
-                    piece.of_parameter().copy_(piece.stepped)
+                    piece.parameter_view().copy_(piece.stepped)
 
-    def _load(self, piece: _Piece, part: PartState, both: Span) -> None:
+    def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
         """Copy a part's tensors into a piece and its optimizer state."""
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
-        stepped, states = piece.stepped, self._steps_of(piece).states
+        stepped, states = piece.stepped, self._optimizer_of(piece).states
         slots = states[stepped]
         for key, tensor in part.tensors.items():
             kind, slot, *_ = key.split(".")
-            if name_of(key) != piece.name:
+            if parameter_name(key) != piece.name:
                 continue
             if kind == "model":
                 slice_of(stepped.detach().view(-1), piece.span, both).copy_(slice_of(tensor, has, both))
             elif not is_elementwise(tensor, has):
-                slots[slot] = tensor.detach().to(self._device_of(slot, stepped), copy=True)
+                slots[slot] = tensor.detach().to(self._slot_device(slot, stepped), copy=True)
             else:
                 if slot not in slots:
                     slots[slot] = torch.empty(stepped.shape, dtype=tensor.dtype, device=stepped.device)

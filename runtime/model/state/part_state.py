@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.model.layers.sharing import name_of
-from slipstream.runtime.model.state.parts import Elements, Span, common
+from slipstream.runtime.model.layers.sharing import parameter_name
+from slipstream.runtime.model.state.parts import ElementCounts, Span, intersect
 from slipstream.runtime.model.state.version import VersionError
-from slipstream.runtime.model.tensor_codec import decode, encode
+from slipstream.runtime.model.tensor_codec import decode_tensors, encode_tensors
 
 
 class PartState(NamedTuple):
@@ -30,48 +30,49 @@ class PartState(NamedTuple):
     after: int | None = None
     """Iteration that the part is the state after; None if unknown."""
 
-    def require(self, after: int) -> None:
+    def require_version(self, after: int) -> None:
         """Raise VersionError unless the part is the state after this iteration."""
         if self.after != after:
             raise VersionError(f"a part of layer {self.layer} is that after iteration {self.after}; needed is that "
                                f"after iteration {after}")
 
 
-def keep_whole(module: nn.Module, names: Collection[str]) -> None:
+def mark_uncut(module: nn.Module, names: Collection[str]) -> None:
     """Mark parameters of a layer as not cut."""
     module.kept_whole = frozenset(names)  # type: ignore[assignment]
 
 
-def kept_whole(module: nn.Module) -> Collection[str]:
+def uncut_names(module: nn.Module) -> Collection[str]:
     """Return the names of the layer's parameters that are not cut."""
     names: Collection[str] = getattr(module, "kept_whole", ())
     return names
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters, whose elements are counted, in order: those that are not cut come last."""
-    whole, parameters = kept_whole(module), dict(module.named_parameters())
+    whole, parameters = uncut_names(module), dict(module.named_parameters())
     return {name: parameter for last in (False, True) for name, parameter in parameters.items()
             if parameter.requires_grad and (name in whole) is last}
 
 
-def untrained(module: nn.Module) -> dict[str, Tensor]:
+def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return all other tensors of the layer's state_dict."""
-    parameters = trained(module)
+    parameters = trained_parameters(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
-def elements_of(module: nn.Module) -> Elements:
+def count_elements(module: nn.Module) -> ElementCounts:
     """Return the numbers of trained elements of a layer."""
-    sizes, whole = {name: parameter.numel() for name, parameter in trained(module).items()}, kept_whole(module)
-    return Elements(sum(size for name, size in sizes.items() if name not in whole),
-                    tuple(size for name, size in sizes.items() if name in whole))
+    sizes, whole = {name: parameter.numel() for name,
+                    parameter in trained_parameters(module).items()}, uncut_names(module)
+    return ElementCounts(sum(size for name, size in sizes.items() if name not in whole),
+                         tuple(size for name, size in sizes.items() if name in whole))
 
 
-def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
+def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
     """Yield each trained parameter with its name and its span of the layer's elements."""
     start = 0
-    for name, parameter in trained(module).items():
+    for name, parameter in trained_parameters(module).items():
         yield name, parameter, (start, start + parameter.numel())
         start += parameter.numel()
 
@@ -81,13 +82,13 @@ def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
     return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
 
 
-def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
+def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
     """Return all elements of a parameter in its shape, as some optimizers need them; fewer elements stay flat."""
     whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
     return elements.view(parameter.shape) if whole else elements
 
 
-def flattened(tensor: Tensor, like: Tensor) -> Tensor:
+def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor flat if it has the shape of `like`, as elementwise states have; otherwise unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
@@ -97,11 +98,11 @@ def is_elementwise(tensor: Tensor, has: Span) -> bool:
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
-def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
+def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
     """Return a layer's whole state (`whole`) after an iteration as a part. Raises ValueError if it does not fit."""
-    parameters = trained(module)
-    part = PartState(layer, 0, elements_of(module).total, {
-        key: flattened(tensor, parameters[name_of(key)]) if name_of(key) in parameters else tensor
+    parameters = trained_parameters(module)
+    part = PartState(layer, 0, count_elements(module).total, {
+        key: flatten_slot(tensor, parameters[parameter_name(key)]) if parameter_name(key) in parameters else tensor
         for key, tensor in state.items()}, after=after)
     require_fits(module, part)
     return part
@@ -109,25 +110,25 @@ def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: 
 
 def require_fits(module: nn.Module, part: PartState) -> None:
     """Raise ValueError unless a part has all tensors of its span, with the right numbers of elements, and no others."""
-    expected = {f"model.{name}": both[1] - both[0] for name, _, span in placed(module)
-                if (both := common(span, (part.start, part.stop))) is not None}
+    expected = {f"model.{name}": both[1] - both[0] for name, _, span in parameter_spans(module)
+                if (both := intersect(span, (part.start, part.stop))) is not None}
     if part.start == 0:
-        expected |= {f"model.{name}": tensor.numel() for name, tensor in untrained(module).items()}
+        expected |= {f"model.{name}": tensor.numel() for name, tensor in untrained_tensors(module).items()}
     given = {key: tensor.numel() for key, tensor in part.tensors.items() if key.startswith("model.")}
-    unknown = [key for key in part.tensors if f"model.{name_of(key)}" not in expected]
+    unknown = [key for key in part.tensors if f"model.{parameter_name(key)}" not in expected]
     if given != expected or unknown:
         wrong = min([*unknown, *(key for key in given | expected if given.get(key) != expected.get(key))])
         raise ValueError(f"a part of layer {part.layer} has {given.get(wrong, 'no')} elements of {wrong!r}; expected "
                          f"{expected.get(wrong, 'none')}")
 
 
-def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
+def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
     """Return the tensors of some elements of a part; without `state`, the parameters alone."""
     tensors: dict[str, Tensor] = {}
-    spans = {name: span for name, _, span in placed(module)}
+    spans = {name: span for name, _, span in parameter_spans(module)}
     for key, tensor in part.tensors.items():
-        name = name_of(key)
-        overlap = common(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
+        name = parameter_name(key)
+        overlap = intersect(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
         if overlap is None or not (state or key.startswith("model.")):
             continue
         has = max(spans.get(name, wanted)[0], part.start), min(spans.get(name, wanted)[1], part.stop)
@@ -135,53 +136,53 @@ def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) ->
     return tensors
 
 
-def put(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
+def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
     """Copy the tensors of parts into a layer's parameters, and with `untrained_too` into its untrained tensors."""
     with torch.no_grad():
         for part in parts:
-            for name, parameter, span in placed(module):
-                overlap = common(span, (part.start, part.stop))
+            for name, parameter, span in parameter_spans(module):
+                overlap = intersect(span, (part.start, part.stop))
                 tensor = part.tensors.get(f"model.{name}")
                 if overlap is None or tensor is None:
                     continue
                 slice_of(parameter.detach().view(-1), span, overlap).copy_(tensor)
-            for name, own in untrained(module).items() if untrained_too else ():
+            for name, own in untrained_tensors(module).items() if untrained_too else ():
                 if f"model.{name}" in part.tensors:
                     own.copy_(part.tensors[f"model.{name}"])
 
 
-def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
+def assemble_state(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
     """Return a layer's whole state in host memory, copied from parts that together have all elements.
 
     Copies from a GPU are complete when its current stream has finished.
     """
     state: dict[str, Tensor] = {}
-    shapes = {name: (parameter.shape, span) for name, parameter, span in placed(module)}
+    shapes = {name: (parameter.shape, span) for name, parameter, span in parameter_spans(module)}
     for part in parts:
         for key, tensor in part.tensors.items():
-            shape, span = shapes.get(name_of(key), (tensor.shape, (0, 0)))
+            shape, span = shapes.get(parameter_name(key), (tensor.shape, (0, 0)))
             has = max(span[0], part.start), min(span[1], part.stop)
-            if name_of(key) not in shapes or not is_elementwise(tensor, has):
+            if parameter_name(key) not in shapes or not is_elementwise(tensor, has):
                 state[key] = tensor.detach().to("cpu", copy=True)
                 continue
             if key not in state:
                 state[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             slice_of(state[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
-    for name, tensor in untrained(module).items():
+    for name, tensor in untrained_tensors(module).items():
         state.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
     return state
 
 
 def pack_parts(parts: Iterable[PartState]) -> bytes:
     """Encode parts as bytes, for `unpack_parts`."""
-    return b"".join(encode({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
-                            for part in parts for key, tensor in part.tensors.items()}))
+    return b"".join(encode_tensors({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
+                                    for part in parts for key, tensor in part.tensors.items()}))
 
 
 def unpack_parts(data: bytes) -> list[PartState]:
     """Decode the parts that `pack_parts` has encoded."""
     tensors_of: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
-    for name, tensor in decode(data).items():
+    for name, tensor in decode_tensors(data).items():
         layer, start, stop, after, key = name.split("/", 4)
         tensors_of.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
     return [PartState(layer, start, stop, tensors, after=after)

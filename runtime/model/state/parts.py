@@ -25,11 +25,12 @@ Parts = Mapping[int, tuple[Span, ...]]
 """Spans of each layer. They are not joined: every worker that stores a span steps it by itself, to the same bits."""
 Domains = Sequence[Sequence[Worker]]
 """Workers that fail together (`runtime.failure_domains`)."""
-CutFor = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of ranges that have lost some since; the remaining members keep the same parts (`Cut.left`)."""
+OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
+"""Original members of ranges that have lost some since; the remaining members keep the same parts
+(`StatePartition.after_losses`)."""
 
 
-class Elements(NamedTuple):
+class ElementCounts(NamedTuple):
     """Numbers of trained elements of a layer."""
 
     cut: int
@@ -48,7 +49,7 @@ class Elements(NamedTuple):
         return tuple(pairwise(ends))
 
 
-class Cut(NamedTuple):
+class StatePartition(NamedTuple):
     """Partition of the elements of a range of layers."""
 
     members: tuple[Worker, ...]
@@ -62,27 +63,27 @@ class Cut(NamedTuple):
     sharded: bool
 
     @property
-    def length(self) -> int:
+    def padded_length(self) -> int:
         """Number of elements, padded to a multiple of the number of parts."""
         return self.spans[0][1] * len(self.spans)
 
-    def own(self, worker: Worker) -> tuple[Span, ...]:
+    def own_parts(self, worker: Worker) -> tuple[Span, ...]:
         """Return the parts that a member owns; if state is not sharded, the first member owns all."""
-        return self._of(worker, self.owners)
+        return self._parts_of(worker, self.owners)
 
-    def copied(self, worker: Worker) -> tuple[Span, ...]:
+    def copied_parts(self, worker: Worker) -> tuple[Span, ...]:
         """Return the parts of other members that a member keeps copies of."""
-        return self._of(worker, self.buddies)
+        return self._parts_of(worker, self.buddies)
 
-    def kept(self, worker: Worker) -> tuple[Span, ...]:
+    def stored_parts(self, worker: Worker) -> tuple[Span, ...]:
         """Return all parts that a member stores: its own, and its copies of others."""
-        return (*self.own(worker), *self.copied(worker)) if self.sharded else self.spans
+        return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
-    def stepped(self, worker: Worker) -> tuple[Span, ...]:
+    def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
         """Return the parts that a member steps within the iteration and sends to others while it trains."""
-        return self.own(worker) if self.sharded else self.spans
+        return self.own_parts(worker) if self.sharded else self.spans
 
-    def left(self, members: Sequence[Worker]) -> "Cut | None":
+    def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
         """Return the same partition for the remaining members: a buddy becomes the owner of a lost member's part.
 
         Returns None if neither owner nor buddy of some part remains.
@@ -95,41 +96,43 @@ class Cut(NamedTuple):
         return self._replace(members=tuple(members), owners=tuple(remaining[0] for remaining in keepers),
                              buddies=tuple(remaining[1] if len(remaining) > 1 else None for remaining in keepers))
 
-    def _of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
+    def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
         """Return the parts for which a member is listed among `keepers`, without empty ones."""
         place = self.members.index(worker)
         return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
                      if keeper == place and span[0] < span[1])
 
 
-def cut(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> Cut:
+def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
     """Partition a number of elements over members; if state is not sharded, each member stores all of them."""
     members = tuple(sorted(members))
     count = len(members)
     if not sharded or count == 1 or not total:
-        return Cut(members, ((0, total),), (0,), (None,), sharded=False)
+        return StatePartition(members, ((0, total),), (0,), (None,), sharded=False)
     size = -(-total // count)
     spans = tuple((min(total, place * size), min(total, (place + 1) * size)) for place in range(count))
-    buddies = _buddies([next((number for number, workers in enumerate(domains) if worker in workers), 0)
-                        for worker in members])
-    return Cut(members, spans, tuple(range(count)), buddies, sharded=True)
+    buddies = _assign_buddies([next((number for number, workers in enumerate(domains) if worker in workers), 0)
+                               for worker in members])
+    return StatePartition(members, spans, tuple(range(count)), buddies, sharded=True)
 
 
-def cuts_of(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: CutFor, elements: Callable[[int], Elements],
-            domains: Domains, *, sharded: bool) -> dict[LayerRange, Cut]:
+def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
+                     elements: Callable[[int], ElementCounts],
+                     domains: Domains, *, sharded: bool) -> dict[LayerRange, StatePartition]:
     """Return the partition of each range. Raises ValueError if neither owner nor buddy of some part remains."""
     cuts = {}
     for layers, members in ranges.items():
         before = cut_for.get(layers)
-        initial = cut(sum(elements(layer).cut for layer in range(*layers)), before or members, domains, sharded=sharded)
-        remaining = initial if before is None else initial.left(members)
+        initial = build_partition(sum(elements(layer).cut for layer in range(*layers)), before or members, domains,
+                                  sharded=sharded)
+        remaining = initial if before is None else initial.after_losses(members)
         if remaining is None:
             raise ValueError(f"no part of layers {layers} may be kept by nobody")
         cuts[layers] = remaining
     return cuts
 
 
-def _buddies(domains: Sequence[int]) -> tuple[int, ...]:
+def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
     """Return the index of each member's buddy. Each member is the buddy of one other, in another domain if possible.
 
     With members sorted by domain, the one that is as many places ahead as the largest domain has members is in another
@@ -141,7 +144,7 @@ def _buddies(domains: Sequence[int]) -> tuple[int, ...]:
     return tuple(buddy[place] for place in range(len(order)))
 
 
-def in_layers(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
+def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
     """Yield a span of a range as spans of its layers, whose sizes `elements` returns."""
     begins = 0
     for layer in range(*layers):
@@ -151,24 +154,27 @@ def in_layers(span: Span, layers: LayerRange, elements: Callable[[int], int]) ->
         begins += elements(layer)
 
 
-def parts_of(worker: Worker, cuts: Mapping[LayerRange, Cut], elements: Callable[[int], Elements],
-             which: Callable[[Cut, Worker], tuple[Span, ...]] = Cut.kept) -> dict[int, tuple[Span, ...]]:
-    """Return the spans of each layer that a member stores, or those that `which` selects: `Cut.own` or `Cut.stepped`.
+def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], elements: Callable[[int], ElementCounts],
+                    which: Callable[[StatePartition, Worker],
+                                    tuple[Span, ...]] = StatePartition.stored_parts) -> dict[int, tuple[Span, ...]]:
+    """Return the spans of each layer that a member stores, or those that `which` selects: `StatePartition.own_parts` or
+    `StatePartition.stepped_parts`.
 
     Parameters that are not cut are owned by the first member; all members store and step them.
     """
     parts: dict[int, tuple[Span, ...]] = {}
     for layers, cut_of_range in cuts.items():
         for span in which(cut_of_range, worker):
-            for layer, part in in_layers(span, layers, lambda layer: elements(layer).cut):
+            for layer, part in split_by_layer(span, layers, lambda layer: elements(layer).cut):
                 parts[layer] = (*parts.get(layer, ()), part)
-        for layer in range(*layers) if which is not Cut.own or worker == cut_of_range.members[0] else ():
+        for layer in range(*layers) if which is not StatePartition.own_parts or worker == cut_of_range.members[0] \
+                else ():
             if whole := elements(layer).whole_spans:
                 parts[layer] = (*parts.get(layer, ()), *whole)
     return parts
 
 
-def without(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
+def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
     """Return a span without the elements of other spans, as spans in ascending order."""
     remaining, (start, stop) = [], span
     for first, end in sorted(others):
@@ -182,7 +188,7 @@ def without(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(rest for rest in remaining if rest[0] < rest[1])
 
 
-def common(one: Span, other: Span) -> Span | None:
+def intersect(one: Span, other: Span) -> Span | None:
     """Return the intersection of two spans; None if it is empty."""
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else None

@@ -20,31 +20,31 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
-from slipstream.runtime.model.state.clipping import clip_factor, watches_gradients
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.layers.worker_group import is_first_rank, worker_group
+from slipstream.runtime.model.state.clipping import clip_factor, needs_gradient_norm
+from slipstream.runtime.model.state.held_layers import HeldLayers
 from slipstream.runtime.model.state.version import VersionError
 
-UNCLIPPED = 4
+UNCLIPPED_TO_GUESS = 4
 """Number of iterations without clipping after which guessing is worthwhile again: a wrong guess costs less than one
 iteration."""
 
 
-class Sums(Protocol):
+class PendingSums(Protocol):
     """Numbers that are being summed over all workers."""
 
-    def arrived(self) -> bool:
-        """Return whether `take` would return at once."""
+    def has_arrived(self) -> bool:
+        """Return whether `wait_for_sums` would return at once."""
 
-    def take(self) -> Sequence[float]:
+    def wait_for_sums(self) -> Sequence[float]:
         """Wait for the sums and return them. Raises CommunicationError if they cannot be received."""
 
 
-Share = Callable[[Sequence[float]], Sums]
+StartSum = Callable[[Sequence[float]], PendingSums]
 """Function that starts to sum numbers over all workers while computation continues."""
 
 
-class Steps:
+class StepController:
     """Steps of the layers that one worker holds, validated with the gradients of all workers.
 
     Parameters
@@ -52,7 +52,7 @@ class Steps:
     layers
         Number of layers of the whole model.
     share
-        Starts to sum numbers over all workers; None if `watches_gradients` is false.
+        Starts to sum numbers over all workers; None if `needs_gradient_norm` is false.
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
@@ -60,32 +60,33 @@ class Steps:
         that it was made with.
     """
 
-    def __init__(self, holding: Holding, config: TrainingConfig, *, layers: int, share: Share | None, staggered: bool,
+    def __init__(self, holding: HeldLayers, config: TrainingConfig, *, layers: int, share: StartSum | None,
+                 staggered: bool,
                  stepped: Callable[[int], None] = lambda _: None) -> None:
-        assert (share is not None) == watches_gradients(config)
+        assert (share is not None) == needs_gradient_norm(config)
         self._holding = holding
         self._config = config
         self._layers = layers
         self._share = share
         self._may_guess = staggered
-        self._stepped = stepped
-        self._unclipped = UNCLIPPED
+        self._on_stepped = stepped
+        self._unclipped_iterations = UNCLIPPED_TO_GUESS
         self.squares = 0.0
         """Sum of squares of the last iteration's gradients, before clipping, over the parts that this worker owns."""
-        self._sums: Sums | None = None
+        self._sums: PendingSums | None = None
         self._iteration = 0
-        self._others_guess = False
-        self._guessed = False
-        self.wrong = False
+        self._is_guessing = False
+        self._has_guessed = False
+        self.was_wrong = False
         """True if the last validated step differs from the guess that the workers had made."""
-        self._agreed = True
+        self._is_agreed = True
         """True if all ranks of this worker already act on the validation."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
         """Last iteration whose step is known, with its `clip_factor`; None if every step has factor 1."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
-        self.void = False
+        self.is_void = False
         """True if all that the workers compute until the next step is void, because it is based on a wrong guess.
 
         The caller resets it at the next step.
@@ -99,37 +100,37 @@ class Steps:
         """
         self._iteration = iteration
         if self._share is None:
-            self.squares = self._holding.squares()
+            self.squares = self._holding.sum_squares()
             self._holding.step(iteration)
             until_unread()
-            self._end()
+            self._finish_step()
             return
         until_unread()  # the gradients are set to zero below, even if the step is skipped
         squares = self._holding.layer_squares()
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
-        self._sums = self._share([*contribution, loss if first_rank() else 0.0])
-        self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED
+        self._sums = self._share([*contribution, loss if is_first_rank() else 0.0])
+        self._is_guessing = self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
         # This worker's own gradients may already exceed the norm: then the guess is known to be wrong.
-        self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
-        self._agreed = worker_group() is None or not self._others_guess
-        if self._guessed:
+        self._has_guessed = self._is_guessing and clip_factor(squares.values(), self._config) == 1.0
+        self._is_agreed = worker_group() is None or not self._is_guessing
+        if self._has_guessed:
             self._holding.step(iteration)
         else:
-            self._take()
+            self._conclude_sums()
 
     @property
     def iteration(self) -> int:
         """Iteration whose step is being made, or was made last."""
         return self._iteration
 
-    def poll(self) -> None:
+    def validate_if_arrived(self) -> None:
         """Validate the step before a forward, if that is possible without waiting. Raises CommunicationError.
 
         The ranks of a worker agree on it: they communicate within the op, unless it is void.
         """
-        arrived, group = self._sums is None or self._sums.arrived(), worker_group()
-        if arrived if group is None or self._agreed else group.all_ready(arrived):
+        arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
+        if arrived if group is None or self._is_agreed else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
@@ -137,19 +138,19 @@ class Steps:
 
         Required before a backward, because the gradients of the iteration before are kept for a second step until then.
         """
-        self._take()
-        if not self._agreed:
-            self._agreed, self.void = True, self.wrong
+        self._conclude_sums()
+        if not self._is_agreed:
+            self._is_agreed, self.is_void = True, self.was_wrong
 
-    def _take(self) -> None:
+    def _conclude_sums(self) -> None:
         """Wait for the sums, if there are any under way, and make the step final."""
         if self._sums is None:
             return
-        *squares, loss = self._sums.take()
+        *squares, loss = self._sums.wait_for_sums()
         self.losses.append((self._iteration, loss))
-        self._conclude(clip_factor(squares, self._config))
+        self._conclude_step(clip_factor(squares, self._config))
 
-    def go_back(self, committed: int, factor: float | None, *, known: bool = True) -> None:
+    def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
         """Recover from a failure: make exactly the steps of all iterations up to `committed`, finally.
 
         If it is `known`, `factor` is that of iteration `committed`, in case the sums have not reached this worker. At
@@ -160,26 +161,27 @@ class Steps:
         if self._sums is not None and self._iteration == committed:
             if not known:
                 raise VersionError(f"nobody says how iteration {committed} was stepped")
-            self._conclude(factor)
-        self._holding.go_back(committed)
-        self._sums, self._agreed = None, True
-        self.void = False
-        self._unclipped = UNCLIPPED  # a worker that joins now also starts with this: all must guess alike
+            self._conclude_step(factor)
+        self._holding.return_to(committed)
+        self._sums, self._is_agreed = None, True
+        self.is_void = False
+        # a worker that joins now also starts with this: all must guess alike
+        self._unclipped_iterations = UNCLIPPED_TO_GUESS
 
-    def _conclude(self, factor: float | None) -> None:
+    def _conclude_step(self, factor: float | None) -> None:
         """Make the step with this factor final: keep a right guess, otherwise undo it and step again."""
-        right = self._guessed and factor == 1.0
-        if self._guessed and not right:
+        right = self._has_guessed and factor == 1.0
+        if self._has_guessed and not right:
             self._holding.undo()
         if not right:
             self._holding.step(self._iteration, factor)
         self._sums = None
         self.validated = self._iteration, factor
-        self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
-        self.wrong = self._others_guess and factor != 1.0
-        if self._agreed:
-            self.void = self.wrong
-        self._end()
+        self._unclipped_iterations = self._unclipped_iterations + 1 if factor == 1.0 else 0
+        self.was_wrong = self._is_guessing and factor != 1.0
+        if self._is_agreed:
+            self.is_void = self.was_wrong
+        self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
         """Call a function as soon as the last step is final: now, or when it is validated."""
@@ -188,9 +190,9 @@ class Steps:
         else:
             self._when_validated.append(call)
 
-    def _end(self) -> None:
+    def _finish_step(self) -> None:
         """Report that the step is final, set the gradients to zero, and make the calls that waited for it."""
-        self._stepped(self._iteration)
+        self._on_stepped(self._iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []
         for call in calls:

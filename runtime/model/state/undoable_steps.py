@@ -15,32 +15,32 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError, TrainingConfig
 from slipstream.runtime.model.layers.step_rules import StepRule
 from slipstream.runtime.model.object_reference import is_reference, load_reference
-from slipstream.runtime.model.state.learning_rate import is_scheduled, scale
-from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.model.state.learning_rate import is_scheduled, rate_factor
+from slipstream.runtime.model.state.parameter_groups import OptimizerGroups
 from slipstream.runtime.model.state.version import Version
-from slipstream.runtime.torch_private import copy_all
+from slipstream.runtime.torch_private import copy_tensors
 
-Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
+OptimizerFactory = Callable[[OptimizerGroups, TrainingConfig], torch.optim.Optimizer]
 
 
-def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+def _build_adamw(groups: OptimizerGroups, config: TrainingConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
                              amsgrad=config.amsgrad, maximize=config.maximize, fused=True)
 
 
-def _sgd(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+def _build_sgd(groups: OptimizerGroups, config: TrainingConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, dampening=config.dampening,
                            nesterov=config.nesterov, maximize=config.maximize, fused=True)
 
 
-def _muon(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+def _build_muon(groups: OptimizerGroups, config: TrainingConfig) -> torch.optim.Optimizer:
     from slipstream.runtime.model.state.muon import Muon
 
-    return Muon(groups, config, _adamw)
+    return Muon(groups, config, _build_adamw)
 
 
-_muon.whole_parameters = True  # type: ignore[attr-defined]
-OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
+_build_muon.whole_parameters = True  # type: ignore[attr-defined]
+OPTIMIZERS: dict[str, OptimizerFactory] = {"adamw": _build_adamw, "sgd": _build_sgd, "muon": _build_muon}
 """Factories of optimizers by the value of `[training] optimizer`.
 
 A user's own factory is named `module:function` there. Its optimizer remembers only tensors, in its `state`. It must
@@ -49,7 +49,7 @@ attribute `whole_parameters`.
 """
 
 
-def optimizer_factory(config: TrainingConfig) -> Factory:
+def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
     """Return the factory of the configured optimizer.
 
     Raises ConfigError if there is none of that name, or if the optimizer needs whole parameters, but workers or their
@@ -59,7 +59,7 @@ def optimizer_factory(config: TrainingConfig) -> Factory:
     if name not in OPTIMIZERS and not is_reference(name):
         raise ConfigError(f"training.optimizer is {name!r}; expected one of {', '.join(map(repr, OPTIMIZERS))}, or "
                           "'module:function'")
-    factory: Factory = OPTIMIZERS[name] if name in OPTIMIZERS else load_reference("training.optimizer", name)
+    factory: OptimizerFactory = OPTIMIZERS[name] if name in OPTIMIZERS else load_reference("training.optimizer", name)
     if getattr(factory, "whole_parameters", False):
         for wrong, what, expected in ((config.shard_optimizer, "shard_optimizer true", "false"),
                                       (config.tensor_parallel > 1, f"tensor_parallel {config.tensor_parallel}", "1")):
@@ -72,7 +72,7 @@ def optimizer_factory(config: TrainingConfig) -> Factory:
 class OptimizerSteps:
     """Optimizer over tensors in parameter groups, which steps by `.grad` with the learning rate of each iteration."""
 
-    def __init__(self, groups: Groups, config: TrainingConfig) -> None:
+    def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         self._config = config
         self._rules: dict[nn.Parameter, StepRule] = {
             parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
@@ -82,30 +82,31 @@ class OptimizerSteps:
         self.states: Any = self._optimizer.state
         """State that the optimizer keeps of each tensor."""
 
-    def _stepped(self) -> Sequence[nn.Parameter]:
+    def _stepped_parameters(self) -> Sequence[nn.Parameter]:
         """Return all tensors that are stepped, each once."""
         return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _apply_update(self) -> None:
         """Step all tensors that have a gradient."""
         self._optimizer.step()
         for parameter, rule in self._rules.items():
             if parameter.grad is not None:
                 rule(parameter, parameter.grad)
 
-    def tensors_of(self, stepped: nn.Parameter) -> dict[str, Tensor]:
+    def state_tensors(self, stepped: nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer's tensors for a parameter, by slot; empty before its first step."""
         return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
 
-    def _remembered_bytes(self) -> int:
+    def _state_bytes(self) -> int:
         """Return the memory of the optimizer's tensors for all parameters, in bytes."""
-        return sum(value.nbytes for stepped in self._stepped() for value in self.tensors_of(stepped).values())
+        return sum(value.nbytes for stepped in self._stepped_parameters()
+                   for value in self.state_tensors(stepped).values())
 
     def _set_rates(self, iteration: int) -> None:
         """Set the learning rates of an iteration."""
         for group, rate in self._rates:
-            group["lr"] = rate * scale(self._config, iteration)
+            group["lr"] = rate * rate_factor(self._config, iteration)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
         """Return each group with its highest learning rate; empty if the learning rate is constant.
@@ -120,7 +121,7 @@ class OptimizerSteps:
                               "training.learning_rate_schedule to set")
         return [(group, group["lr"]) for group in groups]
 
-    def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
+    def _slot_device(self, slot: str, parameter: nn.Parameter) -> torch.device:
         """Return the device of a slot: that of the parameter, but the CPU for step counters of unfused kernels."""
         options = self._optimizer.defaults
         with_parameter = slot != "step" or options.get("fused") or options.get("capturable")
@@ -132,11 +133,11 @@ class UndoableSteps(OptimizerSteps):
 
     An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping the
     next iteration commits the one before, because a worker only gets there after all others have validated that one.
-    So, if c is the last iteration that all have committed, each survivor recovers with `go_back(c)`. Parameters and
+    So, if c is the last iteration that all have committed, each survivor recovers with `return_to(c)`. Parameters and
     their state are then bit for bit those after iteration c.
     """
 
-    def __init__(self, groups: Groups, config: TrainingConfig) -> None:
+    def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         super().__init__(groups, config)
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the open step."""
@@ -172,12 +173,12 @@ class UndoableSteps(OptimizerSteps):
 
     def _make_step(self, factor: float) -> None:
         """Save copies, scale the gradients, and step."""
-        self._save(self._stepped())
+        self._save_copies(self._stepped_parameters())
         if factor != 1.0:
-            for parameter in self._stepped():
+            for parameter in self._stepped_parameters():
                 if parameter.grad is not None and parameter not in self._rules:
                     parameter.grad.mul_(factor)
-        self._update()
+        self._apply_update()
 
     def undo(self) -> None:
         """Restore parameters and state, bit for bit, from before the open step; gradients stay as they are."""
@@ -186,7 +187,7 @@ class UndoableSteps(OptimizerSteps):
         self.version = Version(after, whole=False)
         if self._stepped_open:
             with torch.no_grad():
-                copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
+                copy_tensors([copy for _, copy in self._saved], [live for live, _ in self._saved])
         for parameter, before in self._slots.items():
             if before is not None:
                 self.states[parameter] = dict(before)
@@ -194,7 +195,7 @@ class UndoableSteps(OptimizerSteps):
                 del self.states[parameter]
         self.open_iteration, self.version = None, Version(after)
 
-    def go_back(self, committed: int) -> None:
+    def return_to(self, committed: int) -> None:
         """Undo the open step if its iteration is later than the last committed one; otherwise make it final.
 
         Raises VersionError if the parameters are then not those after the committed iteration.
@@ -202,7 +203,7 @@ class UndoableSteps(OptimizerSteps):
         if self.open_iteration is not None and self.open_iteration > committed:
             self.undo()
         self.commit()
-        if self._optimizer.param_groups and self._stepped():
+        if self._optimizer.param_groups and self._stepped_parameters():
             self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
@@ -213,7 +214,7 @@ class UndoableSteps(OptimizerSteps):
         """Return the memory of the copies, in bytes."""
         return sum(copy.nbytes for _, copy in self._saved)
 
-    def _save(self, stepped: Sequence[nn.Parameter]) -> None:
+    def _save_copies(self, stepped: Sequence[nn.Parameter]) -> None:
         """Copy the parameters that are about to be stepped, and their state."""
         live: list[Tensor] = [*stepped]
         for parameter in stepped:
@@ -223,5 +224,5 @@ class UndoableSteps(OptimizerSteps):
         saved = [self._spare[id(tensor)] if id(tensor) in self._spare else (tensor, torch.empty_like(tensor))
                  for tensor in live]
         with torch.no_grad():
-            copy_all(live, [copy for _, copy in saved])
+            copy_tensors(live, [copy for _, copy in saved])
         self._saved += saved

@@ -6,10 +6,10 @@ import pytest
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.costs import Costs
-from slipstream.cli.fleet.failure_models import FailureModel, Kind
+from slipstream.cli.fleet.failure_models import FailureKind, FailureModel
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Cause, Scenario
-from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.simulation import simulate_policy
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import parse_job
 
@@ -62,7 +62,7 @@ class InPlace(POLICIES["slipstream"]):
 def run(name, *changes, **how):
     kind = InPlace if name == "in-place" else POLICIES[name]
     policy = kind(scenario(**how.pop("scenario", {})))
-    return simulate(policy, trace(*changes, **how))
+    return simulate_policy(policy, trace(*changes, **how))
 
 
 def spans(result):
@@ -74,4 +74,4 @@ def spans(result):
 def failing(mtbf, *more, **kind):
     """Single machines that fail once in so many hours each; `more` are pairs (machines of a domain, hours)."""
     return FailureModel(name="made", kinds=tuple(
-        Kind(cause=f"{size}", gpus=size, mtbf_hours=hours, **kind) for size, hours in [(1, mtbf), *more]))
+        FailureKind(cause=f"{size}", gpus=size, mtbf_hours=hours, **kind) for size, hours in [(1, mtbf), *more]))

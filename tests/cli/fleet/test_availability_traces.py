@@ -5,12 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change, fail_together, fit_to_job, group_gpus
+from slipstream.cli.fleet.availability_trace import (
+    AvailabilityTrace,
+    Change,
+    fit_to_job,
+    group_gpus,
+    with_node_failures,
+)
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from slipstream.cli.fleet.trace_file import (
     TraceFileError,
-    from_counts,
+    build_from_counts,
     parse_availability_trace,
     read_availability_trace,
 )
@@ -37,8 +43,8 @@ EVENTS = """
 def test_availability():
     trace = parse_availability_trace(SAMPLES)
     assert (trace.places, trace.live, trace.length_seconds) == (4, (0, 1, 2, 3), 180.0)
-    assert list(trace.counts()) == [(0.0, 4), (120.0, 2), (180.0, 3)]
-    assert trace.removals == 2 and trace.mean_live == pytest.approx((4 * 120 + 2 * 60) / 180)
+    assert list(trace.iterate_live_counts()) == [(0.0, 4), (120.0, 2), (180.0, 3)]
+    assert trace.machine_losses == 2 and trace.mean_live_machines == pytest.approx((4 * 120 + 2 * 60) / 180)
     assert [parse_availability_trace(SAMPLES, seed=1).changes, parse_availability_trace(SAMPLES, seed=1).changes] == [
         parse_availability_trace(SAMPLES, seed=1).changes] * 2
     assert any("drawn at random" in note for note in trace.notes)
@@ -69,7 +75,7 @@ SLOW = EVENTS + """30000,slow,a,1.5
 
 def test_machines_that_are_slow_or_short_of_gpus():
     trace = parse_availability_trace(SLOW, gpus_per_worker=8)
-    assert trace.gpus_per_worker == 8 and (trace.slowdowns, trace.partial_losses) == (2, 1)
+    assert trace.gpus_per_worker == 8 and (trace.machine_slowdowns, trace.partial_losses) == (2, 1)
     assert trace.changes == (
         Change(30.0, slowed=((0, 1.5),), gpus=((2, 3),)), Change(60.0, removed=(0, 1)), Change(90.0, added=(0,)),
         Change(95.0, slowed=((0, 1.25),)), Change(100.0, slowed=((0, 1.0),), gpus=((2, 8),)),
@@ -79,11 +85,11 @@ def test_machines_that_are_slow_or_short_of_gpus():
 
 def test_what_a_policy_sees_of_machines_that_lost_gpus():
     trace = parse_availability_trace(SLOW, gpus_per_worker=8)
-    goes_on = list(trace.changes_for(lambda alive: alive))
+    goes_on = list(trace.iterate_policy_changes(lambda alive: alive))
     assert goes_on[:2] == [Change(30.0, removed=(2,), slowed=((0, 1.5),)),
                            Change(30.0, added=(2,), slowed=((2, 8 / 3),))], "those that are left begin anew"
     assert goes_on[5].slowed == ((0, 1.0), (2, 1.0))
-    down = list(trace.changes_for(lambda alive: alive if alive == 8 else 0))
+    down = list(trace.iterate_policy_changes(lambda alive: alive if alive == 8 else 0))
     assert down[0] == Change(30.0, removed=(2,), slowed=((0, 1.5),))
     assert down[4] == Change(100.0, added=(2,), slowed=((0, 1.0),)) and down[5].removed == (2,)
     assert all(not change.gpus for change in (*goes_on, *down))
@@ -91,7 +97,8 @@ def test_what_a_policy_sees_of_machines_that_lost_gpus():
 
 def test_a_machine_that_is_removed_while_down_leaves_once():
     text = "0,add,a\n0,add,b\n1000,gpus,a,1\n2000,slow,a,3\n3000,remove,a\n4000,add,a\n5000,remove,b\n"
-    seen = list(parse_availability_trace(text, gpus_per_worker=2).changes_for(lambda alive: 0 if alive == 1 else alive))
+    seen = list(parse_availability_trace(text, gpus_per_worker=2).iterate_policy_changes(lambda alive: 0 if alive == 1
+                                                                                         else alive))
     assert seen == [Change(1.0, removed=(0,)), Change(4.0, added=(0,)), Change(5.0, removed=(1,))]
 
 
@@ -128,7 +135,7 @@ def test_a_machine_that_follows_another_within_an_instant_is_a_newcomer():
 def test_of_several_counts_at_one_instant_the_last_holds_and_holes_are_told():
     text = "".join(f"2021-12-11, 10:{minute:02}:00, 4\n" for minute in range(10))
     trace = parse_availability_trace(text + "2021-12-11, 10:09:00, 3\n2021-12-11, 20:00:00, 4\n")
-    assert list(trace.counts()) == [(0.0, 4), (540.0, 3), (36000.0, 4)]
+    assert list(trace.iterate_live_counts()) == [(0.0, 4), (540.0, 3), (36000.0, 4)]
     assert "1 gaps without samples, 9.8 h in all: the last count is taken to hold" in trace.notes
 
 
@@ -172,10 +179,10 @@ def test_files(tmp_path):
 
 
 def test_a_small_job_runs_on_places_drawn_from_the_fleet():
-    trace = from_counts([(0.0, 100), (10.0, 50), (20.0, 100)], 30.0, "half")
+    trace = build_from_counts([(0.0, 100), (10.0, 50), (20.0, 100)], 30.0, "half")
     small = fit_to_job(trace, 20, seed=3)
     assert small.places == 20 and small.live == tuple(range(20)) and small == fit_to_job(trace, 20, seed=3)
-    assert 2 < small.removals < 18 and fit_to_job(trace, 100) is trace
+    assert 2 < small.machine_losses < 18 and fit_to_job(trace, 100) is trace
 
 
 def test_in_a_large_job_a_place_stands_for_several_workers():
@@ -201,7 +208,7 @@ def test_a_node_is_there_while_all_of_it_is():
     gpus = AvailabilityTrace(name="gpus", places=6, live=(0, 1, 2, 3, 4), length_seconds=10.0, changes=(
         Change(1.0, removed=(1,)), Change(2.0, removed=(4,)), Change(3.0, added=(1, 5), removed=(2,)),
         Change(4.0, added=(4,)), Change(5.0, added=(2,)), Change(6.0, removed=(0, 1))))
-    together = fail_together(gpus, ((0, 4), (1, 2), (3,), (5,)))
+    together = with_node_failures(gpus, ((0, 4), (1, 2), (3,), (5,)))
     assert together.live == (0, 1, 2, 3, 4)
     assert together.changes == (
         Change(1.0, removed=(1, 2)), Change(2.0, removed=(0, 4)), Change(3.0, added=(5,)), Change(4.0, added=(0, 4)),
@@ -212,7 +219,7 @@ def test_a_node_is_there_while_all_of_it_is():
 def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
     drawn = draw_trace(failing(30, (3, 200)), 12, 2, seed)
     nodes = tuple(tuple(range(first, first + size)) for first in range(0, 12, size))
-    together = fail_together(drawn, nodes)
+    together = with_node_failures(drawn, nodes)
     live, single, changes = set(together.live), set(drawn.live), {one.seconds: one for one in together.changes}
     for change in drawn.changes:
         single = single - set(change.removed) | set(change.added)
@@ -226,7 +233,7 @@ def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
 
 def test_failures_come_at_the_rate_asked_for():
     failures = failing(100, repair_hours=1e-3, transient_share=0)
-    assert draw_trace(failures, 200, 50).removals == pytest.approx(200 * 50 * 24 / 100, rel=0.15)
+    assert draw_trace(failures, 200, 50).machine_losses == pytest.approx(200 * 50 * 24 / 100, rel=0.15)
     assert draw_trace(failures, 10, 5, 1) == draw_trace(failures, 10, 5, 1) != draw_trace(failures, 10, 5, 2)
 
 
@@ -234,15 +241,15 @@ def test_repairs_take_as_long_as_asked_for():
     lasting = draw_trace(failing(100, repair_hours=50, transient_share=0), 300, 40)
     brief = draw_trace(failing(100, repair_hours=50, transient_share=1, restart_hours=1), 300,
                        40)
-    assert lasting.mean_live / 300 == pytest.approx(100 / 150, abs=0.05)
-    assert brief.mean_live / 300 == pytest.approx(100 / 101, abs=0.01)
+    assert lasting.mean_live_machines / 300 == pytest.approx(100 / 150, abs=0.05)
+    assert brief.mean_live_machines / 300 == pytest.approx(100 / 101, abs=0.01)
 
 
 def test_nodes_and_racks_fail_together():
     failures = failing(1e7, (4, 300), (8, 1e9))
     trace = draw_trace(failures, 40, 20)
-    assert trace.removals and all(change.removed[0] % 4 == 0 and len(change.removed) == 4
-                                  for change in trace.changes if change.removed)
+    assert trace.machine_losses and all(change.removed[0] % 4 == 0 and len(change.removed) == 4
+                                        for change in trace.changes if change.removed)
     racks = draw_trace(failing(1e7, (8, 300)), 40, 20)
     assert all(len(change.removed) == 8 for change in racks.changes if change.removed)
 

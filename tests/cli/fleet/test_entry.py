@@ -7,9 +7,9 @@ import pytest
 
 from examples.fleet_policy import WholePipelines
 from slipstream.cli.fleet import entry
-from slipstream.cli.fleet.entry import EntryError, installed_policy, read_entry, table_policy
+from slipstream.cli.fleet.entry import EntryError, load_installed_policy, make_table_policy, read_entry
 from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.simulation import simulate_policy
 from tests.cli.fleet.small import COSTS, gain, lose, scenario, spans, trace
 
 ROWS = [{"down": 0, "samples_per_second": 0.8}, {"down": 2, "samples_per_second": 0.5, "pause_seconds": 20},
@@ -23,20 +23,21 @@ def written(tmp_path, rows=ROWS, **more):
 
 
 def test_a_table_says_how_fast_and_after_what_pause(tmp_path):
-    kind = table_policy(read_entry(written(tmp_path)), "small", 2)
+    kind = make_table_policy(read_entry(written(tmp_path)), "small", 2)
     policy = kind(scenario())
-    result = simulate(policy, trace(lose(100.0, 1), lose(400.0, 0), gain(700.0, 1), lose(900.0, 1, 2, 3)))
+    result = simulate_policy(policy, trace(lose(100.0, 1), lose(400.0, 0), gain(700.0, 1), lose(900.0, 1, 2, 3)))
     stall = 9 / 0.7
     assert spans(result)[:4] == [("RUN", 100.0), ("SWITCH", 5.0), ("LOST", stall), ("RUN", 300 - 5 - stall)]
-    assert result.rate[result.cause == 0] == pytest.approx([0.8, 0.7, 0.5, 0.5]), "one of stage 0 has the row for two"
+    assert result.useful_rates[result.cause_indices == 0] == pytest.approx([0.8, 0.7, 0.5,
+                                                                            0.5]), "one of stage 0 has the row for two"
     assert spans(result)[-1] == ("WAIT", 100.0), "four are in no row"
     assert (kind.name, kind.source) == ("theirs", "S") and policy.fault_free_rate == 0.8
-    assert table_policy(read_entry(written(tmp_path)), "other", 2) is None
+    assert make_table_policy(read_entry(written(tmp_path)), "other", 2) is None
 
 
 def test_after_waiting_it_goes_back_to_a_checkpoint(tmp_path):
-    kind = table_policy(read_entry(written(tmp_path)), "small", 2)
-    result = simulate(kind(scenario()), trace(lose(300.0, 0, 1, 2), gain(500.0, 0, 1, 2)))
+    kind = make_table_policy(read_entry(written(tmp_path)), "small", 2)
+    result = simulate_policy(kind(scenario()), trace(lose(300.0, 0, 1, 2), gain(500.0, 0, 1, 2)))
     assert [span[0] for span in spans(result)] == ["RUN", "WAIT", "RESTART", "LOST", "RUN"]
 
 
@@ -54,23 +55,25 @@ def test_a_table_that_makes_no_sense_is_refused(tmp_path, rows, more, message):
 
 def test_a_table_of_other_stages_is_refused(tmp_path):
     with pytest.raises(EntryError, match="2 numbers; expected one for each of 3 stages"):
-        table_policy(read_entry(written(tmp_path)), "small", 3)
+        make_table_policy(read_entry(written(tmp_path)), "small", 3)
 
 
 def test_the_documented_policy(monkeypatch):
-    points = [EntryPoint("whole-pipelines", "examples.fleet_policy:WholePipelines", entry.GROUP),
-              EntryPoint("nonsense", "json:dumps", entry.GROUP), EntryPoint("gone", "no_such_module:A", entry.GROUP)]
+    points = [EntryPoint("whole-pipelines", "examples.fleet_policy:WholePipelines", entry.ENTRY_POINT_GROUP),
+              EntryPoint("nonsense", "json:dumps", entry.ENTRY_POINT_GROUP),
+              EntryPoint("gone", "no_such_module:A", entry.ENTRY_POINT_GROUP)]
     monkeypatch.setattr(entry, "entry_points",
                         lambda group, name: [one for one in points if (one.group, one.name) == (group, name)])
-    assert installed_policy("whole-pipelines") is WholePipelines and installed_policy("other") is None
+    assert load_installed_policy("whole-pipelines") is WholePipelines and load_installed_policy("other") is None
     with pytest.raises(EntryError, match="is no policy"):
-        installed_policy("nonsense")
+        load_installed_policy("nonsense")
     with pytest.raises(EntryError, match="gone: no_such_module:A cannot be imported: ModuleNotFoundError"):
-        installed_policy("gone")
+        load_installed_policy("gone")
     policy = WholePipelines(scenario())
-    result = simulate(policy, trace(lose(100.0, 0)))
-    whole, two = (policy.throughputs.one_f_one_b(count) for count in (3, 2))
-    assert result.rate[result.cause == 0] == pytest.approx([whole, two]) and ("SWITCH", 30.0) in spans(result)
+    result = simulate_policy(policy, trace(lose(100.0, 0)))
+    whole, two = (policy.throughputs.one_f_one_b_rate(count) for count in (3, 2))
+    assert result.useful_rates[result.cause_indices == 0] == pytest.approx([whole, two]) \
+        and ("SWITCH", 30.0) in spans(result)
 
 
 def test_policies_are_told_the_same_and_not_the_trace():

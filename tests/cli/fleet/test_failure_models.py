@@ -20,8 +20,8 @@ from slipstream.cli.fleet.failure_models import (
 )
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Cause
-from slipstream.cli.fleet.simulation import simulate
-from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.simulation import simulate_policy
+from slipstream.cli.fleet.synthetic_trace import draw_slow_times, draw_trace
 from tests.cli.fleet.small import failing, lose, run, scenario, trace
 
 PUBLISHED = [("meta-rsc", gpus, hours) for gpus, hours in RSC_MTTF] + [
@@ -36,14 +36,15 @@ def test_drawn_failures_are_as_far_apart_as_published(name, gpus, hours):
     days = 1500 * hours / 24
     drawn = draw_trace(FAILURE_MODELS[name], gpus, days, seed=3)
     assert drawn.seconds_between_failures / 3600 == pytest.approx(hours, rel=0.1)
-    assert FAILURE_MODELS[name].hours_to_failure(gpus) == pytest.approx(hours, rel=0.03)
+    assert FAILURE_MODELS[name].mean_hours_to_failure(gpus) == pytest.approx(hours, rel=0.03)
 
 
 def test_the_curve_is_straight_between_its_points_and_one_rate_beyond():
     model = FAILURE_MODELS["meta-rsc"]
-    assert model.hours_to_failure(8) == pytest.approx(7.9 * 128)
-    assert model.hours_to_failure(262_144) == pytest.approx(0.115)
-    assert model.hours_to_failure(4_096) == pytest.approx(math.sqrt(7.9 * 1.8), rel=1e-6), "half-way, in logarithms"
+    assert model.mean_hours_to_failure(8) == pytest.approx(7.9 * 128)
+    assert model.mean_hours_to_failure(262_144) == pytest.approx(0.115)
+    assert model.mean_hours_to_failure(4_096) == pytest.approx(math.sqrt(7.9 * 1.8),
+                                                               rel=1e-6), "half-way, in logarithms"
 
 
 def test_llama_3_by_cause_and_domain():
@@ -69,7 +70,7 @@ def test_servers_are_away_for_days_and_few_of_them_have_most_failures_as_publish
         months[int(change.seconds / 86_400 // 30)] += len(change.removed)
         hours += [(change.seconds - since.pop(place)) / 3600 for place in change.added]
     assert len(hours) / (400 * days / 1000) == pytest.approx(4.18, rel=0.15), "a server that is down cannot fail again"
-    assert 400 - drawn.mean_live == pytest.approx(9.3, rel=0.15)
+    assert 400 - drawn.mean_live_machines == pytest.approx(9.3, rel=0.15)
     assert np.mean(hours) == pytest.approx(133, rel=0.1) and 10 < np.median(hours) < 25
     assert np.mean(np.array(hours) <= 4) == pytest.approx(0.33, abs=0.04)
     assert np.var(list(months.values())) / np.mean(list(months.values())) == pytest.approx(14.9, rel=0.2)
@@ -89,8 +90,8 @@ def test_repairs_wait_for_their_turn():
     at_once = draw_trace(failing(24, repair_hours=24, transient_share=0), 10, 400, 1)
     queue = failing(24, repair_hours=24, transient_share=0)
     queue = draw_trace(type(queue)(name="q", kinds=queue.kinds, repairs_at_once=1), 10, 400, 1)
-    assert at_once.mean_live == pytest.approx(5, rel=0.1)
-    assert queue.mean_live < 2
+    assert at_once.mean_live_machines == pytest.approx(5, rel=0.1)
+    assert queue.mean_live_machines < 2
 
 
 def factors(made, seconds):
@@ -105,9 +106,9 @@ def factors(made, seconds):
 
 def test_greyhound_delays_those_who_wait_and_links_more_than_computation():
     whole = AvailabilityTrace(name="whole", places=64, live=tuple(range(64)), changes=(), length_seconds=3.6e7)
-    made = draw_slow(whole, SLOW_MODELS["greyhound"], seed=1)
+    made = draw_slow_times(whole, SLOW_MODELS["greyhound"], seed=1)
     assert factors(made, whole.length_seconds) == pytest.approx(GREYHOUND_DELAY, abs=0.02)
-    assert draw_slow(whole, SLOW_MODELS["greyhound"], seed=1) == made
+    assert draw_slow_times(whole, SLOW_MODELS["greyhound"], seed=1) == made
     compute, links = SLOW_MODELS["greyhound"]
     assert (compute.share, links.share) == (0.02, 0.40) and not compute.links and links.links
     assert (compute.hours, links.hours) == pytest.approx((10 / 60, 24 / 60))
@@ -118,7 +119,7 @@ def test_greyhound_delays_those_who_wait_and_links_more_than_computation():
 
 def test_more_slow_times_than_can_be_drawn_are_refused():
     with pytest.raises(ValueError, match="expected at most 5 million"):
-        draw_slow(trace(seconds=1e6), [SlowKind(cause="slow", share=0.1, hours=1e-9, factor=2.0)])
+        draw_slow_times(trace(seconds=1e6), [SlowKind(cause="slow", share=0.1, hours=1e-9, factor=2.0)])
 
 
 def links(seconds, factor):
@@ -129,7 +130,7 @@ def links(seconds, factor):
 def test_nobody_trains_past_slow_links_and_the_time_is_told(name):
     whole, slow = run(name), run(name, links(500.0, 2.0))
     assert slow.throughput == pytest.approx(0.75 * whole.throughput)
-    lost = slow.lost(slow.fault_free_rate)
+    lost = slow.seconds_lost(slow.fault_free_rate)
     assert lost[Cause.LINKS] == pytest.approx(250 * whole.throughput / whole.fault_free_rate
                                               if not POLICIES[name].pauses else lost[Cause.LINKS])
     assert sum(lost.values()) == pytest.approx(1000 * (1 - slow.throughput / slow.fault_free_rate))
@@ -137,7 +138,7 @@ def test_nobody_trains_past_slow_links_and_the_time_is_told(name):
 
 def test_waiting_for_slow_workers_is_a_cause_of_its_own():
     result = run("recycle", Change(500.0, slowed=((1, 2.0),)), links(750.0, 2.0))
-    lost = result.lost(result.fault_free_rate)
+    lost = result.seconds_lost(result.fault_free_rate)
     assert lost[Cause.SLOW] == pytest.approx(250 / 2 + 250 / 2) and lost[Cause.LINKS] == pytest.approx(250 / 4)
     assert lost[Cause.RUN] == pytest.approx(0.0)
 
@@ -145,6 +146,6 @@ def test_waiting_for_slow_workers_is_a_cause_of_its_own():
 def test_phases_still_to_come_are_not_slowed_twice():
     """A worker joins, and is loaded for 3 s, while changes of speed come: each phase is as long as it would be."""
     policy = POLICIES["recycle"](scenario())
-    result = simulate(policy, trace(links(50.0, 2.0), lose(100.0, 0), links(101.0, 2.0), links(101.5, 2.0)))
+    result = simulate_policy(policy, trace(links(50.0, 2.0), lose(100.0, 0), links(101.0, 2.0), links(101.5, 2.0)))
     redone = sum(np.diff(result.seconds)[[phase.redone > 0 for phase in result.phases]])
     assert redone == pytest.approx(2 * 9 / (18 / 28))

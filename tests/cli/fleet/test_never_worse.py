@@ -13,12 +13,12 @@ from slipstream.cli.fleet.availability_trace import fit_to_job
 from slipstream.cli.fleet.costs import costs_for
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Cause
-from slipstream.cli.fleet.simulation import compare
+from slipstream.cli.fleet.simulation import compare_policies
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.cli.fleet.trace_file import parse_availability_trace
 from slipstream.planner.job.file import parse_job
-from slipstream.planner.job.presets import preset, preset_names
+from slipstream.planner.job.presets import preset_names, preset_text
 from tests.cli.fleet.small import failing, job
 
 LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
@@ -29,7 +29,7 @@ FOLLOWED = ("recycle", "torchft", "checkpoint-restart")
 @cache
 def throughputs(name, seconds=0.0):
     """What is planned, in so many seconds each, is kept for all tests."""
-    return Throughputs(parse_job(preset(name)), plan_seconds=seconds, settle_seconds=seconds)
+    return Throughputs(parse_job(preset_text(name)), plan_seconds=seconds, settle_seconds=seconds)
 
 
 def spot_trace(seed, workers, hours=4):
@@ -57,13 +57,14 @@ def spot_trace(seed, workers, hours=4):
 
 def result_for(planned, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED)):
     fitted = fit_to_job(trace, planned.workers)
-    return compare([POLICIES[kind] for kind in kinds], planned, costs_for(parameters, planned.job.stages), fitted)
+    return compare_policies([POLICIES[kind] for kind in kinds], planned, costs_for(parameters, planned.job.stages),
+                            fitted)
 
 
 @pytest.mark.parametrize(("name", "seconds"), [*((name, 0.0) for name in preset_names()), ("gpt-1.5b", 0.1)])
 def test_on_spot_traces(name, seconds):
     trace = spot_trace(1, 32, hours=0.2 if name in LARGE else 0.4)
-    assert trace.removals and any(change.added for change in trace.changes)
+    assert trace.machine_losses and any(change.added for change in trace.changes)
     result = result_for(throughputs(name, seconds), trace)
     ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
     assert ours >= max(others.values()), others
@@ -75,7 +76,8 @@ def test_a_stage_is_lost_when_recycle_loses_it_and_never_else():
     for seed in range(10):
         result = result_for(planned, spot_trace(seed, planned.workers, hours=6), kinds=("slipstream", "recycle"))
         ours, theirs = result.runs["slipstream"], result.runs["recycle"]
-        restarts = [run.seconds[:-1][run.cause == list(Cause).index(Cause.RESTART)].tolist() for run in (ours, theirs)]
+        restarts = [run.seconds[:-1][run.cause_indices == list(Cause).index(Cause.RESTART)].tolist()
+                    for run in (ours, theirs)]
         assert restarts[0] == restarts[1] and ours.throughput >= theirs.throughput, seed
         lost += len(restarts[0])
     assert lost > 100, "traces need checkpoints"

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Cause, CheckpointPauses, Phase, Spans
-from slipstream.cli.fleet.simulation import Comparison, compare
+from slipstream.cli.fleet.policy import Cause, CheckpointTimes, Phase, PhaseHistory
+from slipstream.cli.fleet.simulation import Comparison, compare_policies
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from tests.cli.fleet.small import COSTS, WHOLE, failing, lose, run, scenario, trace
 
@@ -35,22 +35,22 @@ def test_reference_lines():
     half = run("fault-scaled", lose(500.0, 0, 1, 2))
     assert half.throughput == pytest.approx(WHOLE * 0.75)
     limit = run("work-conserving", lose(500.0, 0, 1, 2))
-    assert limit.rate[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
+    assert limit.useful_rates[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
     both_ways = scenario(order="bidirectional").throughputs
-    assert both_ways.work_conserving(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
+    assert both_ways.work_conserving_rate(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
 
 
 @pytest.mark.parametrize(("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")])
 def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order):
     one = scenario(pipelines=4, order=order)
     made = draw_trace(failing(6, (2, 30), repair_hours=2), 8, 2, seed)
-    result = compare(list(POLICIES.values()), one.throughputs, COSTS, made)
+    result = compare_policies(list(POLICIES.values()), one.throughputs, COSTS, made)
     limit = result.runs["work-conserving"].throughput
     for ran in result.runs.values():
         assert 0 <= ran.throughput <= limit * (1 + 1e-9) and ran.seconds[-1] == made.length_seconds
         assert all(ran.seconds[1:] > ran.seconds[:-1])
         if not POLICIES[ran.policy].is_reference:
-            lost = ran.lost(result.best_rate)
+            lost = ran.seconds_lost(result.best_rate)
             assert min(lost.values()) > -1e-6
             assert sum(lost.values()) == pytest.approx(ran.length_seconds * (1 - ran.throughput / result.best_rate))
 
@@ -70,22 +70,22 @@ def test_what_is_reported_of_a_run():
 
 
 def test_checkpoints_count_what_is_beyond_the_last():
-    spans = Spans()
-    kept = CheckpointPauses(spans, 100.0, 10.0)
+    spans = PhaseHistory()
+    kept = CheckpointTimes(spans, 100.0, 10.0)
 
     def train(begin, end, rate):
-        spans.spend([Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end)
+        spans.record_until([Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end)
 
-    assert kept.go_back() == 0.0 and kept.next(30.0) == 110.0 and kept.next(110.0) == 220.0
+    assert kept.return_to_last() == 0.0 and kept.next_after(30.0) == 110.0 and kept.next_after(110.0) == 220.0
     train(0.0, 30.0, 2.0)
     train(40.0, 105.0, 1.0)
-    assert kept.since_stall == 65.0
-    kept.discard(20.0)
-    assert kept.go_back() == pytest.approx(60 + 60 - 20) and kept.go_back() == 0.0
+    assert kept.samples_since_stall == 65.0
+    kept.record_discarded(20.0)
+    assert kept.return_to_last() == pytest.approx(60 + 60 - 20) and kept.return_to_last() == 0.0
     train(200.0, 230.0, 3.0)  # one is complete at 220
-    assert kept.go_back() == pytest.approx(30.0)
+    assert kept.return_to_last() == pytest.approx(30.0)
     train(300.0, 1000.0, 3.0)  # and at 990
-    assert kept.go_back() == pytest.approx(30.0)
+    assert kept.return_to_last() == pytest.approx(30.0)
 
 
 def test_phases_have_a_cause():

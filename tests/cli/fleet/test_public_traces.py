@@ -29,7 +29,7 @@ def read(tmp_path, text, name="trace.csv", **how):
 def test_spot_instances(tmp_path):
     text = json.dumps({"metadata": {"gap_seconds": 300}, "data": [4, 4, 2, 2, 3]})
     trace = read(tmp_path, text, "us-west-2c_v100_1.json")
-    assert list(trace.counts()) == [(0.0, 4), (600.0, 2), (1200.0, 3)] and trace.length_seconds == 1500.0
+    assert list(trace.iterate_live_counts()) == [(0.0, 4), (600.0, 2), (1200.0, 3)] and trace.length_seconds == 1500.0
     assert trace.name == "us-west-2c_v100_1" and "drawn at random" in trace.notes[0]
     assert trace == read(tmp_path, text, "us-west-2c_v100_1.json")
 
@@ -61,7 +61,7 @@ def test_overlapping_faults_of_a_server_are_one_time_out_of_service(tmp_path):
     assert trace.changes == (
         Change(86_400.0, removed=(1,)), Change(2 * 86_400.0, removed=(0,)), Change(5 * 86_400.0, added=(1,)),
         Change(6 * 86_400.0, removed=(1,), added=(0,)), Change(10 * 86_400.0, added=(1,)))
-    assert trace.mean_live == pytest.approx(400 - (4 + 4 + 4) / 10)
+    assert trace.mean_live_machines == pytest.approx(400 - (4 + 4 + 4) / 10)
 
 
 def test_failing_jobs_of_acme_take_a_server_until_the_next_begins(tmp_path):

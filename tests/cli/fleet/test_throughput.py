@@ -13,7 +13,7 @@ from slipstream.cli.fleet.figure import Series
 from slipstream.cli.fleet.loads import spread_over_stages
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.settled import NONE_SLOW, Settled, SettledPlans, SlowWorker
+from slipstream.cli.fleet.settled import NO_SLOW_WORKERS, RebalancedPlan, RebalancedPlans, SlowWorkerCount
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
@@ -35,19 +35,19 @@ def test_the_normal_form_is_the_planners(count):
     schedule = normal_form(one, count, OPTIONS).schedule
     target = throughputs.normal_form(count)
     assert sum(target) == count
-    assert throughputs.planned(target) == pytest.approx(24 / schedule.seconds(schedule.period_ticks), rel=0.01)
+    assert throughputs.planned_rate(target) == pytest.approx(24 / schedule.seconds(schedule.period_ticks), rel=0.01)
 
 
 def test_whole_pipelines_share_the_batch():
     throughputs = Throughputs(job())
-    assert throughputs.one_f_one_b(3) == pytest.approx(18 / plan_job(job(), method="1f1b").fault_free_period)
+    assert throughputs.one_f_one_b_rate(3) == pytest.approx(18 / plan_job(job(), method="1f1b").fault_free_period)
     expected = [0.0, pytest.approx(18 / 58), pytest.approx(18 / 31)]
-    assert [throughputs.one_f_one_b(count) for count in (0, 1, 2)] == expected
+    assert [throughputs.one_f_one_b_rate(count) for count in (0, 1, 2)] == expected
 
 
 def test_a_stage_without_workers_trains_nothing():
     throughputs = Throughputs(job())
-    assert throughputs.planned((3, 0)) == throughputs.recycle((3, 0)) == 0.0
+    assert throughputs.planned_rate((3, 0)) == throughputs.recycle_rate((3, 0)) == 0.0
     assert throughputs.normal_form(5) is None and throughputs.normal_form(4) == (2, 2)
 
 
@@ -63,11 +63,11 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     throughputs = Throughputs(job(), table=table)
     for row in (row for row in table.rows() if row.layers_moved is None):  # the others are settled
         target = throughputs.normal_form(row.failures)
-        assert throughputs.planned(target) == pytest.approx(18 / row.period)
+        assert throughputs.planned_rate(target) == pytest.approx(18 / row.period)
     for row in (row for row in table.rows() if row.layers_moved is not None):
-        assert throughputs.settled(row.failures)[0] == pytest.approx(18 / row.period)
+        assert throughputs.rebalanced_answer(row.failures)[0] == pytest.approx(18 / row.period)
     found = table.lookup([Worker(2, 1)], settled=True).schedule
-    known = Throughputs(job(), table=table, dead=[Worker(2, 1)]).settled(1)[0]
+    known = Throughputs(job(), table=table, dead=[Worker(2, 1)]).rebalanced_answer(1)[0]
     assert known == pytest.approx(18 / found.seconds(found.period_ticks))
     with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
@@ -75,9 +75,9 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
 
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
 def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
-    whole = Throughputs(job(pipelines=12, stages=3)).planned(down)
+    whole = Throughputs(job(pipelines=12, stages=3)).planned_rate(down)
     monkeypatch.setattr("slipstream.cli.fleet.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
-    assert Throughputs(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
+    assert Throughputs(job(pipelines=12, stages=3)).planned_rate(down) == pytest.approx(whole, rel=0.06)
 
 
 def round_robin(throughputs, down):
@@ -90,31 +90,32 @@ def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypat
     one = job(pipelines=40, stages=3)
     monkeypatch.setattr("slipstream.cli.fleet.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
     whole, apart = Throughputs(one), Throughputs(one)
-    assert apart.planned(down) == pytest.approx(whole.planned(down))
+    assert apart.planned_rate(down) == pytest.approx(whole.planned_rate(down))
     assert not round_robin(apart, down)  # the plan is proven to be best: nothing else is tried
-    assert apart.recycle(down) <= apart.planned(down)
-    assert apart.recycle(down) >= whole.recycle(down) * (1 - 1e-9)
-    assert apart.recycle(down) < apart.one_f_one_b(40) or not round_robin(apart, down)
-    assert {sum(key[1]) for key in apart._kept if key[0] == "planned"} == {0, 1, sum(down)}
+    assert apart.recycle_rate(down) <= apart.planned_rate(down)
+    assert apart.recycle_rate(down) >= whole.recycle_rate(down) * (1 - 1e-9)
+    assert apart.recycle_rate(down) < apart.one_f_one_b_rate(40) or not round_robin(apart, down)
+    assert {sum(key[1]) for key in apart._cache if key[0] == "planned"} == {0, 1, sum(down)}
     assert not [key for key in apart._periods._pieces if len(key[-1]) > 1]
 
 
 def test_no_failure_makes_a_job_faster(monkeypatch):
     throughputs = Throughputs(job(pipelines=4, stages=3))
-    monkeypatch.setattr(throughputs._settled, "answer", lambda failures, slow=NONE_SLOW: Settled(20.0 - failures, 1.0))
+    monkeypatch.setattr(throughputs._rebalanced_plans, "answer", lambda failures,
+                        slow=NO_SLOW_WORKERS: RebalancedPlan(20.0 - failures, 1.0))
     monkeypatch.setattr(throughputs._periods, "planned", lambda down: (22.0 - sum(down), True))
-    assert [throughputs.settled(count)[0] for count in (3, 0)] == pytest.approx([24 / 20] * 2)
-    assert throughputs.settled(1, SlowWorker(1, 2.0))[0] == pytest.approx(24 / 20)
-    assert throughputs.in_place((1, 1, 0)) == throughputs.in_place((0, 0, 0)) < throughputs.whole
-    assert POLICIES["slipstream"](Scenario(throughputs, costs_for(), 3600.0)).fault_free_rate == throughputs.whole
+    assert [throughputs.rebalanced_answer(count)[0] for count in (3, 0)] == pytest.approx([24 / 20] * 2)
+    assert throughputs.rebalanced_answer(1, SlowWorkerCount(1, 2.0))[0] == pytest.approx(24 / 20)
+    assert throughputs.in_place_rate((1, 1, 0)) == throughputs.in_place_rate((0, 0, 0)) < throughputs.whole_rate
+    assert POLICIES["slipstream"](Scenario(throughputs, costs_for(), 3600.0)).fault_free_rate == throughputs.whole_rate
 
 
 @pytest.mark.parametrize("down", [(0, 0), (0, 1), (1, 1), (2, 0)])
 def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
     """With two micro-batches, six pipelines do for one failure: twenty have the same period."""
     few, many = Throughputs(job(7, microbatches=2)), Throughputs(job(20, microbatches=2))
-    assert many.planned(down) / 40 == pytest.approx(few.planned(down) / 14)
-    assert sum(many.normal_form(2)) == 2 and many.planned(many.normal_form(2)) >= many.planned((2, 0))
+    assert many.planned_rate(down) / 40 == pytest.approx(few.planned_rate(down) / 14)
+    assert sum(many.normal_form(2)) == 2 and many.planned_rate(many.normal_form(2)) >= many.planned_rate((2, 0))
 
 
 # --- Published figures ------------------------------------------------------------------------------------------------
@@ -123,13 +124,13 @@ def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
 @pytest.mark.parametrize("model", ["6.7B", "350M"])
 def test_the_published_job_makes_the_published_throughput(model):
     throughputs = Throughputs(published.published_job(model, 8))
-    assert throughputs.one_f_one_b(6) == pytest.approx(published.FAULT_FREE[model], rel=1e-4)
+    assert throughputs.one_f_one_b_rate(6) == pytest.approx(published.FAULT_FREE[model], rel=1e-4)
 
 
 def test_the_published_trace():
     trace = published.published_trace()
     assert trace.places == 24 and trace.length_seconds == pytest.approx(159 * 144.0)
-    scaled = published.FAULT_SCALED[0] * trace.mean_live / 24
+    scaled = published.FAULT_SCALED[0] * trace.mean_live_machines / 24
     assert scaled == pytest.approx(published.AVERAGES["6.7B"]["fault-scaled"], rel=0.002)
 
 
@@ -176,7 +177,7 @@ def test_a_series_keeps_its_keys_in_json():
 def test_one_failure_more_is_planned_only_where_that_can_be_faster():
     """Work for five workers takes 21.6 s, for four 27 s: any good plan for one failure is shorter than that."""
     lines = list[str]()
-    plans = SettledPlans(job(), lines.append, plan_seconds=0.05)
-    assert 21.6 < plans.answer(1).period < 27.0
+    plans = RebalancedPlans(job(), lines.append, plan_seconds=0.05)
+    assert 21.6 < plans.find_best(1).period < 27.0
     assert lines == ["planning for 1 of 6 workers down, with layers moved"]
-    assert plans.answer(0).period < plans.answer(1).period and len(lines) == 2
+    assert plans.find_best(0).period < plans.find_best(1).period and len(lines) == 2

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.drawing.run_charts import MOST_POINTS, points, settling, ticks
-from slipstream.cli.run_page import MOST_EVENTS, run_page
-from slipstream.cli.shared.event_words import group, sentence
+from slipstream.cli.drawing.run_charts import MAX_POINTS, build_points, choose_ticks, find_settling
+from slipstream.cli.run_page import MAX_EVENTS, run_page
+from slipstream.cli.shared.event_descriptions import describe_event, event_group
 from slipstream.runtime.run_record import read_run
 from tests.cli.runs import SAMPLES, Writer, long_run, settled_run
 
@@ -122,17 +122,17 @@ def test_without_scripts_all_is_there(file, chromium):
 
 def test_charts_hold_what_was_measured(folder):
     run = read_run(folder)
-    found = points(run)
+    found = build_points(run)
     assert [one.count for one in found] == [1] * 31
     assert found[1].rate == pytest.approx(16) and found[11].rate == pytest.approx(SAMPLES / 4.25)
-    assert settling(run) == [(pytest.approx(44.25), pytest.approx(52.25))]
+    assert find_settling(run) == [(pytest.approx(44.25), pytest.approx(52.25))]
 
 
 def test_a_long_run_stays_small(tmp_path):
     """20,000 iterations: a point is many of them, none are lost, and no point spans two orders."""
     run = read_run(long_run(tmp_path / "run", 20_000, 1000))
-    found = points(run)
-    assert len(found) <= MOST_POINTS + len(run.stretches) and sum(one.count for one in found) == 20_000
+    found = build_points(run)
+    assert len(found) <= MAX_POINTS + len(run.stretches) and sum(one.count for one in found) == 20_000
     assert {one.count for one in found} == {10}
     for one in found:
         assert one.slowest <= one.rate <= one.fastest
@@ -142,11 +142,11 @@ def test_a_long_run_stays_small(tmp_path):
 
 def test_more_events_than_a_page_has_room_for(tmp_path):
     """The failures stay longest."""
-    run = read_run(long_run(tmp_path / "run", 8 * MOST_EVENTS // 3, 2 * 2))
+    run = read_run(long_run(tmp_path / "run", 8 * MAX_EVENTS // 3, 2 * 2))
     text = run_page(run, tmp_path / "page.html").decode()
     kept = len(re.findall(r'<tr id="event-', text))
-    assert kept <= MOST_EVENTS and "events are left out" in text
-    assert len(re.findall(r'class="mark failure"', text)) == kept == MOST_EVENTS * 2 // 3
+    assert kept <= MAX_EVENTS and "events are left out" in text
+    assert len(re.findall(r'class="mark failure"', text)) == kept == MAX_EVENTS * 2 // 3
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path, chromium):
@@ -167,12 +167,13 @@ def test_a_schedule_that_is_gone_is_said_to_be(folder, tmp_path):
 
 def test_every_kind_of_event_has_words(folder):
     for one in read_run(folder).events:
-        assert sentence(one.event) and (group(one.event) or one.event.__class__.__name__ == "FetchProgressed")
+        assert describe_event(one.event) \
+            and (event_group(one.event) or one.event.__class__.__name__ == "FetchProgressed")
 
 
 @pytest.mark.parametrize("total", [0.001, 1, 45, 700, 4000, 90_000, 3e6])
 def test_axes_have_round_times(total):
-    found = ticks(total)
+    found = choose_ticks(total)
     assert 2 <= len(found) <= 14 and found[-1] <= total
 
 

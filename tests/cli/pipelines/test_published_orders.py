@@ -10,9 +10,9 @@ from slipstream.cli.pipelines.published_orders import (
     Op,
     StageCosts,
     dual_pipe,
-    interleaved,
+    interleaved_1f1b,
     one_f_one_b,
-    run,
+    simulate,
     zero_bubble_h1,
     zero_bubble_v,
 )
@@ -24,8 +24,8 @@ def uniform(orders, workers, *, chains=1):
     """F = I = W = 1 for a whole worker; so is what a micro-batch holds, until W."""
     stages = len({op.stage for ops in orders for op in ops})
     ticks = [chains * workers / stages] * stages
-    return run(orders, StageCosts(forward=ticks, backward_input=ticks, backward_weight=ticks, activation=ticks,
-                                  weight_stash=ticks, depth=stages // chains))
+    return simulate(orders, StageCosts(forward=ticks, backward_input=ticks, backward_weight=ticks, activation=ticks,
+                                       weight_stash=ticks, depth=stages // chains))
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), GRIDS)
@@ -34,8 +34,8 @@ def test_ends_and_memory_are_those_of_the_papers(workers, microbatches):
     work, others = 3 * microbatches, workers - 1
     for orders, end, held in (
             (one_f_one_b(workers, microbatches), work + 3 * others, workers),
-            (interleaved(workers, microbatches, 2), work + 3 * others / 2, workers + others / 2),
-            (interleaved(workers, microbatches, 3), work + 3 * others / 3, workers + others / 3),
+            (interleaved_1f1b(workers, microbatches, 2), work + 3 * others / 2, workers + others / 2),
+            (interleaved_1f1b(workers, microbatches, 3), work + 3 * others / 3, workers + others / 3),
             (zero_bubble_h1(workers, microbatches), work + others, workers),
             (zero_bubble_v(workers, microbatches), work + others / 2, workers)):
         found = uniform(orders, workers)
@@ -47,7 +47,7 @@ def test_ends_and_memory_are_those_of_the_papers(workers, microbatches):
 @pytest.mark.parametrize(("workers", "microbatches"), GRIDS)
 def test_every_op_is_there_once(workers, microbatches):
     for orders, depth in ((one_f_one_b(workers, microbatches), workers),
-                          (interleaved(workers, microbatches, 3), 3 * workers),
+                          (interleaved_1f1b(workers, microbatches, 3), 3 * workers),
                           (zero_bubble_h1(workers, microbatches), workers),
                           (zero_bubble_v(workers, microbatches), 2 * workers),
                           (dual_pipe(workers, microbatches), workers)):
@@ -67,10 +67,10 @@ def test_zb_v_and_interleaved_1f1b_are_torchs(workers, microbatches):
 
     assert ops(torchs.ScheduleZBVZeroBubble, num_stages=2 * workers) == zero_bubble_v(workers, microbatches)
     assert ops(torchs.ScheduleInterleaved1F1B, n_local_stages=2, number_of_rounds=microbatches // workers,
-               microbatches_per_round=workers) == interleaved(workers, microbatches, 2)
+               microbatches_per_round=workers) == interleaved_1f1b(workers, microbatches, 2)
 
 
 def test_orders_that_wait_for_each_other_are_none():
     one = [1.0, 1.0]
     costs = StageCosts(forward=one, backward_input=one, backward_weight=one, activation=one, weight_stash=one, depth=2)
-    assert run([[Op("B", 0, 0), Op("F", 0, 0)], [Op("F", 1, 0), Op("B", 1, 0)]], costs) is None
+    assert simulate([[Op("B", 0, 0), Op("F", 0, 0)], [Op("F", 1, 0), Op("B", 1, 0)]], costs) is None

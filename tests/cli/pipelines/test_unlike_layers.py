@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.cli.pipelines import unlike_layers
 from slipstream.cli.pipelines.measured_layers import MODELS
-from slipstream.cli.pipelines.unlike_layers import NAMES, OCTOPIPE, Bench, reproduce_unlike_layers
+from slipstream.cli.pipelines.unlike_layers import NAMES, OCTOPIPE, ModelBenchmark, reproduce_unlike_layers
 from slipstream.schedules.memory import memory_peaks
 
 BY_NAME = {model.name: model for model in MODELS}
@@ -26,17 +26,17 @@ def test_models_have_the_parameters_that_their_makers_count(model):
 def test_1f1b_takes_what_the_authors_simulator_says():
     """It rounds each layer to hundredths of a millisecond."""
     for name, (workers, microbatches, one_f_one_b, theirs) in OCTOPIPE.items():
-        bench = Bench(BY_NAME[name])
+        bench = ModelBenchmark(BY_NAME[name])
         assert (bench.workers, bench.microbatches) == (workers, microbatches)
-        assert bench.best("1F1B", divided=False).seconds == pytest.approx(one_f_one_b, rel=1e-3)
+        assert bench.find_best("1F1B", divided=False).seconds == pytest.approx(one_f_one_b, rel=1e-3)
         assert theirs < one_f_one_b
 
 
 def test_divided_is_no_worse_and_nobody_has_more_memory(monkeypatch):
-    monkeypatch.setattr(unlike_layers, "DIVISIONS", 20)
-    bench = Bench(BY_NAME["gemma-2b"])
+    monkeypatch.setattr(unlike_layers, "TRIED_DIVISIONS", 20)
+    bench = ModelBenchmark(BY_NAME["gemma-2b"])
     for name in NAMES:
-        uniform, divided = (bench.best(name, divided=how) for how in (False, True))
+        uniform, divided = (bench.find_best(name, divided=how) for how in (False, True))
         if uniform is not None:
             assert divided.seconds <= uniform.seconds
         assert divided is None or divided.held <= bench.room * (1 + 1e-9)
@@ -53,9 +53,9 @@ def test_the_table_of_one_model():
 
 def test_ours_has_no_more_memory_either(monkeypatch):
     monkeypatch.setattr(unlike_layers, "PLAN_SECONDS", 0.2)
-    bench = Bench(BY_NAME["gemma-2b"])
-    schedule = bench.ours("synchronous").plan.schedule
-    weights = [sum(bench.model.by_layer("weights")[layer] for first, end in held for layer in range(first, end))
-               for held in schedule.grid.held_by_column]
+    bench = ModelBenchmark(BY_NAME["gemma-2b"])
+    schedule = bench.find_own_placement("synchronous").plan.schedule
+    weights = [sum(bench.model.values_by_layer("weights")[layer] for first, end in held for layer in range(first, end))
+               for held in schedule.grid.held_layers_by_column]
     assert all(weights[worker.column] + peak * schedule.memory.unit <= bench.room + 0.2
                for worker, peak in memory_peaks(schedule).items())

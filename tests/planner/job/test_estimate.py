@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate_job
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
 from slipstream.planner.job.model_shape import ModelShape
-from slipstream.planner.job.presets import preset, preset_names
+from slipstream.planner.job.presets import preset_names, preset_text
 from slipstream.planner.job.toml import job_text
-from slipstream.planner.model.from_job import tick_of
+from slipstream.planner.model.from_job import choose_tick
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import MuonConfig, parse_run_config
 from slipstream.schedules.schedule import Worker
@@ -33,10 +33,10 @@ def layout(stages, **more):
     ("gpt-28.3b", gpt(64, 6144, 48), 32, 1)])
 def test_stage_times_are_near_those_published(name, shape, stages, size):
     """Zero Bubble (Qi et al. 2023) on A100s, micro-batches of 3, 1 and 1: a share of 55 % of the peak explains all."""
-    tables, _ = estimate(name, shape.by_layer(), layout(stages, microbatch_size=size))
+    tables, _ = estimate_job(name, shape.by_layer(), layout(stages, microbatch_size=size))
     middle = stages // 2
     layers = tables["placement"]["layers"][middle] / (shape.layers / stages)
-    published = tomllib.loads(preset(name))["time"]
+    published = tomllib.loads(preset_text(name))["time"]
     assert tables["time"]["forward"][middle] / layers == pytest.approx(published["forward"], rel=0.08)
     assert tables["time"]["backward_input"][middle] / layers == pytest.approx(published["backward_input"], rel=0.12)
     assert published["backward_weight"] < tables["time"]["backward_weight"][middle] / layers
@@ -44,12 +44,13 @@ def test_stage_times_are_near_those_published(name, shape, stages, size):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_jobs(name):
-    job = parse_job(preset(name))
+    job = parse_job(preset_text(name))
     assert job.name == name and job.layers is not None and job.memory is not None
 
 
 def test_sizes_of_llama_3():
-    sizes = [float(preset(name).split("measured: ")[1].split(" billion")[0]) for name in ("llama-3-8b", "llama-3-70b")]
+    sizes = [float(preset_text(name).split("measured: ")[1].split(" billion")[0])
+             for name in ("llama-3-8b", "llama-3-70b")]
     assert sizes == [pytest.approx(8.03, abs=0.01), pytest.approx(70.6, abs=0.1)]
 
 
@@ -58,8 +59,8 @@ def test_sizes_of_llama_3():
 def test_sharded_optimizer_state_leaves_room(pipelines, lost, bytes_kept):
     """Weight and gradient stay whole; what the optimizer keeps is shared by those of a stage that are left."""
     model = gpt(32, 4096, 32).by_layer()
-    whole, sharded = (parse_job(job_text(*estimate("x", model, layout(8, pipelines=pipelines, shard_optimizer=one,
-                                                                      gpu=GPUS["h200"])))) for one in (False, True))
+    whole, sharded = (parse_job(job_text(*estimate_job("x", model, layout(8, pipelines=pipelines, shard_optimizer=one,
+                                                                          gpu=GPUS["h200"])))) for one in (False, True))
     sharded = with_shared_state(sharded, [Worker(pipeline, stage) for pipeline in range(lost) for stage in range(8)])
     for before, after in zip(whole.memory.weights, sharded.memory.weights, strict=True):
         assert after / before == pytest.approx((6 + bytes_kept) / 30, abs=1e-3)
@@ -74,7 +75,7 @@ def test_muon_remembers_one_number_of_two_and_multiplies():
     """A stage in the middle has layers only, whose matrices Muon steps; a step's products are counted one by one."""
     shape = ModelShape(layers=32, hidden=1024, heads=16, kv_heads=4, ffn=2816, gated=True, sequence=1024,
                        vocabulary=50_304)
-    adamw, muon = (estimate("x", shape.by_layer(), layout(8, muon=one))[0] for one in (False, True))
+    adamw, muon = (estimate_job("x", shape.by_layer(), layout(8, muon=one))[0] for one in (False, True))
     assert muon["memory"]["weights"][3] / adamw["memory"]["weights"][3] == pytest.approx((14 + 8) / 30, abs=2e-3)
     saved = adamw["memory"]["weights"][0] - muon["memory"]["weights"][0]
     assert saved == pytest.approx(8e-6 * shape.layer_parameters * adamw["placement"]["layers"][0], rel=0.01)
@@ -93,7 +94,7 @@ def test_muon_remembers_one_number_of_two_and_multiplies():
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
 def test_layers_are_estimated_like_stages(name):
     """The embedding weighs on the first layer and the head on the last; the stages are about the sums of layers."""
-    job = parse_job(preset(name))
+    job = parse_job(preset_text(name))
     memory, values = job.memory, job.layer_values
     ends = [sum(job.layers[:index]) for index in range(job.depth + 1)]
     for key in ("forward", "backward_weight", "optimizer", "weights"):
@@ -106,10 +107,11 @@ def test_layers_are_estimated_like_stages(name):
 
 def test_workers_of_several_gpus():
     """Each rank sends and reduces its part of what a worker of one GPU would, and holds its part."""
-    text = preset("llama-3-8b")
+    text = preset_text("llama-3-8b")
     assert parse_job(text).ranks == 2 and parse_job(text).training == {"tensor_parallel": 2}
     assert "A worker is 2 ranks" in text and "from rank to\n# rank, all at the same time" in text
-    one, four = (estimate("job", gpt(24, 1024, 16).by_layer(), layout(4, tensor_parallel=ranks))[0] for ranks in (1, 4))
+    one, four = (estimate_job("job", gpt(24, 1024, 16).by_layer(), layout(4, tensor_parallel=ranks))[0]
+                 for ranks in (1, 4))
     assert "training" not in one and four["training"] == {"tensor_parallel": 4}
     for key in ("transfer", "forward", "all_reduce"):
         assert 4 * np.array(four["time"][key]) == pytest.approx(one["time"][key], rel=0.03)
@@ -118,7 +120,7 @@ def test_workers_of_several_gpus():
 
 
 def test_the_head_takes_layers_from_the_last_stage():
-    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000).by_layer(), layout(4))
+    tables, remarks = estimate_job("job", gpt(24, 1024, 16, vocabulary=128_000).by_layer(), layout(4))
     counts = tables["placement"]["layers"]
     assert sum(counts) == 24 and counts[-1] < min(counts[:-1])
     assert tables["time"]["backward_input"][0] == 0 < tables["time"]["backward_input"][1]
@@ -132,17 +134,17 @@ def test_the_head_takes_layers_from_the_last_stage():
 ])
 def test_what_cannot_be_is_refused(shape, stages, says):
     with pytest.raises(ValueError, match=says):
-        estimate("job", shape.by_layer(), layout(stages))
+        estimate_job("job", shape.by_layer(), layout(stages))
 
 
 @pytest.mark.parametrize("more", [{"shard_optimizer": True}, {"tensor_parallel": 2}], ids=str)
 def test_muon_with_parts_of_matrices_is_refused(more):
     with pytest.raises(ValueError, match="Muon needs whole matrices; expected no shared optimizer state, and one GPU"):
-        estimate("job", gpt(4, 1024, 16).by_layer(), layout(2, muon=True, **more))
+        estimate_job("job", gpt(4, 1024, 16).by_layer(), layout(2, muon=True, **more))
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
 def test_times_of_layers_need_no_finer_clock_than_those_of_stages(name):
     """Else plans that cut stages are rounded otherwise than those that do not, and neither is proven optimal."""
-    job = parse_job(preset(name))
-    assert tick_of(job) == tick_of(job, layer_costs(job)) == Fraction(1, 10**6)
+    job = parse_job(preset_text(name))
+    assert choose_tick(job) == choose_tick(job, layer_costs(job)) == Fraction(1, 10**6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import JobError, parse_job
-from slipstream.planner.job.layers import LayerSeconds, layer_costs
+from slipstream.planner.job.layers import ExactLayerCosts, layer_costs
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = [0, 0.0294]\nbackward_weight = 0.0199\noptimizer = 0.01\n"
 GOOD = "pipelines = 2\nstages = 2\nmicrobatches = 4\n" + TIME
@@ -39,7 +39,7 @@ def test_layers_add_up_to_their_stages(data):
     counts = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
     values = data.draw(st.lists(st.floats(0, 10), min_size=sum(counts), max_size=sum(counts)))
     costs = layer_costs(parse_job(f"{GOOD}[placement]\nlayers = {counts}\n[layers]\nforward = {values}\n"))
-    for key in LayerSeconds.__struct_fields__:
+    for key in ExactLayerCosts.__struct_fields__:
         assert len(getattr(costs, key)) == sum(counts)
     assert sum(costs.forward[:counts[0]]) == sum(costs.forward[counts[0]:]) == Fraction(297, 10_000)
 

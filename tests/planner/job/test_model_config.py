@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from slipstream.planner.job.estimate import BYTES_READ, GPUS, ModelLayout, divide_layers, estimate
+from slipstream.planner.job.estimate import BYTES_READ, GPUS, ModelLayout, divide_layers, estimate_job
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.model_config import FAMILIES, model_layers, read_model
@@ -26,15 +26,15 @@ MODELS = {name: value for name, value in vars(public).items() if name.isupper()}
     ("GRANITE_4_H_SMALL", 32.2), ("BAMBA_9B", 9.78)])
 def test_parameters_are_those_published(name, billions):
     """By the models' reports and cards."""
-    assert model_layers(MODELS[name], 4096).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert model_layers(MODELS[name], 4096).parameter_count / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_parameters_of_deepseek_v3():
     """671 billion, and 14 more in the module that predicts one more token, with its copies of embedding and head."""
     model = model_layers(public.DEEPSEEK_V3, 4096)
     without = model_layers({**public.DEEPSEEK_V3, "num_nextn_predict_layers": 0}, 4096)
-    assert without.parameters / 1e9 == pytest.approx(671, rel=0.01)
-    assert (model.parameters + 2 * 129280 * 7168) / 1e9 == pytest.approx(685, rel=0.01)
+    assert without.parameter_count / 1e9 == pytest.approx(671, rel=0.01)
+    assert (model.parameter_count + 2 * 129280 * 7168) / 1e9 == pytest.approx(685, rel=0.01)
     assert [layer.kind for layer in model.layers[-2:]] == ["multi-token prediction", "head"]
     assert model.layers[-1].used == 2 * without.layers[-1].used == 2 * model.layers[-1].matrices
 
@@ -44,7 +44,7 @@ def test_parameters_of_deepseek_v3():
     ("MIXTRAL_8X7B", 12.9), ("GRANITE_4_H_SMALL", 9)])
 def test_parameters_that_a_token_meets(name, billions):
     """Published as active, as a rule in whole billions and without the embedding."""
-    assert model_layers(MODELS[name], 4096).used / 1e9 == pytest.approx(billions, rel=0.03)
+    assert model_layers(MODELS[name], 4096).used_parameters / 1e9 == pytest.approx(billions, rel=0.03)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "GEMMA_3_27B"])
@@ -57,7 +57,7 @@ def test_parameters_are_those_of_the_model_in_transformers(name):
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(config.pop("model_type"), **config))
     routers = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias"))
-    assert ours.parameters == sum(parameter.numel() for parameter in theirs.parameters()) + routers
+    assert ours.parameter_count == sum(parameter.numel() for parameter in theirs.parameters()) + routers
 
 
 def test_a_transformer_is_estimated_alike_by_config_and_by_options():
@@ -68,7 +68,7 @@ def test_a_transformer_is_estimated_alike_by_config_and_by_options():
     one, other = by_config.layers[1], by_options.layers[1]
     assert (one.used, one.mixing, one.recomputed) == (other.used, other.mixing, other.recomputed)
     assert one.activation == other.activation == 34 * 4096
-    assert by_config.parameters == pytest.approx(by_options.parameters, rel=1e-4)
+    assert by_config.parameter_count == pytest.approx(by_options.parameter_count, rel=1e-4)
 
 
 def test_windows_and_scans_cost_less_than_attention_to_all():
@@ -90,11 +90,11 @@ def cluster(**more):
 def test_few_tokens_an_expert_are_bound_by_reading_weights():
     """With 32 tokens for each of 256 experts, products would take a quarter of what reading the weights takes."""
     model = model_layers(public.DEEPSEEK_V3, 1024)
-    tables, _ = estimate("job", model, cluster(stages=61, gpu=GPUS["b200"]))
+    tables, _ = estimate_job("job", model, cluster(stages=61, gpu=GPUS["b200"]))
     layer = model.layers[10]
     reading = BYTES_READ * layer.matrices / 8 / GPUS["b200"].memory_bandwidth
     assert tables["layers"]["forward"][10] == pytest.approx(reading, rel=0.01)
-    more = estimate("job", model, cluster(stages=61, gpu=GPUS["b200"], microbatch_size=8))[0]
+    more = estimate_job("job", model, cluster(stages=61, gpu=GPUS["b200"], microbatch_size=8))[0]
     assert more["layers"]["forward"][10] == pytest.approx(
         (2 * layer.used + layer.mixing) * 8192 / 8 / GPUS["b200"].flops / 0.5, rel=0.01)
 
@@ -102,7 +102,7 @@ def test_few_tokens_an_expert_are_bound_by_reading_weights():
 @pytest.mark.parametrize("name", ["NEMOTRON_H_8B", "GEMMA_2_9B", "QWEN3_30B_A3B"])
 def test_the_job_of_a_model_can_be_planned(name):
     model = model_layers(MODELS[name], 4096)
-    job = parse_job(job_text(*estimate("job", model, cluster())))
+    job = parse_job(job_text(*estimate_job("job", model, cluster())))
     assert sum(job.layers) == len(model.layers) and job.layer_values is not None
     costs = layer_costs(job)
     assert costs.forward[0] == 0 < costs.weights[0] and costs.forward[-1] > 0 and len(set(costs.forward)) > 2
@@ -110,7 +110,7 @@ def test_the_job_of_a_model_can_be_planned(name):
 
 
 def test_the_head_of_a_large_vocabulary_takes_layers_from_the_last_stage():
-    counts = estimate("job", model_layers(public.GEMMA_2_9B, 4096), cluster())[0]["placement"]["layers"]
+    counts = estimate_job("job", model_layers(public.GEMMA_2_9B, 4096), cluster())[0]["placement"]["layers"]
     assert sum(counts) == 44 and counts[-1] < max(counts) - 2
 
 

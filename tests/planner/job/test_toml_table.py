@@ -7,10 +7,10 @@ from slipstream.planner.job.toml import JobError, TomlTable
 
 def test_values_and_defaults():
     table = TomlTable("time", {"forward": [1, 2.5], "transfer": 3, "chunks": 2})
-    assert table.numbers("forward", 2, "stage") == (1.0, 2.5) and table.number("transfer") == 3.0
-    assert table.count("chunks", high=4) == 2 and table.number("optimizer", 0.0) == 0.0
-    assert table.numbers("all_reduce", 3, "stage", 0.5) == (0.5,) * 3
-    table.finish()
+    assert table.take_numbers("forward", 2, "stage") == (1.0, 2.5) and table.take_number("transfer") == 3.0
+    assert table.take_count("chunks", high=4) == 2 and table.take_number("optimizer", 0.0) == 0.0
+    assert table.take_numbers("all_reduce", 3, "stage", 0.5) == (0.5,) * 3
+    table.refuse_unknown_keys()
 
 
 @pytest.mark.parametrize(("read", "says"), [
@@ -32,6 +32,6 @@ def test_what_is_not_as_expected_is_refused_by_its_path(read, says):
 
 def test_keys_that_nothing_asked_for_are_refused_with_the_nearest():
     table = TomlTable("time", {"foward": 1})
-    table.number("forward", 0.0)
+    table.take_number("forward", 0.0)
     with pytest.raises(JobError, match=r"unknown key 'time.foward'; did you mean 'time.forward'\?"):
-        table.finish()
+        table.refuse_unknown_keys()

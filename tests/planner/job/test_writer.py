@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from slipstream.planner.job.toml import job_text, rounded, table_comments
+from slipstream.planner.job.toml import job_text, round_times, table_comments
 
 
 def test_values_as_toml():
@@ -38,4 +38,4 @@ forward = 1.5  # not by itself on its line
     ([0.0123456, 0.5], None, [0.0123, 0.5]), ([0.0123456], None, [0.01235]), ([0.0123456], 7.0, [0.012]),
     ([0.0, 0.0], None, [0.0, 0.0]), ([], 1.0, [])])
 def test_times_have_four_digits_of_the_longest(seconds, longest, expected):
-    assert rounded(seconds, longest) == expected
+    assert round_times(seconds, longest) == expected

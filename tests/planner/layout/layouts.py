@@ -4,9 +4,9 @@ import itertools
 
 import networkx as nx
 
-from slipstream.planner.model.from_job import routes_in_place
+from slipstream.planner.model.from_job import build_routes_in_place
 from slipstream.planner.model.problem import UNLIMITED, LayerTicks, Layout, LayoutScope, LiveWorker, MicroBatch, Problem
-from slipstream.schedules.layers import total
+from slipstream.schedules.layers import sum_over_ranges
 from slipstream.schedules.schedule import Grid, Times, VirtualStage, Worker
 
 
@@ -29,7 +29,7 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
         workers={worker: LiveWorker(
             per_mille=(slow or {}).get(str(worker), 1000), room=UNLIMITED if room is None else room,
             holds=(ranges[worker.column],)) for worker in grid.workers() if worker not in failed},
-        routes=routes_in_place(grid),
+        routes=build_routes_in_place(grid),
         costs=LayerTicks(forward=times, backward_input=times, backward_weight=times, optimizer=(optimizer,) * count,
                          all_reduce=(0,) * count, activation=(held,) * count, weight_stash=(held,) * count,
                          weights=(weights * held,) * count),
@@ -38,7 +38,7 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
 
 def loads(given: Problem, layout: Layout) -> dict[Worker, int]:
     """Ticks of each live worker: its ops, then all-reduce and optimizer of what it holds."""
-    found = {worker: total(given.costs.sums.closing, held) for worker, held in layout.holds.items()}
+    found = {worker: sum_over_ranges(given.costs.prefix_sums.closing, held) for worker, held in layout.holds.items()}
     for route in layout.routes.values():
         for layers, worker in route:
             found[worker] += given.slice_ticks(layers, worker)
@@ -48,7 +48,7 @@ def loads(given: Problem, layout: Layout) -> dict[Worker, int]:
 def assert_valid(given: Problem, layout: Layout, *, once: bool = True) -> None:
     """Rules of a layout, each stated by itself. `once`: routes pass a worker once, as without virtual stages and
     where what is spread does not run anywhere."""
-    assert set(layout.holds) == set(given.live)
+    assert set(layout.holds) == set(given.live_workers)
     for ranges in layout.holds.values():
         assert all(low < high for low, high in ranges)
         assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges))
@@ -66,7 +66,7 @@ def assert_valid(given: Problem, layout: Layout, *, once: bool = True) -> None:
     if any(given.costs.activation):
         for worker, ranges in layout.holds.items():
             held = [layer for low, high in ranges for layer in range(low, high)]
-            needed = sum(given.costs.weights[layer] + given.costs.most[layer] for layer in held)
+            needed = sum(given.costs.weights[layer] + given.costs.peak_memory[layer] for layer in held)
             assert needed <= given.workers[worker].room
     if given.question.layers == "fixed":
         assert layout.holds == {worker: one.holds for worker, one in given.workers.items()}

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import parse_job
-from slipstream.planner.model.bounds import fill_ticks, period_bound, whole_bound, work_bound
-from slipstream.planner.model.from_job import build_problem, layered_problem
+from slipstream.planner.model.bounds import min_fill_ticks, period_bound, whole_bound, work_bound
+from slipstream.planner.model.from_job import build_layered_problem, build_problem
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -41,16 +41,16 @@ def test_no_bound_is_above_the_true_optimum(shape, forward, backward, optimizer,
     down = [Worker(0, 1)] if failed and pipelines > 1 else []
     least = optimal_period(build_problem(job, down))
     for layers in ("fixed", "move"):
-        assert period_bound(layered_problem(job, down, LayoutScope(layers=layers))).ticks <= least
-    assert whole_bound(layered_problem(job, down)) <= least
+        assert period_bound(build_layered_problem(job, down, LayoutScope(layers=layers))).ticks <= least
+    assert whole_bound(build_layered_problem(job, down)) <= least
 
 
 def test_fill_bound_is_met():
     """One pipeline of two stages, room for one micro-batch: stage 0 waits for F and I of stage 1 and two transfers."""
     job = parse_job(TINY.format(pipelines=1, stages=2, microbatches=1, forward=4, backward=5, optimizer=0, transfer=2,
                                 capacity=1))
-    given_problem = layered_problem(job)
-    assert fill_ticks(given_problem, Worker(0, 0)) == 4 + 4 + 5 + 4 - 4 - 1  # a tick for rounding
+    given_problem = build_layered_problem(job)
+    assert min_fill_ticks(given_problem, Worker(0, 0)) == 4 + 4 + 5 + 4 - 4 - 1  # a tick for rounding
     assert optimal_period(build_problem(job)) == period_bound(given_problem).ticks + 1
 
 
@@ -60,7 +60,7 @@ def test_bounds_are_reckoned_in_whole_numbers(activation, capacity):
     job = grid(1, 2, 1, times="forward = [29, 0]\nbackward_input = [1, 0]\nbackward_weight = [1, 0]\n",
                more=f"[memory]\ncapacity = {capacity}\nactivation = {activation}\n")
     for layers in ("fixed", "move"):
-        assert period_bound(layered_problem(job, question=LayoutScope(layers=layers))).ticks <= 31
+        assert period_bound(build_layered_problem(job, question=LayoutScope(layers=layers))).ticks <= 31
     assert optimal_period(build_problem(job)) == 31
 
 

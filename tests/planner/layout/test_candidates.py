@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.bounds import fill_ticks, period_bound, work_bound
+from slipstream.planner.layout.candidates import generate_layouts
+from slipstream.planner.model.bounds import min_fill_ticks, period_bound, work_bound
 from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
@@ -33,7 +33,7 @@ def problems(draw, layers):
 @given(data=st.data())
 def test_layouts_are_valid_and_no_load_is_below_the_bound(layers, data):
     given_problem = data.draw(problems(layers))
-    found = list(candidates(given_problem))
+    found = list(generate_layouts(given_problem))
     assert found
     for layout in found:
         assert_valid(given_problem, layout, once="anywhere" not in layout.kind)
@@ -46,7 +46,7 @@ def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
     """They have four times the ops: with half a second for 4 x 32 x 32, other layouts were listed too briefly."""
     given_problem = problem(3, 4, [8] * 3, 4, failed=["1.2"])
     quarters, halves, none = (
-        [layout.kind for layout in candidates(given_problem, largest_fine=fine)]
+        [layout.kind for layout in generate_layouts(given_problem, largest_fine=fine)]
         for fine in (3 * 8 * 4 * 4, 3 * 8 * 4 * 4 - 1, 3 * 8 * 4 * 2 - 1))
     assert none == [kind for kind in quarters if "short slices" not in kind] != quarters
     assert none == [kind for kind in halves if "short slices" not in kind]
@@ -56,4 +56,4 @@ def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
 
 def _idle(given_problem):
     """The bound may count idle time, which a load has none of."""
-    return max(fill_ticks(given_problem, worker) for worker in given_problem.live)
+    return max(min_fill_ticks(given_problem, worker) for worker in given_problem.live)

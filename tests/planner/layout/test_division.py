@@ -7,8 +7,8 @@ from collections import Counter
 import networkx as nx
 import pytest
 
-from slipstream.planner.layout.candidates import candidates, one_cut, replicas_of
-from slipstream.planner.layout.division import Divider, layout_of
+from slipstream.planner.layout.candidates import cut_all_pipelines, form_replicas, generate_layouts
+from slipstream.planner.layout.division import Divider, build_layout
 from slipstream.planner.model.bounds import work_bound
 from slipstream.schedules.schedule import Worker
 from tests.lines_run import lines_run
@@ -36,14 +36,14 @@ def test_the_longest_load_is_within_a_layer_of_the_least_that_any_assignment_has
     slow = {"1.0": chosen.choice([1000, 1500, 2000])}
     given = problem(2, 2, 1, 2, failed=["0.1"], slow=slow, times=times)
     least = least_load(given)
-    found = min(max(loads(given, layout).values()) for layout in candidates(given))
+    found = min(max(loads(given, layout).values()) for layout in generate_layouts(given))
     assert work_bound(given) <= least <= found <= least + 3 * max(times) * slow["1.0"] // 1000
 
 
 def test_one_dead_worker_of_two_pipelines():
     """2 x 8, 16 micro-batches: 32 x 32 tasks over 15 workers are 68.3 a worker; whole layers make it 69."""
     given = problem(2, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
-    least, division = Divider(given, replicas_of(given)).least()
+    least, division = Divider(given, form_replicas(given)).find_division()
     assert least == 69 * 30
     assert sum(division.whole) + division.items == 32
 
@@ -51,16 +51,16 @@ def test_one_dead_worker_of_two_pipelines():
 def test_chunks_are_made_for_the_least_load_only():
     """226,000 lines when they were made for every load that was tried; simulations divide hundreds of times."""
     given = problem(4, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
-    assert lines_run(lambda: Divider(given, replicas_of(given)).least()) < 120_000
+    assert lines_run(lambda: Divider(given, form_replicas(given)).find_division()) < 120_000
 
 
 def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_cut_anew():
     """4 x 4, 8 micro-batches of 4 x 4 layers, 2 of 16 down: 512 tasks over 14 workers are 36.6 a worker. With 37, three
     pipelines run 9 each and a task a worker, the broken one 4 and a layer of each stage: all of one more."""
     given = problem(4, 4, 8, 4, failed=["3.0", "3.2"], transfer=1, optimizer=0)
-    least, division = Divider(given, replicas_of(given), anywhere=True).least()
-    assert least == 37 * 30 < Divider(given, replicas_of(given)).least()[0] and division.items == 1
-    layout = layout_of(given, replicas_of(given), division, "")
+    least, division = Divider(given, form_replicas(given), anywhere=True).find_division()
+    assert least == 37 * 30 < Divider(given, form_replicas(given)).find_division()[0] and division.items == 1
+    layout = build_layout(given, form_replicas(given), division, "")
     assert_valid(given, layout, once=False)
     assert max(loads(given, layout).values()) == least
 
@@ -72,35 +72,36 @@ def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_c
 ])
 def test_micro_batches_spread_apart_have_lines_of_their_own(pipelines, failed, items, sets, load):
     given = problem(pipelines, 8, 16, 8, failed=failed, transfer=1, optimizer=0)
-    replicas = replicas_of(given)
-    least, division = Divider(given, replicas, separate=True).least()
+    replicas = form_replicas(given)
+    least, division = Divider(given, replicas, separate=True).find_division()
     assert division.items == items and least <= load * 8 * 30
-    layout = layout_of(given, replicas, division, "")
+    layout = build_layout(given, replicas, division, "")
     assert_valid(given, layout)
     assert max(loads(given, layout).values()) <= least
     passed = [frozenset(stop.worker.pipeline for stop in route) for route in layout.routes.values()]
     shared = {runners for runners in passed if len(runners) > 1}
-    assert not shared & {replica.workers[0].pipeline for replica in replicas if replica.cut}
+    assert not shared & {replica.workers[0].pipeline for replica in replicas if replica.is_recut}
     joined = nx.Graph(pair for runners in shared for pair in itertools.combinations(runners, 2))
     assert sorted(map(len, nx.connected_components(joined))) == sets
 
 
 def test_a_slow_worker_gets_less():
     given = problem(2, 4, 16, 4, slow={"0.1": 2000}, optimizer=0)
-    least, division = Divider(given, replicas_of(given)).least()
+    least, division = Divider(given, form_replicas(given)).find_division()
     assert least <= 1.03 * work_bound(given)
-    layout = layout_of(given, replicas_of(given), division, "")
+    layout = build_layout(given, form_replicas(given), division, "")
     tasks = Counter()
     for route in layout.routes.values():
         for (first, end), worker in route:
             tasks[worker] += end - first
-    assert max(abs(tasks[worker] - 2 * tasks[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
+    assert max(abs(tasks[worker] - 2 * tasks[Worker(0, 1)]) for worker in given.live_workers
+               if worker != Worker(0, 1)) <= 2
 
 
 def test_candidates_are_no_longer_than_published_systems():
     """Whole micro-batches on pipelines cut anew (Oobleck), one cut for all (ElasWave): by the longest load."""
     given = problem(4, 4, 8, 4, failed=["0.1"], slow={"2.2": 1300}, transfer=1)
-    best = min(max(loads(given, layout).values()) for layout in candidates(given))
-    whole = Divider(given, replicas_of(given), floating=False, spread=False).least()
+    best = min(max(loads(given, layout).values()) for layout in generate_layouts(given))
+    whole = Divider(given, form_replicas(given), floating=False, spread=False).find_division()
     assert best <= whole[0]
-    assert best <= max(loads(given, one_cut(given)).values())
+    assert best <= max(loads(given, cut_all_pipelines(given)).values())

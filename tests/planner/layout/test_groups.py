@@ -1,18 +1,18 @@
 """Large clusters are laid out group by group."""
 
-from slipstream.planner.layout.candidates import candidates, groups_of
+from slipstream.planner.layout.candidates import form_groups, generate_layouts
 from slipstream.planner.model.bounds import work_bound
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 
 def test_like_groups_are_alike_and_others_are_left_alone():
     given = problem(40, 4, 16, 4, failed=["3.1", "17.1"], transfer=1)
-    groups = list(groups_of(given))
+    groups = list(form_groups(given))
     assert sorted(pipeline for group in groups for pipeline in group) == list(range(40))
     weak = [group for group in groups if len(group) > 1]
     assert [group[0] for group in weak] == [3, 17]
     assert len(set(map(len, weak))) == 1
-    layout = next(candidates(given))
+    layout = next(generate_layouts(given))
     assert_valid(given, layout)
     assert max(loads(given, layout).values()) <= 1.04 * work_bound(given)
     apart = {pipeline: index for index, group in enumerate(groups) for pipeline in group}
@@ -25,14 +25,14 @@ def test_like_groups_are_alike_and_others_are_left_alone():
 
 def test_a_pipeline_without_any_worker_has_helpers():
     given = problem(12, 2, 4, 2, failed=["5.0", "5.1"])
-    layout = next(candidates(given))
+    layout = next(generate_layouts(given))
     assert_valid(given, layout)
     assert max(loads(given, layout).values()) <= 1.1 * work_bound(given)
 
 
 def test_who_lost_more_has_more_helpers():
     given = problem(16, 4, 8, 4, failed=["15.1"], slow={"10.0": 2500})
-    slow, dead = (group for group in groups_of(given) if len(group) > 1)
+    slow, dead = (group for group in form_groups(given) if len(group) > 1)
     assert (slow[0], dead[0]) == (10, 15)
     assert len(slow) < len(dead)
-    assert min(max(loads(given, layout).values()) for layout in candidates(given)) <= 1.04 * work_bound(given)
+    assert min(max(loads(given, layout).values()) for layout in generate_layouts(given)) <= 1.04 * work_bound(given)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.problem import LayoutScope, LiveWorker
 from slipstream.schedules.schedule import VirtualStage, Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
@@ -14,12 +14,12 @@ STAGE_1_LOST = ["0.1", "1.1"]
 def test_layers_that_nobody_holds_are_missed():
     for layers in ("fixed", "move"):
         with pytest.raises(LookupError, match="no live worker holds layer 2"):
-            list(candidates(problem(2, 4, 8, 2, failed=STAGE_1_LOST, layers=layers)))
+            list(generate_layouts(problem(2, 4, 8, 2, failed=STAGE_1_LOST, layers=layers)))
 
 
 def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
     given = problem(2, 4, 8, 2, failed=STAGE_1_LOST, from_checkpoint=True)
-    found = list(candidates(given))
+    found = list(generate_layouts(given))
     assert found
     for layout in found:
         assert_valid(given, layout, once="anywhere" not in layout.kind)
@@ -31,14 +31,14 @@ def test_a_moved_holder_keeps_a_lost_stage_alive():
     given = msgspec.structs.replace(given, workers={**given.workers, Worker(0, 2): LiveWorker(holds=((2, 6),))})
     for layers in ("fixed", "move"):
         asked = msgspec.structs.replace(given, question=LayoutScope(layers=layers))
-        for layout in candidates(asked):
+        for layout in generate_layouts(asked):
             assert_valid(asked, layout)
 
 
 def test_pipelines_too_weak_to_hold_all_layers_join():
     """Two pipelines have two workers each, with room for half as much again as their own stage: four hold all."""
     given = problem(3, 4, 8, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 * 3 // 2 + 16)
-    found = list(candidates(given))
+    found = list(generate_layouts(given))
     assert found
     for layout in found:
         assert_valid(given, layout, once="anywhere" not in layout.kind)
@@ -55,7 +55,7 @@ def test_virtual_stages():
     for layers in ("fixed", "move"):
         there = msgspec.structs.replace(given, grid=placed, question=LayoutScope(layers=layers), workers={
             worker: LiveWorker(holds=held) for worker, held in holds.items()})
-        found = list(candidates(there))
+        found = list(generate_layouts(there))
         assert found
         for layout in found:
             assert_valid(there, layout, once=False)
@@ -63,11 +63,11 @@ def test_virtual_stages():
 
 def test_live_holders_share_where_no_line_has_room_for_all_layers():
     given = problem(2, 4, 4, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 + 16)
-    for layout in (found := list(candidates(given))):
+    for layout in (found := list(generate_layouts(given))):
         assert_valid(given, layout, once="anywhere" not in layout.kind)
     assert found
 
 
 def test_no_room_for_all_layers():
     with pytest.raises(LookupError, match="no room for all layers"):
-        list(candidates(problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)))
+        list(generate_layouts(problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)))

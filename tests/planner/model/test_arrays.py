@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, assign
-from slipstream.schedules.precedence import waits
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, assign_hosts
+from slipstream.schedules.precedence import producers_with_rules
 from tests.jobs import failures, jobs
 
 
@@ -14,27 +14,28 @@ from tests.jobs import failures, jobs
 @given(st.data(), jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(ASSIGNMENT_RULES))
 def test_arcs_durations_and_hops(data, job, backward, rule):
     problem = build_problem(job, data.draw(failures(job)), backward=backward)
-    hosts = assign(problem, rule)
+    hosts = assign_hosts(problem, rule)
     made = ProblemArrays(problem, hosts)
     ops = made.ops
-    keys = [(kind, *unit) for unit in made.units for kind in problem.kinds]
+    keys = [(kind, *unit) for unit in made.units for kind in problem.op_kinds]
     follows = set()
     for op, (kind, stage, pipeline, microbatch) in enumerate(keys):
         unit = made.units[ops.unit[op]]
         assert (unit.slice, unit.pipeline, unit.microbatch) == (stage, pipeline, microbatch)
         host = hosts[unit]
         assert made.workers[ops.worker[ops.unit[op]]] == host
-        assert ops.duration[op] == problem.cost(kind, stage, host)
+        assert ops.duration[op] == problem.op_ticks(kind, stage, host)
         arcs = ops.predecessors
         found = []
         for arc in range(arcs.start[op], arcs.start[op + 1]):
             before = keys[arcs.op[arc]]
             found.append((before, int(arcs.transfer[arc])))
-            hop = problem.hop(hosts[made.units[ops.unit[arcs.op[arc]]]], host)
+            hop = problem.transfer_ticks(hosts[made.units[ops.unit[arcs.op[arc]]]], host)
             assert arcs.hop[arc] == min(hop, arcs.transfer[arc])
             follows.add((int(arcs.op[arc]), op, int(arcs.transfer[arc]), int(arcs.hop[arc])))
         assert found == [(key, problem.times.transfer if rule.tensor else 0)
-                         for key, rule in waits((kind, stage, pipeline, microbatch), problem.grid.path(microbatch))]
+                         for key, rule in producers_with_rules((kind, stage, pipeline, microbatch),
+                                                               problem.grid.stages_of_microbatch(microbatch))]
     arcs = ops.successors
     assert follows == {(op, int(arcs.op[arc]), int(arcs.transfer[arc]), int(arcs.hop[arc]))
                        for op in range(len(keys)) for arc in range(arcs.start[op], arcs.start[op + 1])}

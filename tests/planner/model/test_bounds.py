@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.bounds import Shares, fixed_bound, lower_bound, whole_fill
-from slipstream.planner.model.from_job import build_problem, layered_problem
+from slipstream.planner.model.bounds import StageShares, compute_whole_fill, fixed_bound, lower_bound
+from slipstream.planner.model.from_job import build_layered_problem, build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.plan import plan_job
-from slipstream.planner.search.cpsat import improve
-from slipstream.planner.search.engine import solve
-from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, assign
+from slipstream.planner.search.cpsat import improve_solution
+from slipstream.planner.search.engine import find_best_candidate
+from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, assign_hosts
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -45,7 +45,8 @@ def test_no_bound_is_above_the_optimum(case, backward, optimizer, sharing):
     job, failed = case
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing and bool(failed))
     hint = BASELINES["recycle"](problem)
-    _, period, _ = improve(problem, hint, lower_bound=0, budget=Budget.of_steps(200_000), progress=lambda _: None)
+    _, period, _ = improve_solution(problem, hint, lower_bound=0, budget=Budget.of_steps(200_000),
+                                    progress=lambda _: None)
     assert lower_bound(problem) <= period
 
 
@@ -56,9 +57,9 @@ def test_no_more_is_left_than_memory_holds(activation, stash, capacity, count, g
         return
     exact = max(x * gradient + (x + y) * weight for x in range(1, most + 1) for y in range(count - x + 1)
                 if x * activation + y * stash <= capacity)
-    shares = Shares(parts=1, forward=1, gradient=gradient, weight=weight, round_trip=0, activation=activation,
-                    stash=stash, room=capacity, most=count)
-    left = shares.most_left(count)
+    shares = StageShares(parts=1, forward=1, gradient=gradient, weight=weight, round_trip=0, activation=activation,
+                         stash=stash, room=capacity, most=count)
+    left = shares.max_remaining_work(count)
     assert exact <= left <= exact + weight + gradient
 
 
@@ -74,15 +75,15 @@ def test_one_list_schedule_meets_the_bound_at_published_settings(model, stages, 
                more=f"[memory]\ncapacity = {room * stages * activation}\nactivation = {activation}\n"
                     f"weight_stash = {stash}\n")
     problem = build_problem(job)
-    fill = whole_fill(problem)
+    fill = compute_whole_fill(problem)
     assert fill is not None
-    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
     wait = tuple(ticks + 1 for ticks in fill.idle)
-    period = scheduler.period(DispatchRule(fill_wait=wait, lookahead=float(room == 1)))
+    period = scheduler.evaluate_rule(DispatchRule(fill_wait=wait, lookahead=float(room == 1)))
     assert period == lower_bound(problem)
-    solved = solve(problem, "greedy", Budget.of_steps(12_000_000))
-    assert solved.bound.ticks == period == max(problem.after_group(worker) + _end(solved, worker)
-                                                     for worker in problem.live)
+    solved = find_best_candidate(problem, "greedy", Budget.of_steps(12_000_000))
+    assert solved.bound.ticks == period == max(problem.ticks_after_group(worker) + _end(solved, worker)
+                                                     for worker in problem.live_workers)
 
 
 def _end(solved, worker):
@@ -101,7 +102,7 @@ def test_a_worker_may_run_one_more_forward_so_that_no_other_waits_longer():
     job = grid(1, 8, 32, times="forward = 30\nbackward_input = 30\nbackward_weight = 20\ntransfer = 0.5",
                more="[memory]\ncapacity = 16\nactivation = 1\nweight_stash = 0.4\n")
     problem = build_problem(job)
-    fill = whole_fill(problem)
+    fill = compute_whole_fill(problem)
     assert fill is not None and fill.period * problem.tick_seconds == 32 * 80 + 3
 
 
@@ -121,7 +122,7 @@ def test_the_work_for_a_bound_grows_with_the_workers_and_not_with_their_square(m
     calls = []
     for pipelines in (50, 200):
         more = "[memory]\ncapacity = 30\nweights = 1\n[placement]\nlayers = [2, 2, 2]\n"
-        problem = layered_problem(grid(pipelines, 3, 2, more=more), [Worker(0, 1)])
+        problem = build_layered_problem(grid(pipelines, 3, 2, more=more), [Worker(0, 1)])
         asked.clear()
         fixed_bound(problem)
         calls.append(asked.total())

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.decompose import by_runner, decompose
-from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.decompose import decompose, renumber_by_runner
+from slipstream.planner.model.from_job import build_layered_problem, with_layout
 from slipstream.planner.model.problem import Bound, Layout, MicroBatch, RouteSlice
-from slipstream.planner.search.improvement import list_schedules
-from slipstream.planner.search.incumbent import divided
+from slipstream.planner.search.improvement import improve_by_list_schedules
+from slipstream.planner.search.incumbent import divide_problem
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -26,7 +26,7 @@ def problem_of(runners, all_reduce=0):
         for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
     holds = {Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),) for pipeline in range(len(runners))
              for stage in range(STAGES)}
-    return with_layout(layered_problem(job), Layout(kind="by hand", holds=holds, routes=routes))
+    return with_layout(build_layered_problem(job), Layout(kind="by hand", holds=holds, routes=routes))
 
 
 def whole(*runners):
@@ -35,12 +35,13 @@ def whole(*runners):
 
 def test_whole_micro_batches_of_another_pipeline_join_nothing():
     problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
-    renamed, names = by_runner(problem)
+    renamed, names = renumber_by_runner(problem)
     assert renamed.grid.microbatches == (2, 5, 5)
     assert [names[MicroBatch(1, number)] for number in range(5)] == [(1, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
     alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
     assert alike.copies == ((1,), (2,)) and alike.problem.grid.microbatches == (5,)
-    assert alike.named((2,), 0, 3) == MicroBatch(0, 3) and alike.named((2,), 0, 4) == MicroBatch(2, 3)
+    assert alike.original_microbatch((2,), 0, 3) == MicroBatch(0, 3) \
+        and alike.original_microbatch((2,), 0, 4) == MicroBatch(2, 3)
 
 
 def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
@@ -48,7 +49,8 @@ def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
                           *whole(*([own] * MICROBATCHES for own in range(1, 5)))])
     alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
     assert alike.copies == ((1, 2), (3, 4))
-    assert [alike.named(copy, 0, 2) for copy in alike.copies] == [(0, 0), (0, 3)], "in the middle of its own"
+    assert [alike.original_microbatch(copy, 0, 2) for copy in alike.copies] == [(0, 0),
+                                                                                (0, 3)], "in the middle of its own"
     assert check(listed(problem)) == []
 
 
@@ -74,7 +76,7 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
 
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
-    known = list_schedules(divided(problem, Bound(1, problem.scope)), Budget.of_steps(12_000))
-    schedule = known.schedule("greedy")
+    known = improve_by_list_schedules(divide_problem(problem, Bound(1, problem.scope)), Budget.of_steps(12_000))
+    schedule = known.make_schedule("greedy")
     assert schedule.period_ticks == known.period
     return schedule

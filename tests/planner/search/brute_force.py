@@ -13,12 +13,13 @@ def optimal_period(problem: Problem) -> int:
     Once hosts and orders are fixed, the rules are bounds on differences of start times, and the least period for which
     they have a solution is found by bisection. Memory depends on a worker's order alone.
     """
-    units = list(problem.units())
-    best = sum(max(problem.cost(kind, unit.slice, host) for host in problem.hosts(unit.slice, unit.pipeline))
-               for unit in units for kind in problem.kinds)
-    best += 2 * len(units) * problem.times.transfer + sum(map(problem.after_group, problem.live))
+    units = list(problem.iterate_units())
+    best = sum(max(problem.op_ticks(kind, unit.slice, host)
+                   for host in problem.allowed_hosts(unit.slice, unit.pipeline))
+               for unit in units for kind in problem.op_kinds)
+    best += 2 * len(units) * problem.times.transfer + sum(map(problem.ticks_after_group, problem.live_workers))
     choices = [dict(zip(units, choice, strict=True)) for choice in
-               itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units))]
+               itertools.product(*(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in units))]
     for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
         least = _busiest(problem, hosts)
         orders = [_orders(problem, worker, held) for worker, held in _units_of(problem, hosts).items()]
@@ -31,7 +32,7 @@ def optimal_period(problem: Problem) -> int:
 
 
 def _units_of(problem: Problem, hosts) -> dict[Worker, list[Unit]]:
-    units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
+    units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live_workers}
     for unit, worker in hosts.items():
         units_of[worker].append(unit)
     return units_of
@@ -44,19 +45,19 @@ def _busiest(problem: Problem, hosts) -> int:
 
 def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:
     """What a worker does in any order: no window of its is shorter."""
-    work = sum(problem.cost(kind, unit.slice, worker) for unit in held for kind in problem.kinds)
-    return work + problem.after_group(worker) if held else 0
+    work = sum(problem.op_ticks(kind, unit.slice, worker) for unit in held for kind in problem.op_kinds)
+    return work + problem.ticks_after_group(worker) if held else 0
 
 
 def _orders(problem: Problem, worker: Worker, units: list[Unit]):
     """Every order of a worker's ops in which each unit's own ops follow each other and memory is never exceeded."""
-    labels = [unit for unit in units for _ in problem.kinds]
+    labels = [unit for unit in units for _ in problem.op_kinds]
     found = []
     for labelled in set(itertools.permutations(labels)):
         done: dict[Unit, int] = defaultdict(int)
         sequence = []
         for unit in labelled:
-            sequence.append((problem.kinds[done[unit]], unit))
+            sequence.append((problem.op_kinds[done[unit]], unit))
             done[unit] += 1
         if _fits(problem, worker, sequence):
             found.append(sequence)
@@ -69,12 +70,12 @@ def _fits(problem: Problem, worker: Worker, sequence) -> bool:
     used = 0
     for kind, unit in sequence:
         if kind is OpKind.F:
-            used += problem.activation(unit.slice)
+            used += problem.activation_memory(unit.slice)
         elif kind is OpKind.W:
-            used -= problem.stash(unit.slice)
+            used -= problem.stash_memory(unit.slice)
         else:
-            used += problem.stash(unit.slice) - problem.activation(unit.slice)
-        if used > problem.room(worker):
+            used += problem.stash_memory(unit.slice) - problem.activation_memory(unit.slice)
+        if used > problem.activation_room(worker):
             return False
     return True
 
@@ -98,9 +99,9 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
         for before, after in itertools.pairwise(sequence):
             edges.append((before, after, _cost(problem, hosts, before)))
         for op in sequence:
-            ends[problem.tied[problem.column_of[op[1].slice]]].append(op)
+            ends[problem.reduction_root[problem.column_of[op[1].slice]]].append(op)
             for source in _sources(problem, op):
-                hop = problem.hop(hosts[source[1]], hosts[op[1]])
+                hop = problem.transfer_ticks(hosts[source[1]], hosts[op[1]])
                 edges.append((source, op, _cost(problem, hosts, source) + hop))
     for sequence in sequences:
         if sequence:
@@ -134,12 +135,12 @@ def _window(problem, hosts, sequence, ends, column, period):
 
 
 def _cost(problem: Problem, hosts, op) -> int:
-    return problem.cost(op[0], op[1].slice, hosts[op[1]])
+    return problem.op_ticks(op[0], op[1].slice, hosts[op[1]])
 
 
 def _sources(problem: Problem, op):
     kind, unit = op
-    path = problem.grid.path(unit.microbatch)
+    path = problem.grid.stages_of_microbatch(unit.microbatch)
     if kind is OpKind.F and unit.slice > path[0]:
         yield OpKind.F, unit._replace(slice=unit.slice - 1)
     elif kind is problem.gradient_kind and unit.slice < path[-1]:

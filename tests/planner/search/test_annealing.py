@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.budget import STEP_SECONDS, Budget
-from slipstream.planner.compiled import ready
-from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_deadlines, set_heads
-from slipstream.planner.kernel import time as timed
+from slipstream.planner.compiled import ensure_compiled
+from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_earliest_deadlines, set_heads
+from slipstream.planner.kernel import time_state as timed
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound, strongest_bound
-from slipstream.planner.model.decompose import undivided
+from slipstream.planner.model.decompose import make_whole_piece
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.annealing import AnnealingChain, aim, anneal_pieces, make_chain
-from slipstream.planner.search.improvement import anneal as anneal_incumbent
-from slipstream.planner.search.improvement import list_schedules
-from slipstream.planner.search.incumbent import Incumbent, divided
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
+from slipstream.planner.search.annealing import AnnealingChain, anneal_pieces, choose_target_period, make_chain
+from slipstream.planner.search.improvement import improve_by_annealing as anneal_incumbent
+from slipstream.planner.search.improvement import improve_by_list_schedules
+from slipstream.planner.search.incumbent import Incumbent, divide_problem
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -33,13 +33,13 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 @pytest.fixture(scope="module", autouse=True)
 def kernel():
     """Compiles here and now if need be: some twenty seconds, once."""
-    ready()
+    ensure_compiled()
 
 
 def listed(problem, rule="least-loaded"):
-    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, rule)))
-    scheduler.period(DispatchRule())
-    return scheduler.solution()
+    scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, rule)))
+    scheduler.evaluate_rule(DispatchRule())
+    return scheduler.last_solution()
 
 
 def gapped():
@@ -56,8 +56,8 @@ def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
     before = listed(problem, rule)
     annealer = AnnealingChain(before, goal=0, seed=seed)
     assert annealer.period <= solution_period(before)
-    annealer.advance(200)
-    after = annealer.solution()
+    annealer.run_steps(200)
+    after = annealer.best_solution()
     period = solution_period(after)
     assert lower_bound(problem) <= period <= annealer.period  # less where no op ends at a deadline
     assert annealer.period <= solution_period(before)
@@ -72,8 +72,8 @@ def test_steps_depend_on_the_seed_alone():
     def annealed(seed, *slices):
         annealer = AnnealingChain(before, goal=0, seed=seed)
         for steps in slices:
-            annealer.advance(steps)
-        return annealer.solution().starts
+            annealer.run_steps(steps)
+        return annealer.best_solution().start_by_key
 
     assert annealed(1, 2000) == annealed(1, 800, 1200) != annealed(2, 2000)
 
@@ -83,26 +83,29 @@ def test_where_a_cycle_has_reached_its_aim_it_aims_lower_at_the_very_step():
     problem = gapped()
     goal = int(1.09 * lower_bound(problem))
     whole, sliced = (AnnealingChain(listed(problem), goal=goal, seed=0) for _ in range(2))
-    whole.advance(30_000)
+    whole.run_steps(30_000)
     for _ in range(30):
-        sliced.advance(1_000)
-    assert whole.solution().starts == sliced.solution().starts and whole.steps == sliced.steps < 30_000
+        sliced.run_steps(1_000)
+    assert whole.best_solution().start_by_key == sliced.best_solution().start_by_key \
+        and whole.steps == sliced.steps < 30_000
     assert whole.period <= goal
 
 
 def test_a_cycle_aims_below_the_best_plan_and_never_below_the_goal():
-    assert [aim(period, 100, 0.5) for period in (140, 120, 102, 101, 100, 90)] == [120, 110, 101, 100, 100, 100]
+    assert [choose_target_period(period, 100, 0.5) for period in (140, 120, 102, 101, 100, 90)] == [120, 110, 101, 100,
+                                                                                                    100, 100]
 
 
 def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
     problem = build_problem(grid(3, 4, 6), [Worker(0, 2)])
     annealer = AnnealingChain(listed(problem), goal=0, seed=0)
-    annealer.advance(500)
-    before = annealer.solution()
-    other = annealer.twin(seed=1)
-    assert other.period == annealer.period and other.solution().starts == before.starts and other.steps == 0
-    other.advance(2000)
-    assert annealer.solution().starts == before.starts and other.period <= annealer.period
+    annealer.run_steps(500)
+    before = annealer.best_solution()
+    other = annealer.make_twin(seed=1)
+    assert other.period == annealer.period and other.best_solution().start_by_key == before.start_by_key \
+        and other.steps == 0
+    other.run_steps(2000)
+    assert annealer.best_solution().start_by_key == before.start_by_key and other.period <= annealer.period
 
 
 def test_a_cooling_cycle_ends_within_the_time_that_is_left():
@@ -110,7 +113,7 @@ def test_a_cooling_cycle_ends_within_the_time_that_is_left():
     annealer, usual = (AnnealingChain(listed(problem), goal=0, seed=0) for _ in range(2))
     for chain in (annealer, usual):
         chain.run()
-    annealer.cool_within(2)
+    annealer.shorten_cycle(2)
     for chain in (annealer, usual):
         chain.run()
         chain.run()
@@ -122,10 +125,10 @@ def test_a_cooling_cycle_ends_within_the_time_that_is_left():
 def test_by_as_much_as_an_op_must_start_before_its_head_some_window_is_longer(data, job, modes, seed):
     """So that a change is refused by the heads alone exactly where its windows would be too long."""
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
-    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    arrays = ProblemArrays(problem, assign_hosts(problem, "least-loaded"))
     chain = make_chain(arrays, listed(problem).order, seed)
     instance, state, before, after = chain.instance, chain.state, chain.timing, chain.trial
-    set_deadlines(instance, state, chain.sorting)
+    set_earliest_deadlines(instance, state, chain.sorting)
     timed(instance, state, chain.sorting, before, 0)
     set_heads(instance, state, before, chain.sorting, 0, chain.heads)
     assert (before.late >= chain.heads).all()
@@ -148,9 +151,9 @@ def test_ops_without_duration_never_wait_for_each_other_in_a_circle(order, trans
     times = f"forward = 2\nbackward_input = 0\nbackward_weight = 2\ntransfer = {transfer}\n"
     problem = build_problem(grid(2, 2, 4, times=times, more=f"[placement]\nchunks = 2\norder = '{order}'\n"),
                             [Worker(0, 1)])
-    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    arrays = ProblemArrays(problem, assign_hosts(problem, "least-loaded"))
     chain = make_chain(arrays, listed(problem).order, seed=0)
-    set_deadlines(chain.instance, chain.state, chain.sorting)
+    set_earliest_deadlines(chain.instance, chain.state, chain.sorting)
     chain.record[:] = FOREVER
     chain.queue.counters[SPAN] = 100
     cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, trade=2 / 24, move=1 / 24, largest_run=6,
@@ -167,7 +170,8 @@ def test_it_closes_a_gap_that_list_schedules_leave():
     problem = gapped()
     before, bound = listed(problem), lower_bound(problem)
     period = solution_period(before)
-    known = Incumbent(problem=problem, pieces=(undivided(problem),), bound=strongest_bound(problem)).with_solutions(
+    known = Incumbent(problem=problem, pieces=(make_whole_piece(problem),),
+                      bound=strongest_bound(problem)).with_solutions(
         [before], [period])
     done = anneal_pieces(known, Budget.of_steps(24_000_000), cycles=1)
     after, = done.solutions
@@ -178,8 +182,8 @@ def test_it_closes_a_gap_that_list_schedules_leave():
 def test_it_does_not_begin_what_the_time_is_too_short_for():
     """To begin takes as long as the job is large, whatever is left: a limit of 1 s became 3 s with 98,000 ops."""
     problem = build_problem(grid(2, 4, 250))
-    known = list_schedules(divided(problem), Budget.of_steps(0))
-    enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operations for piece in known.pieces)
+    known = improve_by_list_schedules(divide_problem(problem), Budget.of_steps(0))
+    enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operation_count for piece in known.pieces)
     known = msgspec.structs.replace(known, bound=Bound(known.period - 1, known.bound.scope))
     assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
     annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
@@ -188,8 +192,9 @@ def test_it_does_not_begin_what_the_time_is_too_short_for():
 
 def test_live_workers_of_stages_that_lost_one_may_hand_on_micro_batches_and_no_others():
     problem = msgspec.structs.replace(build_problem(grid(3, 3, 4), [Worker(0, 1)]), sharing=False, shedding=True)
-    assert problem.hosts(1, 2) == problem.hosts(1, 0) == (Worker(1, 1), Worker(2, 1))
-    assert problem.hosts(0, 2) == (Worker(2, 0),) and problem.hosts(2, 0) == (Worker(0, 2),)
+    assert problem.allowed_hosts(1, 2) == problem.allowed_hosts(1, 0) == (Worker(1, 1), Worker(2, 1))
+    assert problem.allowed_hosts(0, 2) == (Worker(2, 0),) and problem.allowed_hosts(2, 0) == (Worker(0, 2),)
     chain = AnnealingChain(listed(problem), goal=0, seed=1)
-    chain.advance(2_000)
-    assert all(host in problem.hosts(unit.slice, unit.pipeline) for unit, host in chain.solution().hosts.items())
+    chain.run_steps(2_000)
+    assert all(host in problem.allowed_hosts(unit.slice, unit.pipeline) for unit,
+               host in chain.best_solution().hosts.items())

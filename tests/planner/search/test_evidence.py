@@ -6,8 +6,8 @@ import pytest
 
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.search.improvement import anneal, evidence, list_schedules
-from slipstream.planner.search.incumbent import divided
+from slipstream.planner.search.improvement import describe_gap, improve_by_annealing, improve_by_list_schedules
+from slipstream.planner.search.incumbent import divide_problem
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -16,8 +16,8 @@ from tests.jobs import grid
 def listed():
     """List schedules of a job with little memory: above the bound."""
     problem = build_problem(grid(3, 8, 8, more="[memory]\ncapacity = 8\nweight_stash = 1\n"), [Worker(0, 4)])
-    known = list_schedules(divided(problem), Budget.of_steps(40_000))
-    assert known.open
+    known = improve_by_list_schedules(divide_problem(problem), Budget.of_steps(40_000))
+    assert known.can_improve
     return known
 
 
@@ -27,11 +27,11 @@ def listed():
     (1000, 0.4, 9, "still improving when the time was up"),
     (1000, 0.9, 9, "no improvement for the last 18 s (1,000 orders were tried): this is probably close to the best")])
 def test_little_tried_asks_for_more_time_and_much_in_vain_does_not(listed, orders, stale, cycles, says):
-    text = evidence(msgspec.structs.replace(listed, orders=orders, stale=stale, cycles=cycles), Clock(), 20.0)
+    text = describe_gap(msgspec.structs.replace(listed, orders=orders, stale=stale, cycles=cycles), Clock(), 20.0)
     assert says in text and text.endswith(f"the bound counts {listed.bound.counts}")
 
 
 def test_annealing_without_time_forgets_nothing(listed):
     tried = msgspec.structs.replace(listed, orders=1000, stale=0.9, cycles=9)
-    after = anneal(tried, Budget.of_steps(-400_000))
+    after = improve_by_annealing(tried, Budget.of_steps(-400_000))
     assert (after.orders, after.stale, after.cycles) == (1000, 0.9, 9)

@@ -19,9 +19,9 @@ from slipstream.planner.search.list_scheduler import (
     ASSIGNMENT_RULES,
     DispatchRule,
     ListScheduler,
-    Places,
-    Rerouted,
-    assign,
+    PlaceChange,
+    ReroutedTurn,
+    assign_hosts,
 )
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind
@@ -37,7 +37,7 @@ def places(problem: Problem):
     """Any places of single micro-batches, most often none."""
     counts = problem.grid.microbatches
     one = st.integers(0, len(counts) - 1).flatmap(lambda pipeline: st.builds(
-        Places, st.just(pipeline), st.integers(0, counts[pipeline] - 1), st.sampled_from([-2.0, 0.5, 3.0])))
+        PlaceChange, st.just(pipeline), st.integers(0, counts[pipeline] - 1), st.sampled_from([-2.0, 0.5, 3.0])))
     return st.just(()) | st.lists(one, max_size=3).map(tuple)
 
 
@@ -49,13 +49,13 @@ def rules(problem: Problem):
         in_flight=st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages)),
         fill_wait=st.none() | st.tuples(*[st.integers(0, 9)] * len(problem.grid.stages)),
         places=places(problem), gradient_places=places(problem),
-        ignore_transfers=st.booleans(), make_room=st.booleans(), rerouted=st.sampled_from(get_args(Rerouted)),
+        ignore_transfers=st.booleans(), make_room=st.booleans(), rerouted=st.sampled_from(get_args(ReroutedTurn)),
         eager_weights=st.booleans() if problem.backward == "split" else st.just(False))
 
 
 def listed(problem: Problem, assignment, rule: DispatchRule):
-    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, assignment)))
-    return scheduler.period(rule), scheduler.solution()
+    scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, assignment)))
+    return scheduler.evaluate_rule(rule), scheduler.last_solution()
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,10 +64,10 @@ def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assi
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     rule = data.draw(rules(problem))
     compiled = listed(problem, assignment, rule)
-    with mock.patch.object(loops, "plain", lambda: True):
+    with mock.patch.object(loops, "is_plain_python", lambda: True):
         plain = listed(problem, assignment, rule)
     assert compiled[0] == plain[0] and compiled[1].hosts == plain[1].hosts
-    assert list(compiled[1].starts.items()) == list(plain[1].starts.items())
+    assert list(compiled[1].start_by_key.items()) == list(plain[1].start_by_key.items())
 
 
 @settings(max_examples=20, deadline=None)
@@ -76,10 +76,10 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
     sharing = assignment == "by-speed"  # with all choices of hosts, only the smallest can be enumerated
     job, failed, backward, optimizer = data.draw(tiny(SHARED) if sharing else tiny())
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
-    with mock.patch.object(loops, "plain", lambda: True):
+    with mock.patch.object(loops, "is_plain_python", lambda: True):
         period, solution = listed(problem, assignment, data.draw(rules(problem)))
     optimum = optimal_period(problem)
-    assert check(build_schedule(problem, solution, bound=Bound(optimum, problem.scope), method="greedy")) == []
+    assert check(build_schedule(problem, solution, bound=Bound(optimum, problem.bound_scope), method="greedy")) == []
     assert period == solution_period(solution) >= optimum
 
 
@@ -88,8 +88,8 @@ def test_a_micro_batch_goes_as_many_places_before_its_turn(places, turn):
     """On the first stage nothing else decides who is first; half a place is between two."""
     problem = build_problem(parse_job("pipelines = 1\nstages = 2\nmicrobatches = 8\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))
-    _, solution = listed(problem, "round-robin", DispatchRule(places=(Places(0, 4, places),)))
-    starts = {microbatch: start for (kind, slice_, _, microbatch), start in solution.starts.items()
+    _, solution = listed(problem, "round-robin", DispatchRule(places=(PlaceChange(0, 4, places),)))
+    starts = {microbatch: start for (kind, slice_, _, microbatch), start in solution.start_by_key.items()
               if kind == OpKind.F and slice_ == 0}
     expected = [0, 1, 2, 3, 5, 6, 7]
     expected.insert(turn, 4)
@@ -119,7 +119,8 @@ def scarce(draw):
 def least_by_enumeration(problem: Problem, column: int) -> int:
     """The least room, in memory units, with which a worker can run one micro-batch: over every order of its ops."""
     grid = problem.grid
-    return max(least_of_chain(problem, [stage for stage in grid.path(number) if grid.stages[stage].column == column])
+    return max(least_of_chain(problem, [stage for stage in grid.stages_of_microbatch(number)
+                                        if grid.stages[stage].column == column])
                for number in range(min(grid.chains, grid.microbatches[0])))
 
 
@@ -143,11 +144,11 @@ def most_held(problem: Problem, order) -> int:
     held = most = 0
     for kind, stage in order:
         if kind is OpKind.F:
-            held += problem.activation(stage)
+            held += problem.activation_memory(stage)
         elif kind is OpKind.W:
-            held -= problem.stash(stage)
+            held -= problem.stash_memory(stage)
         else:
-            held += problem.stash(stage) - problem.activation(stage)
+            held += problem.stash_memory(stage) - problem.activation_memory(stage)
         most = max(most, held)
     return most
 

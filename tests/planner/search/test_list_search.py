@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
+from slipstream.planner.model.from_job import build_layered_problem, build_problem, with_layout
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
-from slipstream.planner.search.list_search import _exchanged, changed, search
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign_hosts
+from slipstream.planner.search.list_search import _exchange_hosts, change_rule, search_list_schedules
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -29,10 +29,10 @@ from tests.jobs import failures, grid, jobs
 @given(st.data(), jobs(), st.sampled_from(ASSIGNMENT_RULES), st.integers(0, 99))
 def test_an_exchange_keeps_loads_and_holders(data, job, rule, seed):
     problem = build_problem(job, data.draw(failures(job)), sharing=rule == "by-speed")
-    before = ProblemArrays(problem, assign(problem, rule))
-    after = _exchanged(before, random.Random(seed))
+    before = ProblemArrays(problem, assign_hosts(problem, rule))
+    after = _exchange_hosts(before, random.Random(seed))
     assert after.hosts.keys() == before.hosts.keys()
-    assert all(after.hosts[unit] in problem.hosts(unit.slice, unit.pipeline) for unit in after.hosts)
+    assert all(after.hosts[unit] in problem.allowed_hosts(unit.slice, unit.pipeline) for unit in after.hosts)
     assert Counter((unit.slice, worker) for unit, worker in after.hosts.items()) == \
         Counter((unit.slice, worker) for unit, worker in before.hosts.items())
     anew = ProblemArrays(problem, after.hosts)
@@ -49,7 +49,7 @@ def test_exchanges_find_what_no_assignment_rule_gives():
     problem = build_problem(job, [Worker(0, 2), Worker(1, 3), Worker(2, 0)], sharing=False)
     piece, = decompose(problem)
     bound = strongest_bound(problem)
-    solution, period = search(problem, bound.ticks, Budget.of_steps(40_000_000))
+    solution, period = search_list_schedules(problem, bound.ticks, Budget.of_steps(40_000_000))
     assert period <= 1.02 * bound.ticks
     schedule = build_schedule(problem, [(piece, solution)], bound=bound, method="greedy")
     assert check(schedule) == []
@@ -61,8 +61,8 @@ def layout_with_routes():
     job = grid(2, 8, 16, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\noptimizer = 2\n",
                more=f"[placement]\nlayers = {[4] * 8}\n")
     failed = [Worker(1, 3)]
-    given = layered_problem(job, failed, LayoutScope(layers="move"))
-    piece, = decompose(with_layout(given, next(candidates(given))))
+    given = build_layered_problem(job, failed, LayoutScope(layers="move"))
+    piece, = decompose(with_layout(given, next(generate_layouts(given))))
     return piece.problem
 
 
@@ -70,9 +70,9 @@ def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
     problem = layout_with_routes()
 
     def found(steps, seed=0):
-        solution, period = search(problem, 1, Budget.of_steps(40_000_000, seed), steps=steps)
+        solution, period = search_list_schedules(problem, 1, Budget.of_steps(40_000_000, seed), steps=steps)
         assert solution_period(solution) == period
-        return period, solution.starts
+        return period, solution.start_by_key
 
     assert found(0)[0] > found(300)[0] == found(300)[0]
     assert found(300)[1] == found(300)[1]
@@ -81,10 +81,10 @@ def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
 def test_walks_end_where_nothing_is_found():
     """With one worker all orders are as long: a few walks, and no more."""
     job = grid(1, 1, 4, more="[placement]\nlayers = [2]\n")
-    given = layered_problem(job, [], LayoutScope(layers="move"))
-    piece, = decompose(with_layout(given, next(candidates(given))))
-    with mock.patch.object(ListScheduler, "order", autospec=True, side_effect=ListScheduler.order) as order:
-        search(piece.problem, 1, Budget.of_steps(40_000_000))
+    given = build_layered_problem(job, [], LayoutScope(layers="move"))
+    piece, = decompose(with_layout(given, next(generate_layouts(given))))
+    with mock.patch.object(ListScheduler, "order_ops", autospec=True, side_effect=ListScheduler.order_ops) as order:
+        search_list_schedules(piece.problem, 1, Budget.of_steps(40_000_000))
     assert order.call_count <= 50 + DEFAULTS.lists.stale_starts * DEFAULTS.lists.stale_steps
 
 
@@ -93,8 +93,9 @@ def test_walks_end_where_nothing_is_found():
 def test_random_steps_keep_to_the_micro_batches_and_slices_there_are(job, seed):
     problem, drawn, rule = build_problem(job), random.Random(seed), DispatchRule()
     for _ in range(30):
-        rule = changed(problem, rule, drawn, DEFAULTS.lists)
+        rule = change_rule(problem, rule, drawn, DEFAULTS.lists)
     assert all(one.microbatch < problem.grid.microbatches[one.pipeline] and one.places
                for one in (*rule.places, *rule.gradient_places))
-    assert all(share is None or len(share) == len(problem.layers_of) for share in (rule.fill_wait, rule.in_flight))
-    ListScheduler(ProblemArrays(problem, assign(problem, ASSIGNMENT_RULES[0]))).period(rule)
+    assert all(share is None or len(share) == len(problem.layers_by_slice)
+               for share in (rule.fill_wait, rule.in_flight))
+    ListScheduler(ProblemArrays(problem, assign_hosts(problem, ASSIGNMENT_RULES[0]))).evaluate_rule(rule)

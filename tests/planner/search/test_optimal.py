@@ -13,7 +13,7 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
 from slipstream.planner.search import cpsat
-from slipstream.planner.search.engine import solve
+from slipstream.planner.search.engine import find_best_candidate
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -53,8 +53,8 @@ def proven_optimal(case, *, sharing: bool) -> None:
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
     optimum = optimal_period(problem)
     assert lower_bound(problem) <= optimum
-    solved = solve(problem, "cp-sat", Budget.of_steps(12_000_000))
-    schedule = solved.schedule()
+    solved = find_best_candidate(problem, "cp-sat", Budget.of_steps(12_000_000))
+    schedule = solved.make_schedule()
     assert check(schedule) == []
     assert schedule.period_ticks == solved.bound.ticks == optimum
 
@@ -89,7 +89,7 @@ def optimum(problem, *, implied: bool) -> int | None:
     constraints = cpsat.Constraints(model, problem, variables)
     constraints.add_rules()
     if implied:
-        constraints.add_implied()
+        constraints.add_implied_constraints()
     model.minimize(variables.period)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -106,7 +106,7 @@ def test_what_is_implied_or_bounded_excludes_no_best_plan(data):
     backward, optimizer = data.draw(st.sampled_from(["split", "fused"])), data.draw(
         st.sampled_from(["staggered", "synchronous"]))
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
-    assume(problem.operations_by_host < 120)
+    assume(problem.host_operation_count < 120)
     with_all, plain = optimum(problem, implied=True), optimum(problem, implied=False)
     least = min((found for found in (with_all, plain) if found is not None), default=None)
     assert with_all is None or plain is None or with_all == plain

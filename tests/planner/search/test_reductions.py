@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.kernel import close, put_off, reduce
-from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.arrays import ProblemArrays, padded
+from slipstream.planner.kernel import delay_deadlines, run_reductions, set_latest_compute_ends
+from slipstream.planner.layout.candidates import generate_layouts
+from slipstream.planner.model.arrays import ProblemArrays, pad_rows
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.from_job import build_layered_problem, with_layout
 from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.annealing import AnnealingChain
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError, assign
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError, assign_hosts
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -30,7 +30,7 @@ def chains(draw):
     groups = draw(st.integers(1, 5))
     sharers = draw(st.lists(st.lists(st.integers(0, groups - 1), min_size=1, max_size=3, unique=True), max_size=5))
     ticks = draw(st.lists(TICKS, min_size=len(sharers), max_size=len(sharers)))
-    return padded(sharers), np.array(ticks, dtype=np.int64), np.array(
+    return pad_rows(sharers), np.array(ticks, dtype=np.int64), np.array(
         draw(st.lists(st.integers(0, 30), min_size=groups, max_size=groups)), dtype=np.int64)
 
 
@@ -47,7 +47,7 @@ def ends_of(sharers, ticks, turn, deadlines):
 
 def reduced(sharers, ticks, deadlines):
     end, begin, turn = deadlines.copy(), np.zeros_like(ticks), np.zeros_like(ticks)
-    reduce(sharers, ticks, end, begin, turn)
+    run_reductions(sharers, ticks, end, begin, turn)
     return end.tolist(), begin.tolist(), turn.tolist()
 
 
@@ -67,7 +67,7 @@ def test_deadlines_are_as_late_as_the_ends_allow(chain):
     sharers, ticks, deadlines = chain
     end, _, turn = reduced(*chain)
     late = np.array(end)
-    put_off(sharers, ticks, np.array(turn, dtype=np.int64), late)
+    set_latest_compute_ends(sharers, ticks, np.array(turn, dtype=np.int64), late)
     assert (late >= deadlines).all() and ends_of(sharers, ticks, turn, late) == end
     for group in range(len(late)):
         later = late.copy()
@@ -82,14 +82,14 @@ def test_no_reduction_ends_later_for_deadlines_that_were_put_off(chain):
     end, _, _ = reduced(*chain)
     late, after = deadlines.copy(), np.zeros_like(deadlines)
     begin, turn = np.zeros_like(ticks), np.zeros_like(ticks)
-    close(sharers, ticks, late, after, begin, turn)
+    delay_deadlines(sharers, ticks, late, after, begin, turn)
     assert (late >= deadlines).all() and (after <= end).all()
     assert (after.tolist(), begin.tolist(), turn.tolist()) == reduced(sharers, ticks, late)
 
 
 def test_pairs_of_groups_along_a_chain_reduce_side_by_side():
     """0-1, 1-2, 2-3, 3-4, all ready at once: each second pair, then the others. One after the other would take 40."""
-    sharers, ticks = padded([[0, 1], [1, 2], [2, 3], [3, 4]]), np.full(4, 10, dtype=np.int64)
+    sharers, ticks = pad_rows([[0, 1], [1, 2], [2, 3], [3, 4]]), np.full(4, 10, dtype=np.int64)
     end, _, _ = reduced(sharers, ticks, np.zeros(5, dtype=np.int64))
     best = min(max(ends_of(sharers, ticks, turn, np.zeros(5, dtype=np.int64)))
                for turn in itertools.permutations(range(4)))
@@ -105,8 +105,8 @@ def layouts(seed, optimizer, backward):
                times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\n"
                f"optimizer = 2\nall_reduce = {reductions}\n")
     failed = [Worker(chosen.randrange(pipelines), chosen.randrange(stages))]
-    given = layered_problem(job, failed, LayoutScope(layers="move"), optimizer=optimizer, backward=backward)
-    for layout in candidates(given):
+    given = build_layered_problem(job, failed, LayoutScope(layers="move"), optimizer=optimizer, backward=backward)
+    for layout in generate_layouts(given):
         yield with_layout(given, layout)
 
 
@@ -117,16 +117,16 @@ def test_annealing_minimises_the_period_that_the_checker_finds(seed, optimizer, 
     """Windows ended with the last of all groups that a group reduces with, one for all: up to 5 % too late."""
     found = []
     for problem in layouts(seed, optimizer, backward):
-        scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+        scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
         try:
-            scheduler.period(DispatchRule())
+            scheduler.evaluate_rule(DispatchRule())
         except StuckError:
             continue
-        listed = scheduler.solution()
+        listed = scheduler.last_solution()
         chain = AnnealingChain(listed, goal=0, seed=seed)
         assert chain.period <= solution_period(listed)
-        chain.advance(500)
-        annealed = chain.solution()
+        chain.run_steps(500)
+        annealed = chain.best_solution()
         made = build_schedule(problem, annealed, method="cp-sat")
         assert check(made) == []
         assert solution_period(annealed) == made.period_ticks

@@ -102,8 +102,8 @@ def test_every_failure_set_is_found_and_valid(exact):
             assert at_once is not None and not at_once.layers_to_load and check(at_once.schedule) == []
             assert found.schedule.period_ticks <= at_once.schedule.period_ticks
             assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
-            pattern = table.entry(pattern_key(pattern_of(failed, classes), classes)) if size else None
-            count = table.entry(f"count-{size}")
+            pattern = table.checked_schedule(pattern_key(pattern_of(failed, classes), classes)) if size else None
+            count = table.checked_schedule(f"count-{size}")
             assert found.schedule.period_ticks == min(count.period_ticks, (pattern or count).period_ticks)
             assert found.key.startswith("count") or not found.moves
             settled = table.lookup(failed, settled=True)
@@ -137,7 +137,8 @@ def test_rows_say_what_each_entry_gives(exact):
 def test_programs_are_stored_once(exact):
     table = Table.load(exact[0])
     texts = [bytes(text) for text in table.program_texts]
-    assert len(texts) == len(set(texts)) < sum(len(table.entry(row.key).seats) for row in table.rows() if row.sha256)
+    assert len(texts) == len(set(texts)) < sum(len(table.checked_schedule(row.key).seats) for row in table.rows()
+                                               if row.sha256)
 
 
 def test_one_process_or_two_the_bytes_are_the_same(tmp_path):
@@ -313,7 +314,7 @@ def test_one_and_two_nodes_lost_are_found_and_equal_ones_planned_once(tmp_path, 
             assert chosen in of_nodes[key]
             found = table.lookup(down)
             assert found is not None and check(found.schedule) == [] and set(found.schedule.failed) == down
-            assert found.schedule.period_ticks <= table.entry(key).period_ticks
+            assert found.schedule.period_ticks <= table.checked_schedule(key).period_ticks
             if lost == 2:  # more failures than are planned by their number: only by node
                 assert found.key == key and not found.moves
                 settled = table.lookup(down, settled=True)
@@ -346,7 +347,7 @@ def test_roles_move_where_a_lost_node_has_several_workers_of_one_stage(tmp_path,
     assert table.lookup(lost).key == "pattern-0+0"
     found = table.lookup(lost, roles_move=True)
     assert found.key == "count-2" and len(found.moves) == 1 and check(found.schedule) == []
-    assert found.schedule.period_ticks < table.entry("pattern-0+0").period_ticks
+    assert found.schedule.period_ticks < table.checked_schedule("pattern-0+0").period_ticks
 
 
 def test_a_lost_node_with_all_of_a_stage_has_an_entry_for_those_who_get_its_layers_elsewhere(
@@ -388,7 +389,7 @@ def test_where_a_slow_worker_is_down_nobody_plays_its_role_at_its_pace(tmp_path,
         for settled in (False, True):
             found = table.lookup(failed, settled=settled, roles_move=not settled)
             assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
-            count = table.entry(f"count-{len(failed)}")
+            count = table.checked_schedule(f"count-{len(failed)}")
             assert found.schedule.seconds(found.schedule.period_ticks) <= count.seconds(count.period_ticks)
             shorter += found.key.startswith(f"count-{len(failed)}-with-")
     assert shorter

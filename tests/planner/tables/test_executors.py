@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.planner.tables.executors import ExecutorError, executor_of
+from slipstream.planner.tables.executors import ExecutorError, open_executor
 from tests.patience import SECONDS
 from tests.planner.tables.test_build import JOB, contents
 
@@ -75,7 +75,7 @@ def dask():
 @pytest.mark.slow
 @needs_dask
 def test_a_dask_worker_that_dies_loses_an_entry_and_not_the_table(folder, dask):
-    with executor_of(dask) as executor:
+    with open_executor(dask) as executor:
         pid = executor.submit(os.getpid).result(SECONDS)
     command = subprocess.Popen(slipstream(*WORDS, "--executor", dask, "--out", "there"), text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -97,10 +97,10 @@ def test_seeds_are_simulated_by_a_dask_cluster_with_the_same_figures(folder, das
 def test_who_does_not_answer_is_named_in_one_line():
     if importlib.util.find_spec("distributed") is None:
         with pytest.raises(ExecutorError, match="dask needs the package distributed: pip install"), \
-                executor_of("dask://127.0.0.1:1"):
+                open_executor("dask://127.0.0.1:1"):
             pass
     with pytest.raises(ExecutorError, match="'ray' is no executor; expected mpi or dask://HOST:PORT"), \
-            executor_of("ray"):
+            open_executor("ray"):
         pass
 
 

@@ -3,15 +3,15 @@
 from collections import deque
 
 from slipstream.runtime.protocol.to_coordinator import (
-    Checkpoints,
     FetchFailed,
     FetchUpToDate,
     Finished,
-    Known,
+    IterationReport,
     Paused,
-    Ran,
+    ReadableCheckpoints,
     Ready,
-    Started,
+    RecoveryReport,
+    TrainingStarted,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
 from slipstream.schedules.codec import decode
@@ -74,7 +74,7 @@ class Counting:
                 failed = self.world.rng.random() < self.world.unfetched
                 self.said.append((FetchFailed if failed else FetchUpToDate)(self.worker, message.number))
             case ReportCheckpoints():
-                self.said.append(Checkpoints(self.worker, tuple(
+                self.said.append(ReadableCheckpoints(self.worker, tuple(
                     one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)))
             case Finish():
                 self.go_back(message.first_iteration - 1)
@@ -103,12 +103,13 @@ class Counting:
             assert order.restore is None or committed + 1 in self.world.checkpoints
             self.layers, self.reached = {}, committed
         elif self.layers and self.world.went_back and committed not in (self.reached, self.reached - 1):
-            self.layers = {}  # it has not heard that all went back: what it holds fits nothing (`Generation.fits`)
+            # it has not heard that all went back: what it holds fits nothing (`GenerationRunner.fits`)
+            self.layers = {}
         elif self.layers:
             self.go_back(committed)
         moved = {move.layer for move in order.moves if move.target == self.worker}
         read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
-        needs = PLACEMENT.held(schedule, self.worker)
+        needs = PLACEMENT.held_layers(schedule, self.worker)
         if not order.fetch and order.first_iteration and order.restore is None:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
         if order.restore is not None:
@@ -130,7 +131,7 @@ class Counting:
 
     def begin(self) -> None:
         """It has all that it needs."""
-        self.said.append(Started(self.worker, self.order.order))
+        self.said.append(TrainingStarted(self.worker, self.order.order))
         if self.begun == ITERATIONS:
             self.pause()  # and keeps what others may still lack
 
@@ -172,8 +173,8 @@ class Counting:
         self.reached = self.begun
         self.world.stepped(self.order.order, self.reached, self.worker, saves=self.saves == self.reached)
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
-        self.said.append(Ran(self.worker, self.order.order, self.reached,
-                             float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
+        self.said.append(IterationReport(self.worker, self.order.order, self.reached,
+                                         float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
 
     def lose_coordinator(self) -> None:
         self.inbox.clear()
@@ -183,9 +184,9 @@ class Counting:
 
     def known(self):
         if self.order is None:
-            return Known(0, (), -1, holding(), None, False)
-        return Known(self.order.order, self.failed, self.reached, self.holding(), None, False,
-                     self.order.first_iteration - 1, self.losses)
+            return RecoveryReport(0, (), -1, holding(), None, False)
+        return RecoveryReport(self.order.order, self.failed, self.reached, self.holding(), None, False,
+                              self.order.first_iteration - 1, self.losses)
 
 
 class Rank(Counting):

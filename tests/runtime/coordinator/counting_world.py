@@ -5,22 +5,22 @@ import math
 import random
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, Committed
-from slipstream.runtime.coordinator.decisions.effects import GiveUp, Send
-from slipstream.runtime.coordinator.decisions.failover import Found, Rejoining
-from slipstream.runtime.coordinator.decisions.questions import Question, ScheduleFound
-from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
-from slipstream.runtime.coordinator.decisions.transition import Look, Lost, transition
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommittedIteration
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, SendMessage
+from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
+from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer, ScheduleRequest
+from slipstream.runtime.coordinator.decisions.transition import TimePassed, WorkerLost, apply_event
 from slipstream.runtime.coordinator.planning.schedule_finder import (
-    Finders,
     NoScheduleError,
+    SchedulePlanners,
     ScheduleService,
-    without_idle,
+    without_idle_workers,
 )
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import WentBack
-from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
+from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Finished, Leaving, Ready
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Counting, Rank
@@ -30,9 +30,9 @@ from tests.runtime.test_going_back import on_the_spot
 
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 FIRST = schedule_for(WIDE)
-ANSWERING = ScheduleService(FIRST.grid, Finders(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
-RULES = Rules(first=FIRST, iterations=range(ITERATIONS), partition=PARTITION, prepared=ANSWERING.prepared,
-              automatic_checkpoints=True)
+ANSWERING = ScheduleService(FIRST.grid, SchedulePlanners(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
+RULES = RunRules(first=FIRST, iterations=range(ITERATIONS), partition=PARTITION, prepared=ANSWERING.get_prepared,
+                 automatic_checkpoints=True)
 ACT_SECONDS = 0.05
 """From one thing that happens to the next."""
 
@@ -40,7 +40,7 @@ ACT_SECONDS = 0.05
 @functools.cache
 def planned(question):
     try:
-        return without_idle(ANSWERING._finder(question)())
+        return without_idle_workers(ANSWERING._choose_planner(question)())
     except NoScheduleError as error:
         return error
     except LookupError as error:  # half of a stage's layers had been moved to each of two workers
@@ -78,12 +78,12 @@ class World:
         self.state = self.started(None)
 
     def started(self, rejoining):
-        return begun(self.rules, CommitLog(), self.now, rejoining)
+        return build_initial_state(self.rules, CommitLog(), self.now, rejoining)
 
     @property
     def taking_over(self):
         """The phase in which another coordinator looks for workers; None: it is over."""
-        return self.state.phase if isinstance(self.state.phase, Rejoining) else None
+        return self.state.phase if isinstance(self.state.phase, RejoiningPhase) else None
 
     may_restart = True
     """Whether node 0 dies at all."""
@@ -94,7 +94,7 @@ class World:
 
     def go_back(self, iteration) -> None:
         self.went_back += 1
-        self.log.go_back(iteration)
+        self.log.drop_iterations_from(iteration)
 
     def send(self, worker, message) -> None:
         if worker in self.workers:
@@ -105,37 +105,37 @@ class World:
         if isinstance(event, Finished) and event.order == self.state.order \
                 and self.state.members.difference(self.state.phase.finished) == {event.worker}:
             self.checkpoints.append(self.saving)
-        self.state, effects = transition(self.rules, self.state, event, self.now)
+        self.state, effects = apply_event(self.rules, self.state, event, self.now)
         for effect in effects:
             match effect:
-                case Send():
+                case SendMessage():
                     for worker in effect.workers:
                         self.send(worker, effect.message)
-                case Committed():
+                case CommittedIteration():
                     self.committed(effect, event)
                     if self.rng.random() < 0.05 and self.may_restart:
                         self.restart()  # between a commit and its acknowledgement
                         return
-                case GiveUp():
+                case GiveUpWorker():
                     given_up.append(effect.worker)
                 case WentBack():
                     self.go_back(self.state.log.next_iteration)
-                case Found():
+                case FailoverResult():
                     self.took_over(effect)
-                case Question():
-                    answers.append(ScheduleFound(effect, self.answer(effect)))
+                case ScheduleRequest():
+                    answers.append(ScheduleAnswer(effect, self.answer(effect)))
         for answer in answers:
             self.happens(answer)
         for worker in given_up:
             self.kill(worker)
 
     def committed(self, one, report) -> None:
-        self.log.commit(one.iteration, one.loss, 0.1)
+        self.log.write_iteration(one.iteration, one.loss, 0.1)
         said = set().union(*self.savers.pop((report.order, one.iteration)).values())
         assert len(said) == 1, "some save, and wait for others that do not"
         if said == {True}:
             self.saved += 1
-            self.happening.append(Saved(report.worker, one.iteration, 0.0))
+            self.happening.append(CheckpointSaved(report.worker, one.iteration, 0.0))
         if one.iteration % 4 == 3:
             self.checkpoints.append(one.iteration + 1)
 
@@ -144,7 +144,7 @@ class World:
         self.deaths += 1
         for message in gone.said:
             self.happens(message)
-        self.happens(Lost(worker, f"{worker} was killed", self.now))
+        self.happens(WorkerLost(worker, f"{worker} was killed", self.now))
 
     def restart(self) -> None:
         """The coordinator is gone with what it had not written, and another one looks for the workers."""
@@ -154,8 +154,9 @@ class World:
         self.savers.clear()  # where nobody is left of a run, orders are numbered anew
         self.happening.clear()
         everyone = frozenset(WORKERS)
-        self.state = self.started(Rejoining(losses=read_losses(self.out, 0), first=0, expected=everyone, grid=everyone,
-                                            began=self.now))
+        self.state = self.started(RejoiningPhase(losses=read_losses(self.out, 0), first=0, expected=everyone,
+                                                 grid=everyone,
+                                                 began=self.now))
         self.lose_coordinator()
 
     def write(self, number) -> None:
@@ -169,10 +170,10 @@ class World:
 
     def took_over(self, found) -> None:
         """With those that have come; the others are too late."""
-        self.log.go_back(found.unwritten.start)
+        self.log.drop_iterations_from(found.unwritten.start)
         for unwritten, loss in zip(found.unwritten, found.losses[len(found.losses) - len(found.unwritten):],
                                    strict=True):
-            self.log.commit(unwritten, loss)
+            self.log.write_iteration(unwritten, loss)
             if math.isnan(loss):  # whoever was told of it first is dead, or all have gone back
                 assert self.deaths or self.went_back
                 self.unknown.add(unwritten)
@@ -227,7 +228,7 @@ class World:
             self.look()
 
     def look(self) -> None:
-        self.happens(Look())
+        self.happens(TimePassed())
 
 
 class RankedWorld(World):
@@ -255,7 +256,7 @@ class RankedWorld(World):
         return self.rng.choice(ranks) if ranks else None
 
     def say(self, one) -> None:
-        whole = self.reports.take(one.worker, one.rank, one.said.popleft())
+        whole = self.reports.add_message(one.worker, one.rank, one.said.popleft())
         if whole is not None:
             self.happens(whole)
 
@@ -264,8 +265,8 @@ class RankedWorld(World):
         self.deaths += 1
         while any(one.said for one in ranks):
             self.say(self.rng.choice([one for one in ranks if one.said]))
-        self.reports.forget(worker)
-        self.happens(Lost(worker, f"{worker} was killed", self.now))
+        self.reports.drop_worker(worker)
+        self.happens(WorkerLost(worker, f"{worker} was killed", self.now))
 
     def lose_coordinator(self) -> None:
         for ranks in self.workers.values():
@@ -273,15 +274,15 @@ class RankedWorld(World):
                 one.lose_coordinator()
 
     def look(self) -> None:
-        if self.taking_over is not None and self.taking_over.over(self.now):
-            for worker in self.reports.incomplete:
+        if self.taking_over is not None and self.taking_over.is_complete(self.now):
+            for worker in self.reports.incomplete_workers:
                 self.kill(worker)
         if self.taking_over is None or self.taking_over.known:
             super().look()
 
     def forget(self, worker) -> None:
         if any(one.order is not None for one in self.workers[worker]):
-            self.reports.forget(worker)
+            self.reports.drop_worker(worker)
             self.workers[worker] = self.fresh(worker)
 
     def act(self) -> None:

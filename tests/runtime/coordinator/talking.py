@@ -7,23 +7,23 @@ import time
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.records.run_log import RunLog
-from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.coordinator.run_spec import RunSpec
+from slipstream.runtime.model.state.parts import ElementCounts
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker
-from slipstream.runtime.protocol.rendezvous import Rendezvous, listen
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.rendezvous import Rendezvous, open_listener
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
-    Ended,
     Finished,
     Heartbeat,
+    IterationReport,
     JoinNode,
     JoinWorker,
     Paused,
-    Ran,
     Ready,
-    Started,
-    Status,
+    TrainingStarted,
+    WorkerEnded,
+    WorkerStatus,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
 from slipstream.runtime.run_options import Resilience, RunOptions
@@ -36,9 +36,9 @@ from tests.runtime.speaking import SECRET, talk
 JOB = grid(3, 1, 2)
 WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
 SOON = 120.0
-SETUP = Setup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
-              store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
-              heartbeat_timeout_seconds=0.5)
+SETUP = WorkerSetup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
+                    store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
+                    heartbeat_timeout_seconds=0.5)
 
 
 class Processes:
@@ -48,10 +48,10 @@ class Processes:
         self.killed, self.buried, self._ends = [], [], []
         self._readable, self._writable = os.pipe()
 
-    def connect(self, send, note):
+    def connect_agents(self, send, note):
         pass
 
-    def look(self):
+    def restart_due_workers(self):
         pass
 
     def fileno(self):
@@ -63,25 +63,25 @@ class Processes:
         return ends
 
     def end(self, worker, status=-9):
-        self._ends.append(Ended(worker, status))
+        self._ends.append(WorkerEnded(worker, status))
         os.write(self._writable, b"!")
 
-    def node_started(self, node):
+    def record_node_started(self, node):
         pass
 
-    def workers_of(self, node):
+    def get_node_workers(self, node):
         return WORKERS[node:node + 1]
 
-    def kill(self, worker):
+    def kill_worker(self, worker):
         self.killed.append(worker)
 
-    def ended(self, worker):
+    def handle_worker_end(self, worker):
         self.buried.append((worker, time.monotonic()))
 
-    def begins(self, iteration):
+    def begin_iteration(self, iteration):
         pass
 
-    def committed(self, iteration):
+    def commit_iteration(self, iteration):
         pass
 
 
@@ -94,7 +94,7 @@ class Talker:
         self.talk = self.writer = None
         self.beating = self.answers = True
         self.folder = None
-        self.status = Status(worker, "waits for another", 1.0, waits=True)
+        self.status = WorkerStatus(worker, "waits for another", 1.0, waits=True)
 
     def say(self, message):
         self.talk.say(message)
@@ -105,7 +105,7 @@ class Talker:
         beats = asyncio.create_task(self._beat())
         try:
             while data := await self.talk.reader.read(2**16):
-                for body in self.talk.frames.feed(data):
+                for body in self.talk.frames.parse_messages(data):
                     message = to_worker.decode(body)
                     if isinstance(message, Leave):
                         return
@@ -123,10 +123,10 @@ class Talker:
 
     def _answer(self, message):
         match message:
-            case Setup():
+            case WorkerSetup():
                 self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
             case Train() if self.worker not in message.failed:
-                self.say(Started(self.worker, message.order))
+                self.say(TrainingStarted(self.worker, message.order))
                 self._run(message.order, message.first_iteration)
             case Acknowledged():
                 self._run(message.order, message.iteration + 1)
@@ -142,7 +142,7 @@ class Talker:
             self._stops_before = 99
             self.stopped.set()
         elif iteration < SETUP.iterations:
-            self.say(Ran(self.worker, order, iteration, 1.0, 0.1))
+            self.say(IterationReport(self.worker, order, iteration, 1.0, 0.1))
         else:
             self.say(Paused(self.worker, order, holding((0, 4)), None, None))
 
@@ -155,9 +155,10 @@ class World:
         self._log = RunLog(out)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET, out=out,
-                forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
-                options=RunOptions(notify=self.told.append), elements=[Elements(1)] * 4),
+            RunSpec(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET,
+                    out=out,
+                    forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
+                    options=RunOptions(notify=self.told.append), elements=[ElementCounts(1)] * 4),
             CommitLog(), self.processes, self._log)
         self.talkers, self.address, self.agent = {}, None, None
 
@@ -174,7 +175,7 @@ class World:
             await talker.live()
 
         async def run():
-            listener, self.address = listen()
+            listener, self.address = open_listener()
             self.talkers = {worker: Talker(worker, self.address, stops_before) for worker in WORKERS}
             others = [asyncio.create_task(live(talker)) for talker in self.talkers.values()]
             if script is not None:

@@ -6,7 +6,7 @@ from io import FileIO
 from slipstream.runtime.coordinator.records import appended_file
 from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.records.writer_thread import Writer
-from slipstream.runtime.events import EVENTS, Noted, decode
+from slipstream.runtime.events import EVENTS, Noted, decode_event
 
 
 class Full(FileIO):
@@ -26,14 +26,14 @@ class Full(FileIO):
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(appended_file, "FileIO", Full)
     told, write = [], Writer()
-    write.say = told.append
+    write.report_problem = told.append
     with RunLog(tmp_path, write=write) as log:
         for iteration in range(6):
             Full.full = "twice" if 2 <= iteration < 5 else False
-            log.commit(iteration, float(iteration))
+            log.write_iteration(iteration, float(iteration))
             log.write(Noted(text=str(iteration)))
     assert read_losses(tmp_path, 0) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     lines = (tmp_path / EVENTS).read_bytes().splitlines()
-    assert [decode(line).text for line in lines] == list("012345")
+    assert [decode_event(line).text for line in lines] == list("012345")
     assert len(told) == 4 and all("cannot be written" in line for line in told[:2])
     assert all(line.endswith("is written again") for line in told[2:])

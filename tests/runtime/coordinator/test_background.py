@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.coordinator.planning import background
-from slipstream.runtime.coordinator.planning.background import DiedError, in_process, in_thread
+from slipstream.runtime.coordinator.planning.background import PlannerDiedError, run_in_process, run_in_thread
 from slipstream.runtime.errors import RunError
 from slipstream.schedules.schedule import NoScheduleError
 from tests.jobs import grid
@@ -31,7 +31,7 @@ def answer(how, work):
     return asyncio.run(script())
 
 
-@pytest.mark.parametrize("how", [in_thread, in_process])
+@pytest.mark.parametrize("how", [run_in_thread, run_in_process])
 def test_answers_and_errors_come_back(how):
     class Odd(Exception):
         def __init__(self, one, two):
@@ -51,14 +51,14 @@ def test_answers_and_errors_come_back(how):
 
 def test_a_process_that_hangs_is_not_waited_for(monkeypatch):
     """As one may that was forked while another thread held a lock."""
-    monkeypatch.setattr(background, "AWAITED_SECONDS", 0.2)
+    monkeypatch.setattr(background, "AWAITED_TIMEOUT_SECONDS", 0.2)
 
     def work():
         if os.getpid() != HERE:
             time.sleep(60)
         return "done here"
 
-    assert answer(in_process, work) == "done here"
+    assert answer(run_in_process, work) == "done here"
 
 
 def test_a_process_answers_beside_many_connections():
@@ -67,7 +67,7 @@ def test_a_process_answers_beside_many_connections():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
     try:
-        assert answer(in_process, lambda: "found") == "found"
+        assert answer(run_in_process, lambda: "found") == "found"
     finally:
         for one in held:
             os.close(one)
@@ -84,7 +84,7 @@ def test_a_process_plans_and_leaves_nothing_open():
 
     async def script():
         future = asyncio.get_running_loop().create_future()
-        in_process(work, future.set_result)
+        run_in_process(work, future.set_result)
         theirs.close()
         ours.settimeout(60)
         assert await asyncio.to_thread(ours.recv, 1) == b""
@@ -99,12 +99,12 @@ def test_a_process_plans_and_leaves_nothing_open():
 
 
 def test_a_process_that_dies_has_no_answer():
-    found = answer(in_process, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert isinstance(found, DiedError) and str(found).endswith("signal 9")
+    found = answer(run_in_process, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert isinstance(found, PlannerDiedError) and str(found).endswith("signal 9")
 
 
 def test_what_is_awaited_goes_first():
     def niceness(*, awaited):
-        return answer(lambda work, done: in_process(work, done, awaited=awaited), lambda: os.nice(0))
+        return answer(lambda work, done: run_in_process(work, done, awaited=awaited), lambda: os.nice(0))
 
     assert niceness(awaited=False) > niceness(awaited=True) == os.nice(0)

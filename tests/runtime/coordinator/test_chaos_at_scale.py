@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scale import chaos, virtual
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.decisions.failover import Rejoining
+from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 
 WORKERS, FAULTS = 64, 25
 
@@ -25,26 +25,26 @@ def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(tmp_path
 
 
 def test_one_that_gives_up_who_lives_is_found_out(tmp_path, monkeypatch):
-    hears = WorkerConnections.hears
+    hears = WorkerConnections.record_sign_of_life
 
     def hears_late(connections, connection):
         present = hears(connections, connection)
         connection.heard -= 0.9 * connections._timeout
         return present
 
-    monkeypatch.setattr(WorkerConnections, "hears", hears_late)
+    monkeypatch.setattr(WorkerConnections, "record_sign_of_life", hears_late)
     with pytest.raises(chaos.BrokenError, match="although it lives"):
         chaos.chaos(WORKERS, FAULTS, 0, tmp_path)
 
 
 def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
-    found = Rejoining.found
+    found = RejoiningPhase.build_result
 
     def forgets(one):
         known = found(one)
         return replace(known, committed=known.committed - 1, losses=known.losses[:-1])
 
-    monkeypatch.setattr(Rejoining, "found", forgets)
+    monkeypatch.setattr(RejoiningPhase, "found", forgets)
     monkeypatch.setattr(chaos, "FAULTS", {"node 0": 1})
     with pytest.raises(chaos.BrokenError, match=r"is committed after|has stepped|losses"):
         chaos.chaos(WORKERS, 4, 0, tmp_path)

@@ -4,8 +4,8 @@ import pytest
 
 from slipstream.runtime.coordinator.decisions import commit_log
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError
-from slipstream.runtime.protocol.to_coordinator import Finished, Ran
-from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.protocol.to_coordinator import Finished, IterationReport
+from slipstream.runtime.protocol.to_worker import StepFactor
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -17,77 +17,78 @@ class Log:
     """One that changes, and what is committed with each report."""
 
     def __init__(self, **options) -> None:
-        self.log = CommitLog(**options).begin(1, WORKERS)
+        self.log = CommitLog(**options).with_order(1, WORKERS)
 
     def ran(self, report):
-        self.log, committed = self.log.ran(report)
+        self.log, committed = self.log.with_reports(report)
         return [(one.iteration, one.loss) for one in committed]
 
     def validated(self, order, factor):
-        self.log, committed = self.log.validated(order, factor)
+        self.log, committed = self.log.with_factor(order, factor)
         return [(one.iteration, one.loss) for one in committed]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_loss_does_not_depend_on_who_reports_first(order):
     log = Log()
-    parts = [Ran(worker, 1, 0, loss, 0.1) for worker, loss in zip(WORKERS, (0.1, 0.2, 1e16), strict=True)]
+    parts = [IterationReport(worker, 1, 0, loss, 0.1) for worker, loss in zip(WORKERS, (0.1, 0.2, 1e16), strict=True)]
     assert [committed for index in order for committed in log.ran(parts[index])] == [(0, 0.1 + 0.2 + 1e16)]
 
 
 def test_an_iteration_is_committed_by_all_and_in_order():
     log = Log()
     fast = [committed for iteration in range(2) for worker in WORKERS[:2]
-            for committed in log.ran(Ran(worker, 1, iteration, 1.0, 0.1))]
+            for committed in log.ran(IterationReport(worker, 1, iteration, 1.0, 0.1))]
     assert fast == [] and log.log.losses == []
-    assert log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.3)) == [(0, 3.0)]
-    assert log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.2)) == [(1, 3.0)]
+    assert log.ran(IterationReport(WORKERS[2], 1, 0, 1.0, 0.3)) == [(0, 3.0)]
+    assert log.ran(IterationReport(WORKERS[2], 1, 1, 1.0, 0.2)) == [(1, 3.0)]
     assert log.log.measured_period_seconds() == 0.2
 
 
 def test_a_long_run_keeps_the_last_windows_alone(monkeypatch):
-    monkeypatch.setattr(commit_log, "MOST_WINDOWS", 4)
+    monkeypatch.setattr(commit_log, "MIN_KEPT_WINDOWS", 4)
     log, kept = Log(), []
     for iteration in range(40):
         for worker in WORKERS:
-            log.ran(Ran(worker, 1, iteration, 1.0, float(iteration)))
+            log.ran(IterationReport(worker, 1, iteration, 1.0, float(iteration)))
         kept.append(len(log.log.windows))
     assert max(kept) <= 9 and min(kept[8:]) >= 4 and log.log.measured_period_seconds(36) == 38.0
 
 
 def test_peers_must_end_with_the_same_parameters():
-    log = Log().log.finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
+    log = Log().log.with_finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
     with pytest.raises(CommitLogError, match=r"worker 1\.0 ends with another parameter 0\.weight than its peers"):
-        log.finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
+        log.with_finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
 
 
 def test_what_was_begun_before_a_failure_never_happened():
     log = Log()
     for worker in WORKERS:
-        log.ran(Ran(worker, 1, 0, 1.0, 0.1))
+        log.ran(IterationReport(worker, 1, 0, 1.0, 0.1))
     for worker in WORKERS[:2]:
-        log.ran(Ran(worker, 1, 1, 1.0, 0.1))
-    log.log = log.log.begin(2, WORKERS[:2])
-    assert log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.1)) == [], "too late"
+        log.ran(IterationReport(worker, 1, 1, 1.0, 0.1))
+    log.log = log.log.with_order(2, WORKERS[:2])
+    assert log.ran(IterationReport(WORKERS[2], 1, 1, 1.0, 0.1)) == [], "too late"
     assert log.log.next_iteration == 1
-    assert [committed for worker in WORKERS[:2] for committed in log.ran(Ran(worker, 2, 1, 2.0, 0.1))] == [(1, 4.0)]
+    assert [committed for worker in WORKERS[:2]
+            for committed in log.ran(IterationReport(worker, 2, 1, 2.0, 0.1))] == [(1, 4.0)]
 
 
 def test_what_was_committed_before_stays_as_it_was():
     log = Log()
     for worker in WORKERS[:2]:
-        log.ran(Ran(worker, 1, 0, 1.0, 0.1))
+        log.ran(IterationReport(worker, 1, 0, 1.0, 0.1))
     before = log.log
-    assert log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.1)) == [(0, 3.0)] and log.log.losses == [3.0]
+    assert log.ran(IterationReport(WORKERS[2], 1, 0, 1.0, 0.1)) == [(0, 3.0)] and log.log.losses == [3.0]
     assert before.losses == [] and before.next_iteration == 0
-    assert [one.loss for one in before.ran(Ran(WORKERS[2], 1, 0, 5.0, 0.1))[1]] == [7.0]
+    assert [one.loss for one in before.with_reports(IterationReport(WORKERS[2], 1, 0, 5.0, 0.1))[1]] == [7.0]
     assert log.log.losses == [3.0]
 
 
 def test_with_validation_an_iteration_is_committed_when_its_factor_is_known():
     log = Log(first_iteration=7, validates=True)
     for worker in WORKERS:
-        assert log.ran(Ran(worker, 1, 7, 1.0, 0.1)) == []
-    assert log.validated(0, Factor(7, 0.5)) == [] and log.log.factor is None
-    assert log.validated(1, Factor(7, 0.5)) == [(7, 3.0)]
-    assert log.log.factor == Factor(7, 0.5) and log.log.next_iteration == 8
+        assert log.ran(IterationReport(worker, 1, 7, 1.0, 0.1)) == []
+    assert log.validated(0, StepFactor(7, 0.5)) == [] and log.log.last_factor is None
+    assert log.validated(1, StepFactor(7, 0.5)) == [(7, 3.0)]
+    assert log.log.last_factor == StepFactor(7, 0.5) and log.log.next_iteration == 8

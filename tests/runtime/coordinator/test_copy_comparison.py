@@ -4,10 +4,10 @@ import pytest
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.coordinator.decisions.copy_comparison import find_difference
-from slipstream.runtime.coordinator.decisions.effects import GiveUp
-from slipstream.runtime.coordinator.decisions.transition import Look, transition
+from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker
+from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.protocol.to_coordinator import Checksum, Ran
+from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Train
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.test_transition import JOB, WIDE, WIDE_MEMBERS, Run
@@ -19,7 +19,7 @@ PARAMETERS, STATE = False, True
 
 def ran(worker, sums, iteration=4, order=1):
     """`sums` by layer and whether it is the optimizer's state."""
-    return Ran(worker, order, iteration, 0.0, 1.0, checksums=tuple(
+    return IterationReport(worker, order, iteration, 0.0, 1.0, checksums=tuple(
         Checksum(layer, 0, 8, state, (value,)) for (layer, state), value in sums.items()))
 
 
@@ -48,7 +48,7 @@ def test_who_is_wrong_where_most_have_the_same(mine, wrong, spread):
 def test_each_rank_counts():
     reports = RankReports(2, lambda *_: None)
     for rank, value in enumerate((5, 6)):
-        whole = reports.take(A, rank, ran(A, {(0, STATE): value, (1, PARAMETERS): 7}))
+        whole = reports.add_message(A, rank, ran(A, {(0, STATE): value, (1, PARAMETERS): 7}))
     assert [(one.layer, one.sums) for one in whole.checksums] == [(0, (5, 6)), (1, (7, 7))]
 
 
@@ -61,8 +61,8 @@ class Compared(Run):
 
     def happens(self, *events):
         for event in events:
-            *_, effects = transition(self.rules, self.state, event, self.now)
-            self.given_up += [effect.worker for effect in effects if isinstance(effect, GiveUp)]
+            *_, effects = apply_event(self.rules, self.state, event, self.now)
+            self.given_up += [effect.worker for effect in effects if isinstance(effect, GiveUpWorker)]
             super().happens(event)
 
     def runs(self, iteration, other=None, what=PARAMETERS):
@@ -73,7 +73,7 @@ class Compared(Run):
 
     def pauses(self):
         self.paused(sorted(self.state.members))
-        self.happens(Look())
+        self.happens(TimePassed())
 
 
 def goes_back(run, readable):

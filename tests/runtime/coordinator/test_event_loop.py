@@ -10,27 +10,27 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections import stall_watch
-from slipstream.runtime.coordinator.connections.worker_connections import LOOKS_PER_TIMEOUT
+from slipstream.runtime.coordinator.connections.worker_connections import CHECKS_PER_TIMEOUT
 from slipstream.runtime.coordinator.decisions import iteration_boundary
-from slipstream.runtime.coordinator.decisions.transition import Lost
+from slipstream.runtime.coordinator.decisions.transition import WorkerLost
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent, to_worker
 from slipstream.runtime.protocol.failure_injection import Injection
-from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.protocol.to_coordinator import (
-    Ended,
-    Failed,
     Injected,
+    IterationReport,
     JoinNode,
     JoinWorker,
     Note,
     Paused,
-    Ran,
     Ready,
-    Status,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerStatus,
 )
 from slipstream.runtime.protocol.to_node_agent import NodeTaken
-from slipstream.runtime.run_folder import holder, locked
+from slipstream.runtime.run_folder import hold_folder_lock, read_lock_holder
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator import talking
 from tests.runtime.coordinator.holding import holding
@@ -101,7 +101,7 @@ def test_first_what_a_worker_said_then_that_it_is_gone(tmp_path):
     async def script(world):
         talker = world.talkers[WORKERS[0]]
         await talker.stopped.wait()
-        talker.say(Failed(WORKERS[0], "why"))
+        talker.say(WorkerFailed(WORKERS[0], "why"))
         world.processes.end(WORKERS[0], 1)
 
     with pytest.raises(RunError, match=r"^worker 0\.0 failed: why \(see .*worker-0\.0\.log\); 2 iterations are"):
@@ -146,8 +146,8 @@ def test_an_agent_that_joins_anew_ends_what_is_left_of_its_nodes_workers(tmp_pat
         world.agent = await talk(world.address, JoinNode(1))
         await world.agent.reader.read(2**16)
         world.new = await talk(world.address, JoinWorker(WORKERS[1]))
-        (answer,) = world.new.frames.feed(await world.new.reader.read(2**16))
-        assert isinstance(to_worker.decode(answer), Setup)
+        (answer,) = world.new.frames.parse_messages(await world.new.reader.read(2**16))
+        assert isinstance(to_worker.decode(answer), WorkerSetup)
 
     setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
     world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))), setup=setup)
@@ -177,11 +177,11 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
         second = await talk(world.address, JoinNode(1))
-        second.say(Ended(WORKERS[1], 1))
-        (answer,) = second.frames.feed(await second.reader.read())
+        second.say(WorkerEnded(WORKERS[1], 1))
+        (answer,) = second.frames.parse_messages(await second.reader.read())
         assert to_node_agent.decode(answer) == NodeTaken()
         for talker in world.talkers.values():
-            talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
+            talker.say(IterationReport(talker.worker, 1, 2, 1.0, 0.1))
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2))
     world.play(script, stops_before=2, agent=True)
@@ -203,10 +203,10 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
 def test_a_second_process_that_claims_to_be_a_worker_is_refused_and_so_is_a_worker_that_there_is_not(claimed, tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        stranger = await talk(world.address, JoinWorker(claimed), Ran(claimed, 1, 2, 9.0, 0.1))
+        stranger = await talk(world.address, JoinWorker(claimed), IterationReport(claimed, 1, 2, 9.0, 0.1))
         assert await stranger.reader.read() == b""
         for talker in world.talkers.values():
-            talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
+            talker.say(IterationReport(talker.worker, 1, 2, 1.0, 0.1))
 
     world = World(tmp_path)
     world.play(script, stops_before=2)
@@ -268,13 +268,13 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
         await until(lambda: world.events.state.recovery.recoveries)
 
         def say_why(talker):
-            talker.say(Failed(WORKERS[0], "why"))
+            talker.say(WorkerFailed(WORKERS[0], "why"))
             world.processes.end(WORKERS[0], 1)
 
         await again(world, say_why)
         await again(world, lambda _: world.processes.end(WORKERS[0], 3))
         for talker in list(world.talkers.values())[1:]:
-            talker.say(Ran(talker.worker, 2, 2, 1.0, 0.1))
+            talker.say(IterationReport(talker.worker, 2, 2, 1.0, 0.1))
 
     world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))))
     world.play(script, stops_before=2)
@@ -305,7 +305,7 @@ def test_a_death_is_not_dated_back_to_a_failure_on_purpose_before_the_last_order
     scheduler, cut = lambda down: schedule_for(JOB, list(map(str, down))), Injection(WORKERS[1], 2, action="cut")
     World(tmp_path, scheduler, injections=(cut,)).play(script, stops_before=2)
     (killed,) = [one for one in found if isinstance(one, float)]
-    *_, lost = [one for one in found if isinstance(one, Lost)]
+    *_, lost = [one for one in found if isinstance(one, WorkerLost)]
     assert lost.worker == WORKERS[1] and lost.since >= killed
 
 
@@ -316,7 +316,7 @@ class Looks:
         self.now = 100.0
 
     def monotonic(self):
-        self.now += SETUP.heartbeat_timeout_seconds / LOOKS_PER_TIMEOUT
+        self.now += SETUP.heartbeat_timeout_seconds / CHECKS_PER_TIMEOUT
         return self.now
 
 
@@ -327,7 +327,7 @@ def test_a_worker_that_hangs_while_it_sends_heartbeats_is_told_and_given_up(tmp_
     async def script(world):
         talker = world.talkers[WORKERS[1]]
         await talker.stopped.wait()
-        talker.status = Status(WORKERS[1], "iteration 2, F", 1.0, waits=False)
+        talker.status = WorkerStatus(WORKERS[1], "iteration 2, F", 1.0, waits=False)
 
     world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))), stall_timeout_seconds=0.6)
     world.play(script, stops_before=2)
@@ -353,9 +353,9 @@ def test_one_line_tells_that_nodes_do_not_share_their_folder(tmp_path):
     """Else no checkpoint is ever complete, and nobody knows."""
     async def script(world):
         for worker in (WORKERS[0], WORKERS[2]):
-            world.talkers[worker].folder = holder(tmp_path)
+            world.talkers[worker].folder = read_lock_holder(tmp_path)
 
-    with locked(tmp_path, 0):
+    with hold_folder_lock(tmp_path, 0):
         world = World(tmp_path, setup=replace(SETUP, nodes=2))
         world.play(script)
     (line,) = [line for line in world.told if "folder" in line]
@@ -387,7 +387,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
         await world.talkers[WORKERS[1]].stopped.wait()
         first, second, _ = world.talkers.values()
         first.say(Note(first.worker, wild))
-        first.status = Status(first.worker, wild, 1.0, waits=True)
+        first.status = WorkerStatus(first.worker, wild, 1.0, waits=True)
         await until(lambda: any("nothing has been committed" in line for line in world.told))
         second.say(Paused(second.worker, 1, holding((0, 4)), None, wild))
 
@@ -400,7 +400,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
 def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, monkeypatch):
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
-    monkeypatch.setattr(iteration_boundary, "look", lambda step, phase: looked.append(step))
+    monkeypatch.setattr(iteration_boundary, "prepare_changes", lambda step, phase: looked.append(step))
     setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)

@@ -1,7 +1,7 @@
 """What the events of a fetch say, and that nothing else is counted."""
 
-from slipstream.runtime.coordinator.decisions.effects import Effects, Send
-from slipstream.runtime.coordinator.decisions.join_planning import Join, Joins
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector, SendMessage
+from slipstream.runtime.coordinator.decisions.layer_fetches import FetchState, LayerFetch
 from slipstream.runtime.events import FetchBegun, FetchProgressed
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -13,8 +13,8 @@ ALL = (ONE, OTHER, SOURCE)
 
 
 def join(**options):
-    return Join(schedule=schedule_for(grid(2, 2, 2)), began=5,
-                **{"order": 1, "moves": (move(ONE, SOURCE, 0),), **options})
+    return LayerFetch(schedule=schedule_for(grid(2, 2, 2)), began=5,
+                      **{"order": 1, "moves": (move(ONE, SOURCE, 0),), **options})
 
 
 def begun(joins, one, to):
@@ -22,37 +22,39 @@ def begun(joins, one, to):
 
 
 def numbers(to):
-    return [effect.message.number for effect in to.effects if isinstance(effect, Send)]
+    return [effect.message.number for effect in to.effects if isinstance(effect, SendMessage)]
 
 
 def test_the_share_that_has_come_is_one_of_layers_and_counts_each_worker_once():
-    to = Effects(0.0)
+    to = EffectCollector(0.0)
     moves = (*(move(ONE, SOURCE, layer) for layer in range(3)), move(OTHER, SOURCE, 3))
-    joins = begun(Joins(), join(moves=moves), to)
+    joins = begun(FetchState(), join(moves=moves), to)
     (number,) = numbers(to)
     for worker in (OTHER, OTHER, SOURCE):
-        joins = joins.fetch_up_to_date(worker, number, to)
-    assert not joins.complete
-    joins = joins.fetch_up_to_date(ONE, number, to)
-    assert joins.complete and joins.fetch_up_to_date(ONE, number, to) is joins
+        joins = joins.with_target_ready(worker, number, to)
+    assert not joins.is_complete
+    joins = joins.with_target_ready(ONE, number, to)
+    assert joins.is_complete and joins.with_target_ready(ONE, number, to) is joins
     assert [effect.share for effect in to.effects if isinstance(effect, FetchProgressed)] == [0.25, 1.0]
 
 
 def test_layers_that_only_settle_give_way_and_a_join_to_nobody():
-    to = Effects(0.0)
-    joins = begun(Joins(), join(settles=True), to)
-    assert not joins.open(0.0) and joins.gives_way and any(isinstance(effect, FetchBegun) for effect in to.effects)
-    joins = joins.cancel("a worker wants to join", ALL, to)
-    assert joins.open(0.0) and any(getattr(effect, "reason", "") == "a worker wants to join" for effect in to.effects)
+    to = EffectCollector(0.0)
+    joins = begun(FetchState(), join(settles=True), to)
+    assert not joins.can_begin(0.0) and joins.is_preemptible \
+        and any(isinstance(effect, FetchBegun) for effect in to.effects)
+    joins = joins.cancel_fetch("a worker wants to join", ALL, to)
+    assert joins.can_begin(0.0) \
+        and any(getattr(effect, "reason", "") == "a worker wants to join" for effect in to.effects)
     joins = begun(joins, join(), to)
-    assert not joins.open(0.0) and not joins.gives_way
+    assert not joins.can_begin(0.0) and not joins.is_preemptible
 
 
 def test_a_coordinator_that_takes_over_gives_no_fetch_a_number_that_was_used():
     """Answers to the other coordinator's fetches may be on their way, and ranks of a worker count theirs by number."""
-    to = Effects(0.0)
+    to = EffectCollector(0.0)
     for orders in ((1, 2, 3), (4, 5)):
-        joins = Joins()
+        joins = FetchState()
         for order in orders:
-            joins = begun(joins, join(order=order), to).lost({ONE}, ALL, to)
+            joins = begun(joins, join(order=order), to).without_workers({ONE}, ALL, to)
     assert len(numbers(to)) == 10 and numbers(to) == sorted(set(numbers(to)))

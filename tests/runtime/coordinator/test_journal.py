@@ -5,12 +5,12 @@ import time
 import pytest
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.failover import Rejoining
-from slipstream.runtime.coordinator.decisions.journal import NO_JOURNAL, read_journal
-from slipstream.runtime.coordinator.decisions.questions import Question
-from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
-from slipstream.runtime.coordinator.decisions.settling import Cost
-from slipstream.runtime.coordinator.decisions.transition import Look, transition
+from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
+from slipstream.runtime.coordinator.decisions.journal import EMPTY_JOURNAL, read_journal
+from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.settling import MoveCost
+from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
@@ -23,7 +23,7 @@ from slipstream.runtime.events import (
     Recovered,
     Slowed,
 )
-from slipstream.runtime.protocol.to_coordinator import Known, Ready
+from slipstream.runtime.protocol.to_coordinator import Ready, RecoveryReport
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
@@ -53,7 +53,7 @@ def journal(tmp_path, monkeypatch):
 
 
 def test_without_events_nothing_is_known(journal, tmp_path):
-    assert read_journal(tmp_path / "nothing") == journal() == NO_JOURNAL
+    assert read_journal(tmp_path / "nothing") == journal() == EMPTY_JOURNAL
 
 
 def test_a_run_in_the_same_folder_begins_with_nothing(journal):
@@ -76,17 +76,19 @@ def test_a_machine_fails_once(journal):
 def test_it_goes_on_as_the_one_before_would_have(journal):
     found = journal(BEGINS, Slowed(worker=ONE, factor=1.98), Failed(worker=FOURTH, reason="x"),
                     CheckpointWritten(checkpoint=3, took=0.5), CheckpointWritten(checkpoint=6, took=1.5))
-    rules = Rules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), partition=partition([0, 2, 4]),
-                  prepared=prepared, plans_for_speeds=True, settles=Cost([1] * 4, None), automatic_checkpoints=True)
+    rules = RunRules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), partition=partition([0, 2, 4]),
+                     prepared=prepared, plans_for_speeds=True, settles=MoveCost([1] * 4, None),
+                     automatic_checkpoints=True)
     at = time.monotonic()
-    state = begun(rules, CommitLog(), at, Rejoining(
+    state = build_initial_state(rules, CommitLog(), at, RejoiningPhase(
         losses=(1.0,) * 8, first=0, gone=frozenset({FOURTH}), expected=frozenset(WORKERS), grid=frozenset(WORKERS),
         began=at), found)
     assert state.settler.failures == 1 and AGO - 1 < at - state.settler.began < AGO + 60
     assert state.checkpoints.newest == 6 and AGO - 1 < at - state.checkpoints.began < AGO + 60
     for worker in WORKERS[:3]:
-        known = Known(4, (FOURTH,), 7, holding((2 * worker.column, 2 * worker.column + 2)), None, pending=False)
-        state, _ = transition(rules, state, Ready(worker, "corpus", (("127.0.0.1", 1),), known=known), at)
-    state, effects = transition(rules, state, Look(), at)
-    asked = [effect for effect in effects if isinstance(effect, Question)]
+        known = RecoveryReport(4, (FOURTH,), 7, holding((2 * worker.column, 2 * worker.column + 2)), None,
+                               pending=False)
+        state, _ = apply_event(rules, state, Ready(worker, "corpus", (("127.0.0.1", 1),), known=known), at)
+    state, effects = apply_event(rules, state, TimePassed(), at)
+    asked = [effect for effect in effects if isinstance(effect, ScheduleRequest)]
     assert [(one.down, one.speeds) for one in asked] == [((FOURTH,), ((ONE, 2.0),))]

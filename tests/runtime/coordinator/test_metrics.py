@@ -6,15 +6,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.cli.shared.device_peak import peak_of
+from slipstream.cli.shared.device_peak import peak_of_gpu
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator.records import run_log, tensorboard
-from slipstream.runtime.coordinator.records.metrics import IterationMetrics, IterationWork, recoveries_in
+from slipstream.runtime.coordinator.records.metrics import IterationWork, MetricsBuilder, read_recovery_count
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import METRICS, OrderGiven, Resumed, decode_metrics
-from slipstream.runtime.model.computing.slices import forms
-from slipstream.runtime.model.layers.flops import counted
-from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.computing.slices import find_forms
+from slipstream.runtime.model.layers.flops import counting_flops
+from slipstream.runtime.model.layers.layered_model import build_model
 from tests.runtime.coordinator.clock import Clock
 
 CONFIG = TrainingConfig(learning_rate=0.1, learning_rate_schedule="linear", iterations=10)
@@ -51,7 +51,7 @@ def commit(log, clock, iteration, at, loss=2.0):
 
 
 def recorded(folder, first=0):
-    return RunLog(folder, first, metrics=IterationMetrics(CONFIG, WORK, recoveries_in(folder)),
+    return RunLog(folder, first, metrics=MetricsBuilder(CONFIG, WORK, read_recovery_count(folder)),
                   tensorboard=folder / "shown")
 
 
@@ -63,7 +63,7 @@ def test_each_iteration_has_one_line_whatever_is_repeated(clock, tmp_path):
     clock.now = 109.0
     log.write(order(3, "at once"))
     log.write(Resumed(pause=1.0, live=3))
-    log.go_back(2)
+    log.drop_iterations_from(2)
     commit(log, clock, 2, 112.0, loss=math.nan)
     assert [(one.iteration, one.live, one.recoveries) for one in lines(tmp_path)] == [(0, 4, 0), (1, 4, 0), (2, 3, 1)]
     assert scalars(tmp_path / "shown", "loss/training") == [(0, 2.0), (1, 2.0)]
@@ -86,7 +86,7 @@ def test_each_iteration_has_one_line_whatever_is_repeated(clock, tmp_path):
 def test_what_nobody_knows_is_null(tmp_path):
     """An iteration that another coordinator had committed, before this one has given an order."""
     with recorded(tmp_path) as log:
-        log.commit(0, math.nan)
+        log.write_iteration(0, math.nan)
     (line,) = lines(tmp_path)
     assert line.live is line.phase is line.loss is line.gradient_norm is line.tokens_per_second is line.mfu is None
 
@@ -100,11 +100,11 @@ def test_without_its_package_there_is_one_line(monkeypatch, tmp_path):
 def test_operations_are_those_of_the_formula():
     """2 operations a weight and token in the forward, 4 in the backward, and attention (Chowdhery et al., 2022)."""
     config = parse_run_config({"blocks": 3, "width": 64, "heads": 4, "context": 32}, {"batch": 2})
-    with counted() as flops:
-        forms(model_for(config.model, 0, torch.float32, torch.device("cpu")), config)
+    with counting_flops() as flops:
+        find_forms(build_model(config.model, 0, torch.float32, torch.device("cpu")), config)
     tokens, width, blocks, vocabulary, context = 2 * 32, 64, 3, 256, 32
     weights = 12 * blocks * width**2 + vocabulary * width
-    assert flops.training(microbatches=5) == 5 * tokens * (6 * weights + 12 * blocks * width * context)
+    assert flops.training_flops(microbatches=5) == 5 * tokens * (6 * weights + 12 * blocks * width * context)
 
 
 @pytest.mark.parametrize(("device", "peak"), [
@@ -112,4 +112,4 @@ def test_operations_are_those_of_the_formula():
     ("NVIDIA GH200 480GB", None),
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A1000", None), ("NVIDIA B200", 2250e12), ("NVIDIA L4", None)])
 def test_peaks_by_name(device, peak):
-    assert peak_of(device) == peak
+    assert peak_of_gpu(device) == peak

@@ -7,32 +7,39 @@ from msgspec.structs import replace
 
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
-from slipstream.runtime.coordinator.decisions.part_moves import Partition
-from slipstream.runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
-from slipstream.runtime.replay.placement import place
+from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
+from slipstream.runtime.model.state.parts import (
+    ElementCounts,
+    StatePartition,
+    build_partition,
+    intersect,
+    parts_of_worker,
+    subtract,
+)
+from slipstream.runtime.replay.placement import place_layers
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import relabel_schedule
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
 JOB = grid(4, 2, 2)
-ELEMENTS = (Elements(80, (15, 5)), Elements(7), Elements(0), Elements(41))
+ELEMENTS = (ElementCounts(80, (15, 5)), ElementCounts(7), ElementCounts(0), ElementCounts(41))
 """In the first layer, two parameters are not cut."""
 WHOLE = schedule_for(JOB)
-PLACEMENT = place(WHOLE.grid, len(ELEMENTS))
+PLACEMENT = place_layers(WHOLE.grid, len(ELEMENTS))
 
 
 def partition(*, sharded=True):
-    return Partition(ELEMENTS, PLACEMENT, (), sharded)
+    return PartitionPlanner(ELEMENTS, PLACEMENT, (), sharded)
 
 
 def cuts_of(schedule, *, sharded=True):
-    return {layers: cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
-            for layers, members in PLACEMENT.reduced_by_all(schedule).items()}
+    return {layers: build_partition(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
+            for layers, members in PLACEMENT.all_reductions(schedule).items()}
 
 
 def keepers(schedule, after, *, sharded=True):
-    return partition(sharded=sharded).keepers(schedule, after)
+    return partition(sharded=sharded).find_held_states(schedule, after)
 
 
 def spans_of(moves, target, layer, *, state):
@@ -50,21 +57,21 @@ def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
     old = keepers(WHOLE, 5)
     left = {worker: kept if str(worker) not in undone else replace(kept, whole_after=None)
             for worker, kept in old.items() if worker not in workers(*dead)}
-    assert partition().lost(left) == []
+    assert partition().find_lost_layers(left) == []
     schedule = schedule_for(JOB, dead)
-    moves, cuts = partition().moves(schedule, left, 5), cuts_of(schedule)
-    for worker, layers in PLACEMENT.held_by(schedule).items():
-        needs = parts_of(worker, {one: its for one, its in cuts.items() if worker in its.members},
-                         ELEMENTS.__getitem__)
+    moves, cuts = partition().plan_moves(schedule, left, 5), cuts_of(schedule)
+    for worker, layers in PLACEMENT.held_layers_by_worker(schedule).items():
+        needs = parts_of_worker(worker, {one: its for one, its in cuts.items() if worker in its.members},
+                                ELEMENTS.__getitem__)
         mine = [move for move in moves if move.target == worker]
         for layer in layers:
             has = [(start, stop) for one, start, stop in left[worker].parts if one == layer]
             got = [(move.start, move.stop) for move in mine if move.layer == layer and move.state]
             for span in needs.get(layer, ()):
-                assert without(span, [*has, *got]) == ()
+                assert subtract(span, [*has, *got]) == ()
             seen = [*got, *((move.start, move.stop) for move in mine if move.layer == layer and not move.state)]
             if str(worker) in undone:
-                assert without((0, ELEMENTS[layer].total), [*has, *seen]) == ()
+                assert subtract((0, ELEMENTS[layer].total), [*has, *seen]) == ()
             else:
                 assert seen == got, "parameters are there"
             for one, other in itertools.combinations([*has, *seen], 2):
@@ -83,33 +90,35 @@ BEFORE_AND_AFTER = {"one": (("2.1",), ()), "two": (("0.0", "2.0", "1.1"), ("2.0"
 def test_while_all_train_whole_parts_are_fetched_and_nothing_is_left_to_move(down, then, sharded):
     """Steps of other spans than those of who sends them would not end in the same bits."""
     present, schedule = schedule_for(JOB, down), schedule_for(JOB, then)
-    one, held = partition(sharded=sharded), PLACEMENT.held_by(present)
-    moves, old, new = one.fetched(schedule, present, held), one.keepers(present, 5), one.keepers(schedule, 5)
+    one, held = partition(sharded=sharded), PLACEMENT.held_layers_by_worker(present)
+    moves, old, new = one.plan_fetches(schedule, present,
+                                       held), one.find_held_states(present, 5), one.find_held_states(schedule, 5)
     for move in moves:
         whole = (move.layer, move.start, move.stop) in old[move.source].parts
         assert move.source != move.target and (whole or not move.state)
     assert len({(move.target, move.layer, move.start, move.state) for move in moves}) == len(moves), "nothing twice"
     for worker, kept in new.items():
-        for layer in PLACEMENT.held_by(schedule)[worker]:
+        for layer in PLACEMENT.held_layers_by_worker(schedule)[worker]:
             had = [its[1:] for its in old[worker].parts if its[0] == layer] if worker in old else []
             got = spans_of(moves, worker, layer, state=True)
             for span in (its[1:] for its in kept.parts if its[0] == layer):
-                assert without(span, [*had, *got]) == ()
+                assert subtract(span, [*had, *got]) == ()
             if worker not in old:
-                assert without((0, ELEMENTS[layer].total), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
-    assert one.moves(schedule, old, 5, moves) == ()
+                assert subtract((0, ELEMENTS[layer].total), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
+    assert one.plan_moves(schedule, old, 5, moves) == ()
     back = next(iter(sorted(old.keys() & new.keys())))
     undone = {**old, back: replace(old[back], whole_after=None)}
-    assert {(move.target, move.state) for move in one.moves(schedule, undone, 5, moves)} <= {(back, False)}
+    assert {(move.target, move.state) for move in one.plan_moves(schedule, undone, 5, moves)} <= {(back, False)}
 
 
 def test_buddies_lost_together_are_noticed_and_layers_read_anew():
     left = {worker: kept for worker, kept in keepers(WHOLE, 5).items() if worker not in workers("0.0", "1.0")}
-    assert partition().lost(left) == [0]  # half of its elements, and none of layer 1
+    assert partition().find_lost_layers(left) == [0]  # half of its elements, and none of layer 1
     schedule = schedule_for(JOB, ("0.0", "1.0"))
-    reads = {worker: tuple(layers) for worker, layers in PLACEMENT.held_by(schedule).items() if worker.pipeline > 2}
-    kept = {reader: partition().read(layers, 4) for reader, layers in reads.items()}
-    moves = partition().moves(schedule, kept, 3)
+    reads = {worker: tuple(layers) for worker, layers in PLACEMENT.held_layers_by_worker(schedule).items()
+             if worker.pipeline > 2}
+    kept = {reader: partition().build_restored_state(layers, 4) for reader, layers in reads.items()}
+    moves = partition().plan_moves(schedule, kept, 3)
     assert {move.target for move in moves} == {seat.worker for seat in schedule.seats} - reads.keys()
     assert {move.source for move in moves} <= reads.keys()
 
@@ -118,24 +127,24 @@ def test_buddies_lost_together_are_noticed_and_layers_read_anew():
 def test_who_is_left_out_gives_only_what_nobody_else_has(out):
     """It lives, but takes no part any more: it is slow, or has nothing to do."""
     old, schedule = keepers(WHOLE, 5), schedule_for(JOB, out)
-    moves = partition().moves(schedule, old, 5)
+    moves = partition().plan_moves(schedule, old, 5)
     assert bool({move.source for move in moves} & workers(*out)) == (len(out) == 2)
 
 
 def test_writers_get_all_that_they_lack():
     old = keepers(WHOLE, 5)
     writers = {layer: Worker(0, 0 if layer < 2 else 1) for layer in range(4)}
-    moves = partition().to_writers(writers, old)
+    moves = partition().plan_writer_moves(writers, old)
     for layer, writer in writers.items():
         has = [(start, stop) for one, start, stop in old[writer].parts if one == layer]
         got = [(move.start, move.stop) for move in moves if (move.target, move.layer) == (writer, layer)]
-        assert without((0, ELEMENTS[layer].total), [*has, *got]) == () and all(move.state for move in moves)
+        assert subtract((0, ELEMENTS[layer].total), [*has, *got]) == () and all(move.state for move in moves)
 
 
 def test_where_all_keep_everything_only_who_comes_gets_something():
     old = keepers(schedule_for(JOB, ["2.1"]), 5, sharded=False)
-    assert partition(sharded=False).to_writers({0: Worker(3, 0)}, old) == ()
-    moves = partition(sharded=False).moves(WHOLE, old, 5)
+    assert partition(sharded=False).plan_writer_moves({0: Worker(3, 0)}, old) == ()
+    moves = partition(sharded=False).plan_moves(WHOLE, old, 5)
     assert {move.target for move in moves} == {Worker(2, 1)}
     assert sum(move.stop - move.start for move in moves) == sum(its.total for its in ELEMENTS[2:])
 
@@ -143,11 +152,11 @@ def test_where_all_keep_everything_only_who_comes_gets_something():
 def test_buddies_are_on_different_machines_where_roles_have_moved():
     """Members of a stage are who plays its roles, wherever they come from."""
     machines = [[Worker(pipeline, stage) for stage in range(2)] for pipeline in range(4)]
-    schedule = relabel(normal_form(JOB, 2, PlanOptions(method="greedy", time_limit=1.0)).schedule,
-                       sorted(workers("0.0", "1.0")), nodes=machines)
+    schedule = relabel_schedule(normal_form(JOB, 2, PlanOptions(method="greedy", time_limit=1.0)).schedule,
+                                sorted(workers("0.0", "1.0")), nodes=machines)
     assert schedule is not None and any(seat.role.column != seat.worker.column for seat in schedule.moves)
-    for layers, members in PLACEMENT.reduced_by_all(schedule).items():
-        one = cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, machines, sharded=True)
+    for layers, members in PLACEMENT.all_reductions(schedule).items():
+        one = build_partition(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, machines, sharded=True)
         assert len(members) == 3 and all(
             buddy is not None and one.members[owner].pipeline != one.members[buddy].pipeline
             for owner, buddy in zip(one.owners, one.buddies, strict=True))
@@ -159,50 +168,50 @@ def test_who_is_left_goes_on_with_what_it_keeps_and_then_all_is_cut_anew(deaths)
     one, present, stay, kept = partition(), WHOLE, {}, keepers(WHOLE, 5)
     for number in range(len(deaths)):
         schedule = schedule_for(JOB, deaths[:number + 1])
-        held = PLACEMENT.held_by(schedule)
+        held = PLACEMENT.held_layers_by_worker(schedule)
         kept = {worker: its for worker, its in kept.items() if worker in held}
-        stay = one.left(schedule, present, stay, kept)
+        stay = one.find_preserved_ranges(schedule, present, stay, kept)
         changed = {Worker.parse(name).column for name in deaths[:number + 1]}
-        assert stay == {PLACEMENT.range_of(schedule.grid.layers_of(column)): tuple(
+        assert stay == {PLACEMENT.model_range(schedule.grid.layers_of(column)): tuple(
             Worker(pipeline, column) for pipeline in range(4)) for column in changed}
         undone = min(held)
-        assert one.moves(schedule, kept, 5, cut_for=stay) == ()
-        lacking = one.moves(schedule, {**kept, undone: replace(kept[undone], whole_after=None)}, 5, cut_for=stay)
+        assert one.plan_moves(schedule, kept, 5, cut_for=stay) == ()
+        lacking = one.plan_moves(schedule, {**kept, undone: replace(kept[undone], whole_after=None)}, 5, cut_for=stay)
         assert lacking and {(move.target, move.state) for move in lacking} == {(undone, False)}
-        then = one.keepers(schedule, 5, stay)
+        then = one.find_held_states(schedule, 5, stay)
         assert {worker: {*its.parts} for worker, its in then.items()} == {
             worker: {*its.parts} for worker, its in kept.items()}
         present = schedule
-    moves = one.fetched(schedule, schedule, held, stay)
-    steppers = one.keepers(schedule, 5, stay, Cut.stepped)
+    moves = one.plan_fetches(schedule, schedule, held, stay)
+    steppers = one.find_held_states(schedule, 5, stay, StatePartition.stepped_parts)
     assert moves and all((move.layer, move.start, move.stop) in steppers[move.source].parts
                          for move in moves if move.state), "buddies are behind"
-    assert one.moves(schedule, kept, 5, moves) == ()
+    assert one.plan_moves(schedule, kept, 5, moves) == ()
 
 
 def test_all_is_cut_anew_at_once_where_some_part_has_no_keeper_left_or_nothing_would_move():
     one = partition()
     schedule = schedule_for(JOB, ("0.0", "1.0"))  # buddies: what one of them kept comes from elsewhere
     left = {worker: kept for worker, kept in keepers(WHOLE, 5).items() if worker in schedule.seat_of}
-    assert one.left(schedule, WHOLE, {}, left) == {}
+    assert one.find_preserved_ranges(schedule, WHOLE, {}, left) == {}
     alone = schedule_for(JOB, ("0.0", "1.0", "2.0"))
-    everything = {worker: partition().read(layers, 6)
-                  for worker, layers in PLACEMENT.held_by(alone).items()}
-    assert one.left(alone, schedule, {}, everything) == {}
-    assert partition(sharded=False).left(schedule, WHOLE, {}, left) == {}
+    everything = {worker: partition().build_restored_state(layers, 6)
+                  for worker, layers in PLACEMENT.held_layers_by_worker(alone).items()}
+    assert one.find_preserved_ranges(alone, schedule, {}, everything) == {}
+    assert partition(sharded=False).find_preserved_ranges(schedule, WHOLE, {}, left) == {}
 
 
 @pytest.mark.parametrize("count", range(3, 17))
 def test_what_is_followed_is_no_more_than_what_is_kept(count):
     """After a death, until parts have been cut anew: in host memory."""
     members, total = [Worker(one, 0) for one in range(count)], 5040 * 143
-    before = cut(total, members, (), sharded=True)
+    before = build_partition(total, members, (), sharded=True)
     for dead in members:
         left = [worker for worker in members if worker != dead]
-        old = before.left(left)
-        new = cut(total, left, (), sharded=True)
+        old = before.after_losses(left)
+        new = build_partition(total, left, (), sharded=True)
         for worker in left:
-            lacking = [one for span in new.kept(worker) for one in without(span, old.kept(worker))]
-            followed = {span for span in old.spans for one in lacking if common(span, one)}
+            lacking = [one for span in new.stored_parts(worker) for one in subtract(span, old.stored_parts(worker))]
+            followed = {span for span in old.spans for one in lacking if intersect(span, one)}
             assert sum(stop - start for start, stop in followed) <= sum(
-                stop - start for start, stop in old.kept(worker)) <= 2 * -(-total // count)
+                stop - start for start, stop in old.stored_parts(worker)) <= 2 * -(-total // count)

@@ -1,11 +1,11 @@
 """Schedules for the failures that may come next are planned ahead, once for all workers that may change places."""
 
-from slipstream.runtime.coordinator.planning.background import tried
-from slipstream.runtime.coordinator.planning.precomputed_plans import AheadOfFailures
-from slipstream.runtime.failure_domains import ALONE, FailureDomains
+from slipstream.runtime.coordinator.planning.background import capture_result
+from slipstream.runtime.coordinator.planning.precomputed_plans import FailurePrecomputer
+from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.schedules.check import check
-from slipstream.schedules.parts import divide
 from slipstream.schedules.schedule import NoScheduleError, Worker
+from slipstream.schedules.worker_programs import divide_schedule
 from tests.general import layers_moved
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
@@ -17,9 +17,9 @@ FIRST = schedule_for(JOB, [])
 class Ahead:
     """What is asked for, and when."""
 
-    def __init__(self, domains=ALONE, scheduler=None):
+    def __init__(self, domains=NO_SHARED_DOMAINS, scheduler=None):
         self.asked, self.waiting = [], []
-        self.ahead = AheadOfFailures(FIRST, scheduler or self._schedule, self._later, domains, divide)
+        self.ahead = FailurePrecomputer(FIRST, scheduler or self._schedule, self._later, domains, divide_schedule)
 
     def _schedule(self, down):
         self.asked.append(down)
@@ -30,10 +30,10 @@ class Ahead:
         self.waiting.append((work, done))
 
     def plan(self, schedule, most=100):
-        self.ahead.look(schedule)
+        self.ahead.precompute_for(schedule)
         while self.waiting and most:
             work, done = self.waiting.pop()
-            done(tried(work))
+            done(capture_result(work))
             most -= 1
 
 
@@ -42,7 +42,7 @@ def test_one_answer_for_each_stage_does_for_all_pipelines():
     one.plan(FIRST)
     assert len(one.asked) == 3
     for worker in FIRST.grid.workers():
-        found, parts = one.ahead.known((worker,))
+        found, parts = one.ahead.find_plan((worker,))
         assert found.failed == parts.failed == (worker,) and not check(found) and not found.moves
         assert parts.shares.keys() == found.seat_of.keys()
         assert found.period_ticks == schedule_for(JOB, [str(worker)]).period_ticks
@@ -54,14 +54,14 @@ def test_the_likeliest_failures_come_first_and_what_is_not_known_is_asked_for():
     one = Ahead(machines)
     one.plan(FIRST, 3)
     assert {failure[0].column for failure in one.asked} == {0, 1, 2} and all(len(one) == 1 for one in one.asked)
-    down = machines.together(Worker(2, 1))
-    assert one.ahead.known(down) is None
+    down = machines.workers_failing_with(Worker(2, 1))
+    assert one.ahead.find_plan(down) is None
     one.plan(FIRST)
     asked = len(one.asked)
     assert asked == 4  # and a machine's
-    assert one.ahead.known(machines.together(Worker(3, 1))) and len(one.asked) == asked
+    assert one.ahead.find_plan(machines.workers_failing_with(Worker(3, 1))) and len(one.asked) == asked
     one.plan(schedule_for(JOB, ["1.1"]))
-    assert one.ahead.known((Worker(0, 0), Worker(2, 1))) and Worker(1, 1) in one.asked[asked]
+    assert one.ahead.find_plan((Worker(0, 0), Worker(2, 1))) and Worker(1, 1) in one.asked[asked]
 
 
 def test_what_has_no_answer_is_asked_for_once():
@@ -74,7 +74,7 @@ def test_what_has_no_answer_is_asked_for_once():
     one.plan(FIRST)
     one.plan(FIRST)
     assert len(asked) == 3
-    assert one.ahead.known((Worker(0, 0),)) is None
+    assert one.ahead.find_plan((Worker(0, 0),)) is None
 
 
 def test_nothing_is_planned_ahead_where_layers_have_moved():

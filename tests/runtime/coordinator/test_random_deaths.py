@@ -11,7 +11,7 @@ import random
 import pytest
 
 from slipstream.runtime.coordinator.decisions import checkpoint_timer
-from slipstream.runtime.coordinator.decisions.run_state import Left
+from slipstream.runtime.coordinator.decisions.run_state import EndedPhase
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
 from tests.runtime.coordinator.counting_workers import ITERATIONS
@@ -20,7 +20,7 @@ from tests.runtime.coordinator.counting_world import RankedWorld, World
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch):
-    monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_timer, "MIN_INTERVAL_SECONDS", 0.0)
 
 
 class Played:
@@ -37,7 +37,7 @@ class Played:
         try:
             for _ in range(100_000 * len(world.workers)):
                 world.act()
-                if isinstance(world.state.phase, Left):
+                if isinstance(world.state.phase, EndedPhase):
                     break
             else:
                 pytest.fail(f"seed {seed}: the run hangs")

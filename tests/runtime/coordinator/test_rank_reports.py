@@ -5,17 +5,17 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.protocol.to_coordinator import (
-    Checkpoints,
     Finished,
-    Known,
+    IterationReport,
     Note,
     Paused,
-    Ran,
+    ReadableCheckpoints,
     Ready,
-    Status,
-    Validated,
+    RecoveryReport,
+    StepValidated,
+    WorkerStatus,
 )
-from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.holding import holding
 
@@ -33,17 +33,17 @@ class Reports(RankReports):
         super().__init__(2, lambda worker, order: self.broken.append((worker, order)))
 
     def both(self, first, second):
-        assert self.take(WORKER, 0, first) is None
-        return self.take(WORKER, 1, second)
+        assert self.add_message(WORKER, 0, first) is None
+        return self.add_message(WORKER, 1, second)
 
 
 def ran(iteration, window, squares, loss=1.0):
-    return Ran(WORKER, 1, iteration, loss, window, squares=squares)
+    return IterationReport(WORKER, 1, iteration, loss, window, squares=squares)
 
 
 def test_a_worker_of_one_process_speaks_for_itself():
     said = ran(3, 0.5, 1.0)
-    assert RankReports(1, lambda *_: None).take(WORKER, 0, said) is said
+    assert RankReports(1, lambda *_: None).add_message(WORKER, 0, said) is said
 
 
 def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):
@@ -57,8 +57,8 @@ def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):
 def test_one_that_has_lost_somebody_has_the_others_stop_and_its_reason_counts(reports):
     assert reports.take(WORKER, 1, Paused(WORKER, 4, holding((0, 3)), None, "peer gone")) is None
     assert reports.broken == [(WORKER, 4)]
-    whole = reports.take(WORKER, 0, Paused(WORKER, 4, holding((0, 2)), Factor(7, 0.5), "the order is over"))
-    assert whole == Paused(WORKER, 4, holding((0, 2)), Factor(7, 0.5), "peer gone") and len(reports.broken) == 1
+    whole = reports.take(WORKER, 0, Paused(WORKER, 4, holding((0, 2)), StepFactor(7, 0.5), "the order is over"))
+    assert whole == Paused(WORKER, 4, holding((0, 2)), StepFactor(7, 0.5), "peer gone") and len(reports.broken) == 1
 
 
 def test_one_that_has_stopped_as_told_waits_for_the_others(reports):
@@ -91,26 +91,27 @@ def test_each_rank_says_where_it_gives_layers(reports):
 def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
     def known(order, iteration, layers, **more):
         return Ready(WORKER, "corpus", (("a", 1),),
-                     known=Known(order, (WORKER,), iteration, holding(layers), None, **more))
+                     known=RecoveryReport(order, (WORKER,), iteration, holding(layers), None, **more))
 
     ahead, behind = known(3, 8, (0, 3), pending=True), known(3, 7, (0, 3), pending=False, losses={7: 1.5})
-    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, holding((0, 3)), None, pending=True,
-                                                      losses={7: 1.5}, behind=True)
+    assert reports.both(ahead, behind).known == RecoveryReport(3, (WORKER,), 8, holding((0, 3)), None, pending=True,
+                                                               losses={7: 1.5}, behind=True)
     assert reports.both(known(4, 7, (0, 3), pending=False), behind).known.kept == holding()  # one has not got the order
     assert reports.take(WORKER, 0, ahead) is None and reports.incomplete == [WORKER]
     assert reports.take(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None and not reports.incomplete
 
 
 def test_notes_pass_at_once_and_factors_from_the_first(reports):
-    note, factor = Note(WORKER, "a line"), Validated(1, Factor(3, 1.0))
+    note, factor = Note(WORKER, "a line"), StepValidated(1, StepFactor(3, 1.0))
     assert reports.take(WORKER, 1, note) is note
     assert reports.take(WORKER, 1, factor) is None and reports.take(WORKER, 0, factor) is factor
 
 
 def test_the_rest(reports):
-    assert reports.both(Checkpoints(WORKER, (2, 4, 6)), Checkpoints(WORKER, (4, 6, 8))).iterations == (4, 6)
-    busy = Status(WORKER, "iteration 3, F 0", 9.0, waits=False)
-    waits = Status(WORKER, "waits", 8.0, waits=True)
+    assert reports.both(ReadableCheckpoints(WORKER, (2, 4, 6)),
+                        ReadableCheckpoints(WORKER, (4, 6, 8))).iterations == (4, 6)
+    busy = WorkerStatus(WORKER, "iteration 3, F 0", 9.0, waits=False)
+    waits = WorkerStatus(WORKER, "waits", 8.0, waits=True)
     assert reports.both(waits, busy) == replace(busy, rank=1) and reports.both(busy, waits) == replace(busy, rank=0)
     assert reports.both(busy, busy) == busy and reports.both(waits, waits) == waits
     one, same, other = (reports.both(Finished(WORKER, 2, {"0.a": "x"}), Finished(WORKER, 2, {"0.a": name})).digests

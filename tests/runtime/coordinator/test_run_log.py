@@ -3,10 +3,10 @@
 import hashlib
 import json
 
-from slipstream.runtime.coordinator.decisions.orders import digest_of
+from slipstream.runtime.coordinator.decisions.orders import compute_schedule_digest
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
-from slipstream.runtime.events import Failed, Finished, Noted, decode
+from slipstream.runtime.events import Failed, Finished, Noted, decode_event
 from slipstream.schedules.schedule import Worker
 
 
@@ -18,9 +18,9 @@ def test_each_event_has_its_time_and_its_iteration(tmp_path):
     seen = []
     with RunLog(tmp_path, 3, observer=seen.append) as log:
         log.write(Failed(worker=Worker(1, 2), reason="a reason\nof two lines"))
-        log.commit(3, 2.0)
+        log.write_iteration(3, 2.0)
         log.write(Finished())
-    assert [decode(line) for line in lines(tmp_path)] == seen
+    assert [decode_event(line) for line in lines(tmp_path)] == seen
     first, last = map(json.loads, lines(tmp_path))
     assert first["event"] == "failed" and first["worker"] == [1, 2] and first["iteration"] == 3
     assert last.pop("time") > 1.6e9 and last.pop("seconds") >= 0
@@ -43,7 +43,7 @@ def test_the_next_start_appends_and_removes_half_a_line(tmp_path):
         with RunLog(tmp_path) as log:
             log.write(Noted(text="three"))
         assert (tmp_path / "events.jsonl").read_bytes().startswith(whole)
-        assert [decode(line).text[:5] for line in lines(tmp_path)] == ["xxxxx", "two", "three"]
+        assert [decode_event(line).text[:5] for line in lines(tmp_path)] == ["xxxxx", "two", "three"]
     (tmp_path / "events.jsonl").write_bytes(b"only half a line")
     with RunLog(tmp_path):
         pass
@@ -55,15 +55,15 @@ def test_times_do_not_go_back_with_the_clock(tmp_path, monkeypatch):
         log.write(Noted(text="before"))
         monkeypatch.setattr(run_log.time, "time", lambda: 0.0)
         log.write(Noted(text="after"))
-    before, after = (decode(line).time for line in lines(tmp_path))
+    before, after = (decode_event(line).time for line in lines(tmp_path))
     assert 1.6e9 < before <= after < before + 60
 
 
 def test_a_schedule_is_kept_once_by_its_digest(tmp_path):
     with RunLog(tmp_path) as log:
         for text in (b"{}", b"[]", b"{}"):
-            log.keep(text)
-    digests = [digest_of(text) for text in (b"{}", b"[]", b"{}")]
+            log.store_schedule(text)
+    digests = [compute_schedule_digest(text) for text in (b"{}", b"[]", b"{}")]
     assert digests[0] == digests[2] != digests[1]
     assert sorted(path.name for path in (tmp_path / "schedules").iterdir()) == sorted(
         f"{digest}.json" for digest in set(digests))

@@ -3,10 +3,10 @@
 import asyncio
 import threading
 
-from slipstream.runtime.coordinator.decisions.questions import Question
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion
+from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest
 from slipstream.runtime.coordinator.planning import schedule_finder
-from slipstream.runtime.coordinator.planning.schedule_finder import Finders, NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService
 from slipstream.schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
@@ -16,7 +16,8 @@ from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
 FIRST = schedule_for(JOB, [])
-JOIN, DEATH, LATER = Question(()), Question((Worker(1, 1),)), Question((Worker(1, 0), Worker(1, 1)))
+JOIN, DEATH, LATER = ScheduleRequest(()), ScheduleRequest((Worker(1, 1),)), ScheduleRequest((Worker(1, 0),
+                                                                                             Worker(1, 1)))
 
 
 class Asked:
@@ -24,7 +25,7 @@ class Asked:
 
     def __init__(self, scheduler, **options) -> None:
         self.answers, self.came = {}, asyncio.Event()
-        self.service = ScheduleService(FIRST.grid, Finders(scheduler), self.found, **options)
+        self.service = ScheduleService(FIRST.grid, SchedulePlanners(scheduler), self.found, **options)
 
     def found(self, found) -> None:
         self.answers[found.question] = found.answer
@@ -33,7 +34,7 @@ class Asked:
     async def answer(self, question):
         """Asks again after each answer, as the state does."""
         while question not in self.answers:
-            self.service.find(question)
+            self.service.request_schedule(question)
             self.came.clear()
             if question not in self.answers:
                 await asyncio.wait_for(self.came.wait(), 20)
@@ -53,10 +54,10 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
     async def script():
         one = Asked(scheduler)
         for question in (JOIN, DEATH, LATER, DEATH):
-            one.service.find(question)
+            one.service.request_schedule(question)
         await one.answer(DEATH)
         assert JOIN not in one.answers and asked == [JOIN.down, DEATH.down]
-        one.service.find(LATER)
+        one.service.request_schedule(LATER)
         release.set()
         await one.answer(JOIN)
         await one.answer(LATER)
@@ -77,8 +78,8 @@ def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
     async def script():
         one = Asked(scheduler)
         for question in (JOIN, DEATH):
-            one.service.find(question)
-        clock.now += schedule_finder.STUCK_SECONDS + 1
+            one.service.request_schedule(question)
+        clock.now += schedule_finder.STUCK_REQUEST_SECONDS + 1
         assert (await one.answer(LATER)).failed == LATER.down and one.answers.keys() == {LATER}
         release.set()
 
@@ -99,11 +100,12 @@ def test_what_the_scheduler_raises_is_the_answer():
 
 def test_for_speeds_nothing_moves_that_workers_hold():
     rebalancer, moved = Planning(JOB), layers_moved()
-    service = ScheduleService(FIRST.grid, Finders(schedule_for, rebalancer.at_once, rebalancer), lambda _: None)
+    service = ScheduleService(FIRST.grid, SchedulePlanners(schedule_for, rebalancer.plan_at_once, rebalancer),
+                              lambda _: None)
 
     def planner(present):
-        return service._planner_at_speeds(SpeedQuestion(1, present, ()))
+        return service._choose_speed_planner(SpeedRequest(1, present, ()))
 
-    assert planner(FIRST) == rebalancer.at_once and planner(moved) != rebalancer.at_once
+    assert planner(FIRST) == rebalancer.plan_at_once and planner(moved) != rebalancer.plan_at_once
 
 

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from slipstream.runtime.coordinator.connections import server
-from slipstream.runtime.coordinator.connections.server import Server, serve
-from slipstream.runtime.protocol.authentication import SPOKEN, Answer, Secret
-from slipstream.runtime.protocol.channel import MAX_BYTES, frame
-from slipstream.runtime.protocol.rendezvous import listen
-from slipstream.runtime.protocol.to_coordinator import Ended, Heartbeat, JoinNode, JoinWorker, Note
+from slipstream.runtime.coordinator.connections.server import Server, start_server
+from slipstream.runtime.protocol.authentication import PROTOCOL_VERSION, ChallengeAnswer, Secret
+from slipstream.runtime.protocol.channel import MAX_BYTES, encode_frame
+from slipstream.runtime.protocol.rendezvous import open_listener
+from slipstream.runtime.protocol.to_coordinator import Heartbeat, JoinNode, JoinWorker, Note, WorkerEnded
 from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, talk
@@ -26,8 +26,8 @@ def play(script, most_unknown=100):
     """Run a script against a server: with its address, and lists of what was heard and said of connections."""
     async def run():
         heard, said = [], []
-        listener, address = listen()
-        running = await serve(listener, Server(
+        listener, address = open_listener()
+        running = await start_server(listener, Server(
             SECRET, lambda connection, message: heard.append((connection, message)), said.append, most_unknown))
         try:
             async with asyncio.timeout(20):
@@ -64,7 +64,8 @@ def test_messages_come_in_order_and_the_end_last():
 
 def a_stranger():
     """One who knows all but the secret."""
-    return Answer(Secret(b"another secret"), "control", SPOKEN + bytes(32)).hello + frame(JoinWorker(WORKER)).data
+    return ChallengeAnswer(Secret(b"another secret"), "control",
+                           PROTOCOL_VERSION + bytes(32)).hello + encode_frame(JoinWorker(WORKER)).data
 
 
 @pytest.mark.parametrize("said", [
@@ -82,7 +83,7 @@ def test_a_stranger_is_cut_off_with_one_line_and_never_heard_of(said):
     assert line.endswith(" was cut off: it does not know the secret of this run")
 
 
-@pytest.mark.parametrize("message", [Heartbeat(), Ended(WORKER, 0)])
+@pytest.mark.parametrize("message", [Heartbeat(), WorkerEnded(WORKER, 0)])
 def test_who_does_not_say_who_it_is_is_cut_off_and_never_heard_of(message):
     async def script(address, heard, lines):
         spoken = await talk(address, message)
@@ -126,8 +127,8 @@ def test_what_is_too_long_is_refused_before_it_is_read():
 def test_all_workers_of_a_large_run_may_come_at_once():
     """More than asyncio lets wait by default, while the event loop is busy."""
     async def run():
-        listener, address = listen()
-        running = await serve(listener, Server(SECRET, lambda *_: None, print, 400))
+        listener, address = open_listener()
+        running = await start_server(listener, Server(SECRET, lambda *_: None, print, 400))
         with ExitStack() as stack:
             for _ in range(300):
                 stack.enter_context(socket.create_connection((address.host, address.port), timeout=0.5))
@@ -170,7 +171,7 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_befo
         writes = connection._transport = Mock(wraps=connection._transport)
         for last in (False, True):
             writes.write.reset_mock()
-            sent = [frame(message) for message in (EndOrder(1), Leave())]
+            sent = [encode_frame(message) for message in (EndOrder(1), Leave())]
             for one in sent:
                 connection.send(one)
             assert not writes.write.called
@@ -178,7 +179,7 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_befo
                 connection.close()
             await until(lambda: writes.write.called)
             while len(received) < 2:
-                received += spoken.frames.feed(await spoken.reader.read(2**16))
+                received += spoken.frames.parse_messages(await spoken.reader.read(2**16))
             assert writes.write.call_count == 1 and [one.data[4:] for one in sent] == received
             received.clear()
 
@@ -186,13 +187,13 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_befo
 
 
 def test_who_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(server, "MOST_UNSENT_BYTES", 10**6)
+    monkeypatch.setattr(server, "MAX_UNSENT_BYTES", 10**6)
 
     async def script(address, heard, lines):
         await talk(address, JoinWorker(WORKER))
         await until(lambda: heard)
         for _ in range(100):
-            heard[0][0].send(frame(Note(WORKER, "x" * 10**6)))
+            heard[0][0].send(encode_frame(Note(WORKER, "x" * 10**6)))
         await until(lambda: len(heard) == 2)
         return lines
 
@@ -204,9 +205,9 @@ def test_what_is_sent_before_closing_arrives():
         spoken = await talk(address, JoinWorker(WORKER))
         await until(lambda: heard)
         connection = heard[0][0]
-        connection.send(frame(Leave()))
+        connection.send(encode_frame(Leave()))
         connection.close()
-        connection.send(frame(Leave()))
-        return spoken.frames.feed(await spoken.reader.read())
+        connection.send(encode_frame(Leave()))
+        return spoken.frames.parse_messages(await spoken.reader.read())
 
     assert play(script) == [b'{"type":"Leave"}']

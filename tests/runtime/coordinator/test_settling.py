@@ -5,17 +5,17 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import slow_detector
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.effects import Send
-from slipstream.runtime.coordinator.decisions.questions import Question
-from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
-from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.effects import SendMessage
+from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion, period_at
-from slipstream.runtime.coordinator.decisions.transition import transition
-from slipstream.runtime.coordinator.planning.background import tried
-from slipstream.runtime.coordinator.planning.schedule_finder import Finders, NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedRequest, period_at
+from slipstream.runtime.coordinator.decisions.transition import apply_event
+from slipstream.runtime.coordinator.planning.background import capture_result
+from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService
 from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
-from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
+from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, IterationReport, Paused, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.check import check
@@ -44,31 +44,32 @@ class World:
         self.order: Train | None = None
         self.schedule: Schedule | None = None
         self.rebalancer = Planning(JOB)
-        self.answering = ScheduleService(FIRST.grid, Finders(planned(JOB), at_speeds, self.rebalancer),
-                                         self.found.append, background=lambda work, done, **_: done(tried(work)))
-        self.rules = Rules(
-            first=FIRST, iterations=range(10_000), partition=PARTITION, prepared=self.answering.prepared,
-            settles=Cost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
-        self.state = begun(self.rules, CommitLog(), 0.0)
+        self.answering = ScheduleService(FIRST.grid, SchedulePlanners(planned(JOB), at_speeds, self.rebalancer),
+                                         self.found.append, background=lambda work, done,
+                                         **_: done(capture_result(work)))
+        self.rules = RunRules(
+            first=FIRST, iterations=range(10_000), partition=PARTITION, prepared=self.answering.get_prepared,
+            settles=MoveCost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
+        self.state = build_initial_state(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}
         for worker in FIRST.seat_of:
             self.happens(Ready(worker, "corpus", (("", 1),)))
 
     def happens(self, event) -> None:
-        self.state, effects = transition(self.rules, self.state, event, 0.0)
+        self.state, effects = apply_event(self.rules, self.state, event, 0.0)
         for effect in effects:
             match effect:
-                case Send():
+                case SendMessage():
                     for worker in effect.workers:
                         self.send(worker, effect.message)
                 case Event():
                     self.events.append(effect)
                 case str() | SpeedEvent():
                     self.told.append(str(effect))
-                case Question():
-                    self.answering.find(effect)
-                case SpeedQuestion():
-                    self.answering.decide(effect)
+                case ScheduleRequest():
+                    self.answering.request_schedule(effect)
+                case SpeedRequest():
+                    self.answering.request_speed_decision(effect)
         while self.found:
             self.happens(self.found.pop(0))
 
@@ -89,13 +90,14 @@ class World:
             schedule, number, speeds = self.schedule, self.order.order, {SLOW: self.factor}
             window = period_at(schedule, speeds) / 100
             for worker in schedule.seat_of:
-                self.happens(Ran(worker, number, self.iteration, 1.0, window, self.times(worker)))
+                self.happens(IterationReport(worker, number, self.iteration, 1.0, window, self.times(worker)))
             for fetched in self.__dict__.pop("fetched", []):
                 self.happens(fetched)
             self.iteration += 1
             if all(one.stop for one in self.acknowledged.values()):
                 for worker in schedule.seat_of:
-                    held = tuple((layer, layer + 1) for layer in sorted(PARTITION.placement.held(schedule, worker)))
+                    held = tuple((layer, layer + 1)
+                                 for layer in sorted(PARTITION.placement.held_layers(schedule, worker)))
                     self.happens(Paused(worker, number, holding(*held), None, None))
                 assert self.order.order == number + 1
             self.acknowledged.clear()
@@ -117,12 +119,12 @@ class World:
 
     @property
     def moved(self) -> bool:
-        return any(map(self.schedule.holds_others, self.schedule.seats))
+        return any(map(self.schedule.has_moved_layers, self.schedule.seats))
 
 
 def at_speeds(down, speeds):
-    held = tuple((seat.worker, FIRST.holds_of(seat)) for seat in FIRST.seats if seat.worker not in down)
-    return Planning(JOB).at_once(down, held, speeds)
+    held = tuple((seat.worker, FIRST.held_layers_of_seat(seat)) for seat in FIRST.seats if seat.worker not in down)
+    return Planning(JOB).plan_at_once(down, held, speeds)
 
 
 @pytest.fixture(autouse=True)
@@ -189,13 +191,13 @@ def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
         raise NoScheduleError("the table has none")
 
     world = World(none)
-    world.rebalancer.settled = lambda down, held, speeds: idle(SLOW, planned(JOB)((*down, SLOW)))
+    world.rebalancer.plan_settled = lambda down, held, speeds: idle(SLOW, planned(JOB)((*down, SLOW)))
     world.run(20)
     world.factor = 20.0
     world.run(20)
     assert len(world.of(HandedOver)) == 1 and len(world.schedule.seats) == 3
     assert world.schedule.failed == (SLOW,) and not check(world.schedule)
-    assert world.state.everyone == FIRST.seat_of.keys(), "it may come in again"
+    assert world.state.available_workers == FIRST.seat_of.keys(), "it may come in again"
     world.run(40)
     assert len(world.of(FetchBegun)) == 1 and world.order.order == 2, "what it could join has nothing for it"
 
@@ -225,9 +227,9 @@ def test_who_becomes_slow_and_recovers_again_and_again_is_moved_for_less_and_les
     """Each change of speed counts like a failure: what is gained lasts less long."""
     world = World(at_speeds)
     world.run(20)
-    before = world.state.settler.seconds_to_failure(0.0)
+    before = world.state.settler.expected_seconds_to_failure(0.0)
     for factor in (3.0, 1.0, 3.0, 1.0):
         world.factor = factor
         world.run(80)
-    assert world.state.settler.seconds_to_failure(0.0) < before / 3
+    assert world.state.settler.expected_seconds_to_failure(0.0) < before / 3
     assert "the next failure or change of speed is expected in" in world.told[-1]

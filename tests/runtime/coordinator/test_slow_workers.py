@@ -1,11 +1,11 @@
 """What becomes of slow workers, by reports that are made up: of workers that take so many times as long as others."""
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.decisions.commit_log import Committed
-from slipstream.runtime.coordinator.decisions.effects import Effects
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, watched
-from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion, SpeedsPlanned, answer_to
-from slipstream.runtime.protocol.to_coordinator import Ran
+from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, build_slow_workers
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedAnswer, SpeedRequest, answer_request
+from slipstream.runtime.protocol.to_coordinator import IterationReport
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
@@ -20,8 +20,8 @@ class Run:
     """Workers that train by whatever is decided; the coordinator's part is to carry decisions out at once."""
 
     def __init__(self):
-        self.to, self.iteration, self.order = Effects(0.0), 0, 0
-        self.slow = watched(FIRST, plans=True)
+        self.to, self.iteration, self.order = EffectCollector(0.0), 0, 0
+        self.slow = build_slow_workers(FIRST, plans=True)
         self.plan = FailurePlanner(JOB, FIRST).at_speeds
         self.begin(FIRST)
 
@@ -31,13 +31,13 @@ class Run:
 
     def begin(self, schedule):
         self.order, self.schedule = self.order + 1, schedule
-        self.slow = self.slow.order_begins(self.order, schedule, self.iteration, self.to)
+        self.slow = self.slow.with_order(self.order, schedule, self.iteration, self.to)
 
     def train(self, iterations, factors):
         for _ in range(iterations):
-            reports = [Ran(worker, self.order, self.iteration, 1.0, 1.0, times(worker, factors))
+            reports = [IterationReport(worker, self.order, self.iteration, 1.0, 1.0, times(worker, factors))
                        for worker in self.schedule.seat_of]
-            self.slow = self.slow.committed(Committed(
+            self.slow = self.slow.with_iteration(CommittedIteration(
                 iteration=self.iteration, loss=1.0, window_seconds=1.0, gradient_norm=None, evaluation=None,
                 cost_error=None, reports=reports))
             self.iteration += 1
@@ -46,10 +46,10 @@ class Run:
         """Who may come in again, once what is planned for the speeds of now is known."""
         before = self.slow.left_out.keys()
         self.to.at = at
-        self.slow = self.slow.look(self.schedule, self.iteration, self.to)
-        if self.to.effects and isinstance(self.to.effects[-1], SpeedQuestion):
-            answer = answer_to(question := self.to.effects.pop(), self.plan)
-            self.slow = self.slow.planned(SpeedsPlanned(question, answer), self.iteration, self.to)
+        self.slow = self.slow.request_decision(self.schedule, self.iteration, self.to)
+        if self.to.effects and isinstance(self.to.effects[-1], SpeedRequest):
+            answer = answer_request(question := self.to.effects.pop(), self.plan)
+            self.slow = self.slow.with_answer(SpeedAnswer(question, answer), self.iteration, self.to)
         return before - self.slow.left_out.keys()
 
 

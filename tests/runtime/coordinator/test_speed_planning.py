@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.decisions.speed_planning import decide, period_at
+from slipstream.runtime.coordinator.decisions.speed_planning import decide_for_speeds, period_at
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -16,21 +16,21 @@ PLAN = FailurePlanner(JOB, FIRST).at_speeds
 
 
 def test_work_is_shed_from_a_slow_worker_and_given_back():
-    decision = decide(FIRST, ((SLOW, 2.0),), PLAN)
+    decision = decide_for_speeds(FIRST, ((SLOW, 2.0),), PLAN)
     assert decision.schedule is not None and decision.schedule.shed > 0 and decision.left_out == ()
     assert decision.seconds == decision.schedule.seconds(decision.schedule.period_ticks)
     assert decision.seconds < 0.7 * decision.present_seconds
-    back = decide(decision.schedule, (), PLAN)
+    back = decide_for_speeds(decision.schedule, (), PLAN)
     assert back.schedule is FIRST and back.seconds < back.present_seconds < decision.seconds
 
 
 def test_what_gains_nothing_changes_nothing():
-    decision = decide(FIRST, ((SLOW, 1.01),), PLAN)
+    decision = decide_for_speeds(FIRST, ((SLOW, 1.01),), PLAN)
     assert decision.schedule is None and decision.seconds == decision.present_seconds
 
 
 def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out():
-    decision = decide(FIRST, ((SLOW, 100.0),), PLAN)
+    decision = decide_for_speeds(FIRST, ((SLOW, 100.0),), PLAN)
     assert decision.left_out == (SLOW,) and decision.schedule is not None
     assert SLOW not in decision.schedule.seat_of and len(decision.schedule.seats) == 7
     assert decision.seconds <= 1.01 * decision.with_them_seconds
@@ -39,7 +39,7 @@ def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out():
 def test_the_last_that_holds_a_stage_is_never_left_out():
     job = grid(1, 2, 4)
     first = schedule_for(job)
-    decision = decide(first, ((Worker(0, 1), 100.0),), FailurePlanner(job, first).at_speeds)
+    decision = decide_for_speeds(first, ((Worker(0, 1), 100.0),), FailurePlanner(job, first).at_speeds)
     assert decision.left_out == () and decision.schedule is None
 
 
@@ -53,7 +53,7 @@ def test_the_present_order_of_ops_is_timed_at_the_speeds_that_were_measured():
 def test_a_schedule_of_another_job_is_refused():
     other = schedule_for(grid(4, 2, 6))
     with pytest.raises(NoScheduleError, match="another job"):
-        decide(FIRST, ((SLOW, 2.0),), lambda down, speeds: other)
+        decide_for_speeds(FIRST, ((SLOW, 2.0),), lambda down, speeds: other)
 
 
 def test_what_is_known_and_knows_no_speeds_is_used_only_where_it_is_better():

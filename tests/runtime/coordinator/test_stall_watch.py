@@ -1,8 +1,8 @@
 import pytest
 
 from slipstream.runtime.coordinator.connections import stall_watch
-from slipstream.runtime.coordinator.connections.stall_watch import ANSWER_SECONDS, StallWatch
-from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.runtime.coordinator.connections.stall_watch import STATUS_ANSWER_SECONDS, StallWatch
+from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.schedules.schedule import Worker
 
 A, B, C = Worker(0, 0), Worker(1, 0), Worker(0, 1)
@@ -42,8 +42,9 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
     assert world.look(10) == [] == world.asked
     world.look(1)
     assert world.asked == [A, C, B]
-    for status in (Status(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
-                   Status(B, "iteration 3, W", 9.5, waits=False), Status(C, "iteration 3, F", 0.1, waits=False)):
+    for status in (WorkerStatus(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
+                   WorkerStatus(B, "iteration 3, W", 9.5, waits=False),
+                   WorkerStatus(C, "iteration 3, F", 0.1, waits=False)):
         world.watch.answered(status)
     (stall,) = world.look(1)
     assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
@@ -55,16 +56,16 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
 def test_nobody_is_given_up_where_all_of_some_layers_are_busy_for_so_long(world):
     world.look(11)
     for worker in (A, B):
-        world.watch.answered(Status(worker, "iteration 0, F", 10.5, waits=False))
-    world.watch.answered(Status(C, "waits", 10.5, waits=True))
+        world.watch.answered(WorkerStatus(worker, "iteration 0, F", 10.5, waits=False))
+    world.watch.answered(WorkerStatus(C, "waits", 10.5, waits=True))
     (stall,) = world.look(1)
     assert stall.culprits(HELD) == []
 
 
 def test_who_does_not_answer_is_waited_for_only_a_moment(world):
     world.look(11)
-    world.watch.answered(Status(A, "waits for the next order", 0.0, waits=True))
-    (stall,) = world.look(ANSWER_SECONDS + 1, planning=True)
+    world.watch.answered(WorkerStatus(A, "waits for the next order", 0.0, waits=True))
+    (stall,) = world.look(STATUS_ANSWER_SECONDS + 1, planning=True)
     assert str(stall).endswith("worker 1.0 does not answer; node 0: plans a schedule for the workers that are left")
 
 

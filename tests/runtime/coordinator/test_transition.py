@@ -8,30 +8,34 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import checkpoint_rollback
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.effects import Send
-from slipstream.runtime.coordinator.decisions.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
-from slipstream.runtime.coordinator.decisions.questions import Question, ScheduleFound
-from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
-from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.effects import SendMessage
+from slipstream.runtime.coordinator.decisions.layer_fetches import (
+    FETCH_RETRY_SECONDS,
+    FETCHES_PER_ORDER,
+    MAX_FETCH_FAILURES,
+)
+from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.schedule_requests import ScheduleAnswer, ScheduleRequest
+from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import (
-    LONGEST_PAUSE_SECONDS,
-    Disconnected,
-    Look,
-    Lost,
-    Reports,
-    transition,
+    MAX_RETRY_SECONDS,
+    ReportsReceived,
+    TimePassed,
+    WorkerDisconnected,
+    WorkerLost,
+    apply_event,
 )
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event, NodeLost, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import (
-    Checkpoints,
     FetchFailed,
     FetchUpToDate,
+    IterationReport,
     Paused,
-    Ran,
+    ReadableCheckpoints,
     Ready,
-    Started,
+    TrainingStarted,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, ReportCheckpoints, Train
 from slipstream.schedules.codec import decode
@@ -45,7 +49,7 @@ JOB = grid(2, 2, 2)
 BACK = Worker(1, 1)
 MEMBERS = [Worker(0, 0), Worker(0, 1), Worker(1, 0)]
 WIDE = grid(3, 2, 2)
-FIRST_FETCH = NUMBERS + 1
+FIRST_FETCH = FETCHES_PER_ORDER + 1
 """Of the first order."""
 WIDE_MEMBERS = [*MEMBERS, Worker(2, 0), Worker(2, 1)]
 
@@ -66,13 +70,13 @@ class Planner:
     def found(self, question):
         """What follows a question: its answer, where there is one."""
         if question.held is not None or question.from_checkpoint:
-            return [ScheduleFound(question, NoScheduleError())]
+            return [ScheduleAnswer(question, NoScheduleError())]
         if question.down not in self.answers and self.slow:
             self.asked += [] if self.asked else [question.down]
             return []
         if question.down not in self.answers:
             self.answer(question.down)
-        return [ScheduleFound(question, self.answers[question.down])]
+        return [ScheduleAnswer(question, self.answers[question.down])]
 
 
 class Run:
@@ -84,19 +88,19 @@ class Run:
         self.back: list[int] = []
         self.events: list[Event] = []
         first = schedule_for(job, [str(BACK)])
-        self.rules = Rules(first=first, iterations=range(100), partition=partition([0, 2, 4]), prepared=prepared,
-                           domains=FailureDomains(domains), settles=settles)
-        self.state = begun(self.rules, CommitLog(), self.now)
+        self.rules = RunRules(first=first, iterations=range(100), partition=partition([0, 2, 4]), prepared=prepared,
+                              domains=FailureDomains(domains), settles=settles)
+        self.state = build_initial_state(self.rules, CommitLog(), self.now)
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
         assert self.state.order == 1
 
     def happens(self, *events):
         for event in events:
-            self.state, effects = transition(self.rules, self.state, event, self.now)
+            self.state, effects = apply_event(self.rules, self.state, event, self.now)
             for effect in effects:
                 match effect:
-                    case Send():
+                    case SendMessage():
                         for worker in effect.workers:
                             self.sent[worker].append(effect.message)
                     case Event():
@@ -104,7 +108,7 @@ class Run:
                         if isinstance(effect, WentBack):
                             self.back.append(self.state.log.next_iteration)
             for effect in effects:
-                if isinstance(effect, Question):
+                if isinstance(effect, ScheduleRequest):
                     self.happens(*self.planner.found(effect))
 
     @property
@@ -118,7 +122,7 @@ class Run:
     def started(self, worker, order):
         """The recovery that this ends."""
         before = len(self.recoveries)
-        self.happens(Started(worker, order))
+        self.happens(TrainingStarted(worker, order))
         return self.recoveries[-1] if len(self.recoveries) > before else None
 
     def last(self, kind, worker=MEMBERS[0]):
@@ -129,13 +133,13 @@ class Run:
 
     def lost(self, worker, reason, since=1.0):
         was_member = worker in self.state.members
-        self.happens(Lost(worker, reason, since))
+        self.happens(WorkerLost(worker, reason, since))
         return was_member
 
     def ran(self, iteration, workers=MEMBERS):
         """Whether each of them is told to stop."""
         for worker in workers:
-            self.happens(Ran(worker, 1, iteration, 0.0, 1.0))
+            self.happens(IterationReport(worker, 1, iteration, 0.0, 1.0))
         return [self.last(Acknowledged, worker).stop for worker in workers]
 
     def paused(self, workers=MEMBERS):
@@ -144,7 +148,7 @@ class Run:
             self.happens(Paused(worker, self.state.order, holding(held), None, None))
 
     def can_read(self, worker, *iterations):
-        self.happens(Checkpoints(worker, iterations))
+        self.happens(ReadableCheckpoints(worker, iterations))
 
     def fetch_up_to_date(self, fetch):
         self.happens(FetchUpToDate(BACK, fetch))
@@ -196,18 +200,18 @@ def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     run.fetch_up_to_date(FIRST_FETCH)  # told before it heard of that
     assert run.ran(1) == run.ran(2) == [False] * 3
     assert run.last(Fetch).number == FIRST_FETCH + 1, "too soon"
-    run.now += PAUSE_SECONDS
-    run.happens(Look())
+    run.now += FETCH_RETRY_SECONDS
+    run.happens(TimePassed())
     assert run.last(Fetch).number == FIRST_FETCH + 2 and run.last(Fetch).moves
 
 
 def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
     run.ran(0)
     run.ready(BACK)
-    for _ in range(FAILURES):
+    for _ in range(MAX_FETCH_FAILURES):
         run.happens(FetchFailed(BACK, run.last(Fetch).number))
-        run.now += PAUSE_SECONDS
-        run.happens(Look())
+        run.now += FETCH_RETRY_SECONDS
+        run.happens(TimePassed())
     assert run.ran(1) == [True] * 3
     run.paused()
     order = run.last(Train)
@@ -224,8 +228,8 @@ def test_a_failure_goes_before_who_comes_back(run):
     order = run.last(Train)
     assert order.order == 2 and order.fetch == 0 and order.moves == ()
     assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
-    run.happens(Look())
-    assert run.last(Fetch).number == 2 * NUMBERS + 1 and run.last(Fetch).order == 2 and run.last(Fetch).moves
+    run.happens(TimePassed())
+    assert run.last(Fetch).number == 2 * FETCHES_PER_ORDER + 1 and run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
 def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(run):
@@ -254,11 +258,11 @@ def test_between_orders_that_end_before_anybody_has_begun_pauses_grow(run):
             for worker in MEMBERS:
                 run.happens(Paused(worker, run.state.order, holding((0, 4)), None, "refused"))
         run.now += 0.25
-        run.happens(Look())
+        run.happens(TimePassed())
     pauses = [later - at for at, later in itertools.pairwise(given)]
-    assert max(pauses[:2]) <= 0.25 and pauses[2:7] == [0.5, 1.0, 2.0, 4.0, 8.0] and max(pauses) == LONGEST_PAUSE_SECONDS
-    run.now += LONGEST_PAUSE_SECONDS
-    run.happens(Look(), Started(MEMBERS[0], run.state.order + 1))
+    assert max(pauses[:2]) <= 0.25 and pauses[2:7] == [0.5, 1.0, 2.0, 4.0, 8.0] and max(pauses) == MAX_RETRY_SECONDS
+    run.now += MAX_RETRY_SECONDS
+    run.happens(TimePassed(), TrainingStarted(MEMBERS[0], run.state.order + 1))
     run.paused()
     assert run.state.vain == 0
 
@@ -274,10 +278,10 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
     assert run.planner.asked == [(one, BACK)] and run.last(Train, other).order == 1
     run.lost(other, "killed", 2.0)
     run.planner.answer((one, BACK))
-    run.happens(Look())
+    run.happens(TimePassed())
     assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).order == 1
     run.planner.answer((one, other, BACK))
-    run.happens(Look())
+    run.happens(TimePassed())
     order = run.last(Train, others[0])
     assert order.order == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
 
@@ -289,7 +293,7 @@ def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
     one, other, *others = WIDE_MEMBERS
     run.lost(one, "killed", 1.0)
     run.paused([other])
-    run.happens(Disconnected(other))
+    run.happens(WorkerDisconnected(other))
     run.paused(others)
     assert run.last(Train, others[0]).order == 1
     run.lost(other, "killed", 2.0)
@@ -301,15 +305,15 @@ def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
 
 def test_all_workers_of_a_machine_are_one_failure():
     one, other = WIDE_MEMBERS[:2]
-    run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], Cost([1] * 4, None))
+    run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], MoveCost([1] * 4, None))
     run.ran(0, WIDE_MEMBERS)
-    expected = run.state.settler.seconds_to_failure(run.now)
+    expected = run.state.settler.expected_seconds_to_failure(run.now)
     run.lost(one, "killed", 1.0)
-    after_one = run.state.settler.seconds_to_failure(run.now)
+    after_one = run.state.settler.expected_seconds_to_failure(run.now)
     assert after_one == pytest.approx(expected / 2, rel=0.01)
     assert not [event for event in run.events if isinstance(event, NodeLost)]
     run.lost(other, "killed, too", 1.0)
-    assert run.state.settler.seconds_to_failure(run.now) == pytest.approx(after_one, rel=0.01)
+    assert run.state.settler.expected_seconds_to_failure(run.now) == pytest.approx(after_one, rel=0.01)
     (event,) = (event for event in run.events if isinstance(event, NodeLost))
     assert (event.node, event.workers) == (0, (one, other))
     run.paused(WIDE_MEMBERS[2:])
@@ -339,10 +343,10 @@ def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
     run.ready(Worker(1, 0))
     assert run.planner.asked == [first] and run.last(Train).order == 1
     run.planner.answer(first)
-    run.happens(Look())
+    run.happens(TimePassed())
     assert run.last(Train).order == 2 and run.state.order == 2
     assert run.planner.asked == []
-    run.happens(Look())
+    run.happens(TimePassed())
     assert run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
@@ -353,7 +357,7 @@ def test_no_schedule_is_told_when_the_answer_comes(run):
     run.paused(MEMBERS[:2])
     run.planner.answer((Worker(1, 0), BACK), NoScheduleError("the table has none"))
     with pytest.raises(RunError, match=r"^killed, and the table has none$"):
-        run.happens(Look())
+        run.happens(TimePassed())
 
 
 def test_members_train_on_where_there_is_no_schedule_for_who_comes_back(run):
@@ -431,7 +435,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
     assert run.last(Train).first_iteration == 2
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.happens(Paused(worker, 2, holding() if worker == BACK else holding((0, 2)), None, "it is damaged"))
-    run.happens(Look())
+    run.happens(TimePassed())
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)
     assert run.last(Train).order == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
@@ -444,11 +448,11 @@ def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for
     lose_stage_1(run)
     run.can_read(Worker(0, 0), 0)
     run.can_read(BACK, 0, 2)
-    run.now += checkpoint_rollback.ANSWER_SECONDS / 2
-    run.happens(Look())
+    run.now += checkpoint_rollback.CHECKPOINT_ANSWER_SECONDS / 2
+    run.happens(TimePassed())
     assert run.state.order == 1
-    run.now += checkpoint_rollback.ANSWER_SECONDS
-    run.happens(Look())
+    run.now += checkpoint_rollback.CHECKPOINT_ANSWER_SECONDS
+    run.happens(TimePassed())
     assert run.last(Train).first_iteration == 2 and dict(run.last(Train).restore).keys() == {BACK}
 
 
@@ -478,7 +482,7 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
     assert run.state.order == 2 and run.last(Train, idle) is not None
 
     def ran(worker, iteration):
-        run.happens(Ran(worker, 2, iteration, 0.0, 1.0))
+        run.happens(IterationReport(worker, 2, iteration, 0.0, 1.0))
 
     for worker in MEMBERS:
         ran(worker, 3)
@@ -490,8 +494,10 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
 
 def test_reports_that_a_node_has_gathered_are_acknowledged_in_one_message():
     run = Run()
-    late, mine = Ran(MEMBERS[0], 0, 0, 0.0, 1.0), [Ran(worker, 1, 0, 0.0, 1.0) for worker in MEMBERS]
-    run.state, effects = transition(run.rules, run.state, Reports((late, *mine)), run.now)
-    assert [one for one in effects if isinstance(one, Send)] == [
-        Send((MEMBERS[0],), Acknowledged(0, 0)), Send(tuple(MEMBERS), Acknowledged(1, 0, committed=(0, 0.0)))]
+    late, mine = IterationReport(MEMBERS[0], 0, 0, 0.0, 1.0), [IterationReport(worker, 1, 0, 0.0, 1.0)
+                                                               for worker in MEMBERS]
+    run.state, effects = apply_event(run.rules, run.state, ReportsReceived((late, *mine)), run.now)
+    assert [one for one in effects if isinstance(one, SendMessage)] == [
+        SendMessage((MEMBERS[0],), Acknowledged(0, 0)),
+        SendMessage(tuple(MEMBERS), Acknowledged(1, 0, committed=(0, 0.0)))]
     assert run.log.next_iteration == 1

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.connections import worker_connections
 from slipstream.runtime.coordinator.connections.server import Connection, Server
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_spec import RunSpec
 from slipstream.runtime.protocol.to_coordinator import JoinWorker
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -35,7 +35,7 @@ class Killing(Processes):
         super().__init__()
         self._told = killed
 
-    def kill(self, worker):
+    def kill_worker(self, worker):
         self._told.append(worker)
 
 
@@ -53,18 +53,18 @@ class Watched:
         setup = replace(SETUP, nodes=3, failure_domains=tuple(map(tuple, SHARES)), heartbeat_timeout_seconds=1.0)
         self._clock, self._given_up, self.killed = clock, [], []
         self._workers = WorkerConnections(
-            Run(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
-                secret=SECRET, out=out, elements=()), Killing(self.killed), lambda event: None,
+            RunSpec(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
+                    secret=SECRET, out=out, elements=()), Killing(self.killed), lambda event: None,
             lambda worker, reason, since: self._given_up.append((worker, reason, round(since, 1))))
         self._processes = [connected(worker, rank) for worker in SCHEDULE.grid.workers() for rank in range(ranks)]
         for one in self._processes:
-            assert self._workers.admit(one, JoinWorker(one.peer, rank=one.rank))
+            assert self._workers.admit_process(one, JoinWorker(one.peer, rank=one.rank))
         for worker in SCHEDULE.grid.workers():
-            self._workers.ready(worker)
+            self._workers.expect_heartbeats(worker)
 
     def end(self, worker):
         """The connection of a worker has ended, and its process may live."""
-        assert self._workers.disconnected(next(one for one in self._processes if one.peer == worker))
+        assert self._workers.handle_disconnect(next(one for one in self._processes if one.peer == worker))
         assert worker not in self._workers
 
     def look(self, seconds, heard, but=(), pause=0.1):
@@ -75,7 +75,7 @@ class Watched:
             self._clock.now += pause
             for one in self._processes:
                 if one.peer in heard and (one.peer, one.rank) not in but:
-                    self._workers.hears(one)
+                    self._workers.record_sign_of_life(one)
             self._workers.give_up_silent()
             looks += [self._given_up[:]] if self._given_up else []
             self._given_up.clear()

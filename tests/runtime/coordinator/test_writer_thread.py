@@ -8,7 +8,7 @@ from io import FileIO
 from slipstream.runtime.coordinator.records import appended_file, writer_thread
 from slipstream.runtime.coordinator.records.appended_file import IterationLines
 from slipstream.runtime.coordinator.records.writer_thread import WriterThread
-from slipstream.runtime.events import EVENTS, Iteration, Noted, decode, decode_iteration
+from slipstream.runtime.events import EVENTS, Iteration, Noted, decode_event, decode_iteration
 from slipstream.runtime.launch import RunOptions, run
 from tests.runtime.failing import JOB
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -25,7 +25,7 @@ def until(happened):
 
 def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(fork_server, tmp_path, monkeypatch):
     answers, hung, told = threading.Event(), [], []
-    monkeypatch.setattr(writer_thread, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(writer_thread, "SLOW_WRITE_SECONDS", 0.2)
 
     class Hanging(FileIO):
         """From the third iteration on."""
@@ -50,7 +50,7 @@ def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(for
     assert_same_numbers(result, judge(config, JOB.microbatches, 30))
     assert losses_in(tmp_path) == list(result.losses)
     kept = [event.text for line in (tmp_path / EVENTS).read_bytes().splitlines()
-            if isinstance(event := decode(line), Noted)]
+            if isinstance(event := decode_event(line), Noted)]
     assert "have not been written" in kept[0] and "are written again" in kept[1] and len(kept) == 2
     assert tuple(kept) == result.notes
 
@@ -80,7 +80,7 @@ def test_lines_are_cut_without_room_also_those_that_wait(tmp_path):
     lines = IterationLines(tmp_path / "lines", 0, print)
     for iteration in (1, 2, 3, None, 4):
         if iteration is None:
-            lines.go_back(2)
+            lines.drop_iterations_from(2)
         else:
             lines.append(Iteration(iteration=iteration, loss=1.0))
     lines.close()

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.runtime.model.state import late_steps
-from slipstream.runtime.replay import group_store, links, nccl, session, sum_tree, transfers
-from slipstream.runtime.worker import generation, layer_receiver, layer_sender, order_threads, reports
+from slipstream.runtime.replay import group_cache, group_store, nccl, session, sum_tree, transfers
+from slipstream.runtime.worker import generation, iteration_reports, layer_receiver, layer_sender, order_threads
 
 
 class Gone(BaseException):
@@ -82,18 +82,18 @@ def let_others_run(*_) -> None:
     wait_until(lambda: True)
 
 
-class Beside:
-    """As `runtime.beside.Beside`: in a fiber of its own."""
+class BackgroundQueue:
+    """As `runtime.background_queue.Beside`: in a fiber of its own."""
 
     def __init__(self, *_, **__) -> None:
         self._works, self._fiber, self._error, self.thread = deque(), None, None, None
 
-    def begin(self, work) -> None:
+    def submit(self, work) -> None:
         if self._error is not None:
             self.wait()
         self._works.append(work)
         if self._fiber is None:
-            self._fiber = Fiber(Fiber.current.process, self._do)
+            self._fiber = Fiber(Fiber.current.process, self._run_work)
 
     def wait(self) -> None:
         if self._fiber is not None:
@@ -102,12 +102,12 @@ class Beside:
         if error is not None:
             raise error
 
-    def drop(self) -> None:
+    def discard_pending(self) -> None:
         self._works.clear()
         with contextlib.suppress(Exception):
             self.wait()
 
-    def _do(self) -> None:
+    def _run_work(self) -> None:
         try:
             while self._works:
                 self._works.popleft()()
@@ -217,15 +217,15 @@ def patched():
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         for module in (late_steps, sum_tree, session):
-            patch.setattr(module, "Beside", Beside)
+            patch.setattr(module, "BackgroundQueue", BackgroundQueue)
         for module in (group_store, session, layer_sender, nccl):
             patch.setattr(module, "time", clock)
         patch.setattr(transfers, "threading", SimpleNamespace(Event=Event))
-        patch.setattr(reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty))
+        patch.setattr(iteration_reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty))
         patch.setattr(nccl, "threading", SimpleNamespace(Thread=Thread, Event=Event))
         patch.setattr(layer_receiver, "threading", SimpleNamespace(
             Thread=Thread, Condition=Condition, Lock=contextlib.nullcontext))
-        patch.setattr(links, "_close_beside", lambda _: None)
-        patch.setattr(generation, "trim", lambda: None)
-        patch.setattr(order_threads, "save_layer_when_there_is_room", lambda *_: None)
+        patch.setattr(group_cache, "_close_in_background", lambda _: None)
+        patch.setattr(generation, "trim_host_memory", lambda: None)
+        patch.setattr(order_threads, "save_layer_with_retry", lambda *_: None)
         yield patch

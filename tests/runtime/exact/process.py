@@ -7,22 +7,28 @@ from types import SimpleNamespace
 import torch
 
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.followed_part import SteppedPart
-from slipstream.runtime.model.state.holding import build_holding, build_layer
+from slipstream.runtime.model.state.held_layers import build_holding, build_layer
+from slipstream.runtime.model.state.received_part import SteppedPart
 from slipstream.runtime.protocol.failure_injection import Injector
-from slipstream.runtime.protocol.node_reports import Reporter
-from slipstream.runtime.protocol.setup import Setup
-from slipstream.runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Ready, Saved
+from slipstream.runtime.protocol.node_reports import ReportSender
+from slipstream.runtime.protocol.setup import WorkerSetup
+from slipstream.runtime.protocol.to_coordinator import (
+    CheckpointSaved,
+    FetchFailed,
+    FetchUpToDate,
+    ReadableCheckpoints,
+    Ready,
+)
 from slipstream.runtime.protocol.to_worker import Leave, ReportCheckpoints
-from slipstream.runtime.replay.links import Links
-from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.nccl import NcclBackend
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_messages import LayerRequest, UpToDate
-from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverEvents, _Transfer
+from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverCallbacks, _Transfer
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.runtime.worker.main_thread import MainThread
@@ -43,7 +49,7 @@ class Receiver:
         self.queue = deque()
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         return not self.closed and bool(self.queue)
 
 
@@ -53,24 +59,24 @@ class Server:
     def __init__(self) -> None:
         self.receivers = []
 
-    def asking(self):
+    def list_asking(self):
         return [one for one in self.receivers if one.asking and not one.closed]
 
-    def following(self):
+    def list_following(self):
         return [one for one in self.receivers if one.answered and one.request.order is None and not one.closed]
 
-    def connections(self):
+    def list_sockets(self):
         return []
 
-    def answer(self, receiver, states) -> None:
+    def send_states(self, receiver, states) -> None:
         receiver.asking, receiver.answered = False, True
         for message, state in states:
-            self.put(receiver, message, state)
+            self.queue_message(receiver, message, state)
 
-    def put(self, receiver, message, tensors=None) -> None:
+    def queue_message(self, receiver, message, tensors=None) -> None:
         receiver.queue.append((message, tensors or {}))
 
-    def drop(self, receiver) -> None:
+    def drop_receiver(self, receiver) -> None:
         receiver.closed = True
         receiver.queue.clear()
 
@@ -79,7 +85,7 @@ class Sender(LayerSender):
     def __init__(self, worker) -> None:
         self._server, self.address = Server(), (str(worker), 1)
 
-    def sockets(self):
+    def list_sockets(self):
         return frozenset()
 
 
@@ -88,7 +94,7 @@ class Transfer(_Transfer):
 
     world = None
 
-    def _receive(self, source, sender) -> None:
+    def _receive_from(self, source, sender) -> None:
         try:
             let_others_run()
             process = self.world.workers.get(source)
@@ -100,25 +106,25 @@ class Transfer(_Transfer):
                 wait_until(lambda: one.queue or one.closed or self._over or process.killed)
                 if one.queue:
                     message, tensors = one.queue[0]
-                    self._apply(source, message, {key: tensor.clone() for key, tensor in tensors.items()})
+                    self._apply_message(source, message, {key: tensor.clone() for key, tensor in tensors.items()})
                     one.queue.popleft()
                     if not one.queue:
-                        self._apply(source, UpToDate(), {})
+                        self._apply_message(source, UpToDate(), {})
                 elif not self._over and (one.closed or process.killed):
                     raise ConnectionError("it is gone")
             one.closed = True
         except Exception as error:
-            self._break(f"fetching layers from worker {source} failed: {error}")
+            self._fail_transfer(f"fetching layers from worker {source} failed: {error}")
 
 
-class Told(ReceiverEvents):
+class Told(ReceiverCallbacks):
     def __init__(self, process) -> None:
         self._process = process
 
-    def up_to_date(self, fetch) -> None:
+    def on_up_to_date(self, fetch) -> None:
         self._process.say(FetchUpToDate(self._process.worker, fetch.number))
 
-    def failed(self, fetch) -> None:
+    def on_fetch_failed(self, fetch) -> None:
         self._process.say(FetchFailed(self._process.worker, fetch.number))
 
 
@@ -133,15 +139,15 @@ class Saving(Checkpointer):
         states = copied()
         self.process.world.save(iteration, states)
         if states:
-            self.process.say(Saved(self.process.worker, iteration, 0.0))
+            self.process.say(CheckpointSaved(self.process.worker, iteration, 0.0))
 
     def save_last(self, order, copied) -> None:
         self.save(order.first_iteration, copied)
 
-    def go_back(self, iteration) -> None:
+    def drop_later(self, iteration) -> None:
         self.process.world.drop_saved(iteration)
 
-    def iterations(self):
+    def list_iterations(self):
         return tuple(sorted({0, *self.process.world.complete()} - self._damaged))
 
     def load(self, iteration, layers):
@@ -159,7 +165,7 @@ class Threads(OrderThreads):
         super().__init__(process.failed)
         self._finishing, self._process = Lock(), process
 
-    def begin(self, device, name, work):
+    def start_thread(self, device, name, work):
         return Fiber(self._process, work)
 
 
@@ -181,29 +187,29 @@ class Process:
         self.following = True
         """Whether its coordinator lives."""
         config, training = world.config, world.config.training
-        model = model_for(config.model, training.seed, parameter_dtype(training), CPU)
+        model = build_model(config.model, training.seed, parameter_dtype(training), CPU)
         sharing, build = sharing_of(model), partial(build_layer, model, config=training)
-        setup = Setup(first_iteration=0, iterations=training.iterations, traced=0, nodes=1, transport="gloo",
-                      device="cpu", store=None, cuts=PLACEMENT.cuts, columns=(), forms=(), loss_scale=1.0,
-                      microbatches=world.microbatches, failure_domains=(), heartbeat_timeout_seconds=1.0,
-                      checkpoint_every=world.every, verify_every=world.verify_every)
+        setup = WorkerSetup(first_iteration=0, iterations=training.iterations, traced=0, nodes=1, transport="gloo",
+                            device="cpu", store=None, cuts=PLACEMENT.cuts, columns=(), forms=(), loss_scale=1.0,
+                            microbatches=world.microbatches, failure_domains=(), heartbeat_timeout_seconds=1.0,
+                            checkpoint_every=world.every, verify_every=world.verify_every)
         channel = SimpleNamespace(send=self.say, setup=setup)
         self.host, self.nccl_ends = ScriptedGloo(world.wires), []
-        links = Links("gloo")
+        links = GroupCache("gloo")
         links.host = self.host
-        links.backend = Nccl(self._nccl_end) if world.nccl else self.host
+        links.backend = NcclBackend(self._nccl_end) if world.nccl else self.host
         links.backends = (self.host, links.backend) if world.nccl else (self.host,)
         checkpointer, passed = Saving(self, sharing), world.forms
         store = LayerStore(build, checkpointer.load, build_holding(model, (), training), CPU)
         injector = Injector((), lambda _: None)
-        injector.at = let_others_run
-        receiver = LayerReceiver(store.module, partial(SteppedPart, config=training, device=CPU, sharing=sharing),
+        injector.fail_if_due = let_others_run
+        receiver = LayerReceiver(store.get_module, partial(SteppedPart, config=training, device=CPU, sharing=sharing),
                                  CPU, SECRET, Told(self))
         kind = type("Transfer", (Transfer,), {"world": world})
         receiver._begin = partial(kind, **receiver._begin.keywords)
         self.sender = Sender(worker)
         self.context = WorkerContext(
-            worker=worker, group=None, channel=channel, reporter=Reporter(0, self.say, None), store=world.store,
+            worker=worker, group=None, channel=channel, reporter=ReportSender(0, self.say, None), store=world.store,
             links=links, setup=setup, config=config, out="", device=CPU, model=model, sharing=sharing,
             placement=PLACEMENT, corpus=world.corpus, validation=None, forms=[passed[cut] for cut in PLACEMENT.cuts],
             layer_store=store, memory=DeviceMemory(worker, CPU), injector=injector, checkpointer=checkpointer,
@@ -238,9 +244,9 @@ class Process:
             self.world.workers.pop(self.worker)
             self.kill()
         elif isinstance(message, ReportCheckpoints):
-            self.say(Checkpoints(self.worker, self.context.checkpointer.iterations()))
+            self.say(ReadableCheckpoints(self.worker, self.context.checkpointer.list_iterations()))
         else:
-            self.main._handle(message)
+            self.main._handle_message(message)
 
     def can(self):
         """What may happen to it next, by the name of the method."""
@@ -269,12 +275,12 @@ class Process:
         self.said.clear()
         self.following = False
         if self.main._generation is not None:
-            self.main._generation.end()
-        self.context.layer_receiver.drop(2**62)
+            self.main._generation.end_order()
+        self.context.layer_receiver.drop_fetches(2**62)
 
     def follow_another(self) -> None:
         generation, self.following = self.main._generation, True
-        known = self.main._known() if generation is not None or self.main._finish_order is not None or \
+        known = self.main._build_recovery_report() if generation is not None or self.main._finish_order is not None or \
             self.main._losses or self.context.layer_store.holding.modules else None
         self.main._contents.clear()
         object.__setattr__(self.context, "store", self.world.store)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 
-from slipstream.runtime.replay.gloo import SHUT
+from slipstream.runtime.replay.gloo import SHUT_REASON
 from tests.runtime.exact.fibers import let_others_run, wait_until
 
 
@@ -147,21 +147,21 @@ class GlooEnd:
     def _require(self) -> None:
         let_others_run()
         if self.broken:
-            raise RuntimeError(SHUT)
+            raise RuntimeError(SHUT_REASON)
 
 
 class ScriptedGloo:
-    """As `runtime.replay.gloo.Gloo`, of one process."""
+    """As `runtime.replay.gloo.GlooBackend`, of one process."""
 
     ordered = False
 
     def __init__(self, wires) -> None:
         self.wires, self.ends, self.aborts = wires, [], 0
 
-    def making(self, spared):
+    def creating_groups(self, spared):
         return nullcontext()
 
-    def group(self, meeting):
+    def create_group(self, meeting):
         aborts, room = self.aborts, self.wires.room(("gloo", id(meeting.store), meeting.prefix), meeting.size)
         end = room[meeting.rank] = GlooEnd(self.wires, room, meeting.rank)
         self.ends.append(end)
@@ -171,26 +171,26 @@ class ScriptedGloo:
             raise RuntimeError("a member was not met")
         return end
 
-    def reuse(self, group) -> None:
+    def allow_reuse(self, group) -> None:
         pass
 
-    def abort(self, groups) -> None:
-        self.cut()
+    def abort_groups(self, groups) -> None:
+        self.cut_connections()
 
-    def cut(self):
+    def cut_connections(self):
         self.aborts += 1
         for end in self.ends:
             end.broken = True
         self.ends = []
         return frozenset()
 
-    def lost(self, group):
-        return SHUT if group.broken else None
+    def failure_reason(self, group):
+        return SHUT_REASON if group.broken else None
 
-    def over(self, groups) -> bool:
+    def is_quiescent(self, groups) -> bool:
         return True
 
-    def close(self, groups) -> None:
+    def close_groups(self, groups) -> None:
         pass
 
 
@@ -228,7 +228,7 @@ class NcclEnd:
     def wait_for_device(self, work) -> None:
         work.wait()
 
-    def error(self):
+    def watchdog_error(self):
         lost = any(one is not None and one.broken for one in self.room) and any(not one.done for one in self.calls)
         return "a member is gone" if lost else None
 

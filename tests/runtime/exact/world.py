@@ -6,16 +6,16 @@ import torch
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
-from slipstream.runtime.coordinator.decisions.part_moves import Partition
-from slipstream.runtime.coordinator.decisions.run_state import Left, Rules, begun
-from slipstream.runtime.coordinator.decisions.settling import Cost
-from slipstream.runtime.coordinator.decisions.transition import Look
-from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
-from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.holding import build_holding
-from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
+from slipstream.runtime.coordinator.decisions.run_state import EndedPhase, RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.settling import MoveCost
+from slipstream.runtime.coordinator.decisions.transition import TimePassed
+from slipstream.runtime.model.computing.forms import find_forms
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.model.state.part_state import count_elements
 from tests.runtime.coordinator.counting_workers import PLACEMENT
 from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
 from tests.runtime.exact.process import CPU, Process
@@ -49,14 +49,15 @@ def small(**training):
 def setting(config):
     """What is the same in all runs of a configuration."""
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training), CPU)
+    model = build_model(config.model, training.seed, parameter_dtype(training), CPU)
     modules = build_holding(model, range(model.layers), training).modules
-    partition = Partition([elements_of(one) for one in modules.values()], PLACEMENT, (), training.shard_optimizer)
-    rules = Rules(first=FIRST, iterations=range(ITERATIONS), prepared=ANSWERING.prepared,
-                  settles=Cost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
-                  partition=partition)
+    partition = PartitionPlanner([count_elements(one) for one in modules.values()], PLACEMENT, (),
+                                 training.shard_optimizer)
+    rules = RunRules(first=FIRST, iterations=range(ITERATIONS), prepared=ANSWERING.get_prepared,
+                     settles=MoveCost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
+                     partition=partition)
     oracle = judge(config, WIDE.microbatches, ITERATIONS)
-    return rules, load_corpus(config, WIDE.microbatches), forms(model, config), oracle
+    return rules, load_data(config, WIDE.microbatches), find_forms(model, config), oracle
 
 
 class Deviation(AssertionError):
@@ -80,7 +81,8 @@ class ExactWorld(World):
         super().__init__(rng, out, deadly)
 
     def started(self, rejoining):
-        return begun(self.rules, CommitLog(validates=watches_gradients(self.config.training)), self.now, rejoining)
+        return build_initial_state(self.rules, CommitLog(validates=needs_gradient_norm(self.config.training)), self.now,
+                                   rejoining)
 
     def fresh(self, worker):
         return Process(worker, self)
@@ -93,7 +95,7 @@ class ExactWorld(World):
         if self.flips_in is None:
             self.check_loss(one.iteration)
         self.checked += 1
-        self.log.commit(one.iteration, one.loss, 0.1)
+        self.log.write_iteration(one.iteration, one.loss, 0.1)
 
     def check_loss(self, iteration) -> None:
         found, right = self.committed_losses[iteration], self.oracle.losses[iteration]
@@ -105,7 +107,7 @@ class ExactWorld(World):
         self.saved += bool(states)
 
     def complete(self):
-        return [iteration for iteration, layers in self.disk_of.items() if len(layers) == PLACEMENT.layers]
+        return [iteration for iteration, layers in self.disk_of.items() if len(layers) == PLACEMENT.layer_count]
 
     def drop_saved(self, iteration) -> None:
         for newer in [one for one in self.disk_of if one > iteration]:
@@ -168,7 +170,7 @@ class ExactWorld(World):
             self.now += 0.0 if acted else 0.5
             self.write(len(self.unwritten) * (self.disk.random() < 0.1))
             if self.taking_over is None or self.taking_over.known:
-                self.happens(Look())
+                self.happens(TimePassed())
 
     def step(self) -> bool:
         """Do one thing that can be done: of a worker drawn at random, or on the wires. Returns False if there is none.
@@ -186,7 +188,7 @@ class ExactWorld(World):
         try:
             for _ in range(ROUNDS):
                 self.act()
-                if isinstance(self.state.phase, Left):
+                if isinstance(self.state.phase, EndedPhase):
                     break
             else:
                 raise AssertionError("the run hangs")

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from slipstream.runtime.model.seeds import GENERATORS, seeded
+from slipstream.runtime.model.seeds import GENERATOR_LOCK, seeded
 
 
 def test_a_thread_that_is_left_behind_keeps_nobody_waiting_and_leaves_without_a_change():
@@ -28,9 +28,9 @@ def test_a_thread_that_is_left_behind_keeps_nobody_waiting_and_leaves_without_a_
     waiting.start()
     waiting.join(0.1)
     assert not drawn, "the generators are taken"
-    GENERATORS.take_from(waiting.ident)  # it has nothing yet
-    GENERATORS.take_from(thread.ident)
+    GENERATOR_LOCK.release_from(waiting.ident)  # it has nothing yet
+    GENERATOR_LOCK.release_from(thread.ident)
     waiting.join(20)
     with seeded(3):
         assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(1), torch.rand(1)]))
-    assert not GENERATORS.mine
+    assert not GENERATOR_LOCK.is_owned

@@ -13,9 +13,15 @@ import msgspec
 
 from slipstream.runtime.processes import fork_server
 from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer
-from slipstream.runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
-from slipstream.runtime.protocol.node_reports import Gatherer
-from slipstream.runtime.run_folder import clean_up, lock_of, locked
+from slipstream.runtime.processes.fork_server_messages import (
+    LineReader,
+    ProcessEnded,
+    ProcessSpec,
+    ProcessStarted,
+    ServerAdopted,
+)
+from slipstream.runtime.protocol.node_reports import ReportGatherer
+from slipstream.runtime.run_folder import clean_up_folder, hold_folder_lock, lock_path
 from tests import patience
 from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
@@ -42,10 +48,10 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
 def leave(folder: str, killed: str) -> None:
     """Be killed, with the fork server or without it, while a lock and a folder are there."""
     tempfile.tempdir, out = folder, Path(folder)
-    with locked(out, 1), Gatherer() as gatherer:
+    with hold_folder_lock(out, 1), ReportGatherer() as gatherer:
         server = fork_server_of_launcher()
-        server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 1))
-        server.clean_up("shutil:rmtree", gatherer.folder)
+        server.register_cleanup("slipstream.runtime.run_folder:remove_lock", lock_path(out, 1))
+        server.register_cleanup("shutil:rmtree", gatherer.folder)
         for pid in below(os.getpid()) if killed == "both" else ():
             os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,9 +73,9 @@ def test_what_a_launcher_that_was_killed_leaves_is_removed_by_the_fork_server_or
                 time.sleep(0.05)
             assert len(left_in(folder)) == (0 if killed == "one" else 2)
         monkeypatch.setattr(tempfile, "tempdir", folder)
-        with Gatherer(), locked(Path(folder), 0), locked(Path(folder), 2):
-            clean_up(Path(folder))
-            with Gatherer():
+        with ReportGatherer(), hold_folder_lock(Path(folder), 0), hold_folder_lock(Path(folder), 2):
+            clean_up_folder(Path(folder))
+            with ReportGatherer():
                 assert len(left_in(folder)) == 4
         assert not left_in(folder)
 
@@ -141,24 +147,24 @@ def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
     """The fork server is stopped, and so kills nobody: it is killed itself, and its processes die with it."""
     monkeypatch.setattr(fork_server, "KILL_SECONDS", 0.3)
     with ForkServer() as server:
-        server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", str(tmp_path / "log")))
+        server.start_process(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", str(tmp_path / "log")))
         while not server.pids:
             server.poll(60)
         pid = server.pids["a"]
         os.kill(server._process.pid, signal.SIGSTOP)
         server.kill_all()
-        assert server.pids == {} and not server.lives("a")
+        assert server.pids == {} and not server.is_alive("a")
         wait_until_gone([pid])
 
 
 def test_a_process_that_ends_while_it_is_taken_over_does_not_live():
     """Its end may come with the first news, behind its name: nobody would ever hear of it again."""
     server, launcher = socket.socketpair()
-    news = (Adopted("note", ("a", "b")), Started("a", 1), Started("b", 2), ProcessEnded("a", -9))
+    news = (ServerAdopted("note", ("a", "b")), ProcessStarted("a", 1), ProcessStarted("b", 2), ProcessEnded("a", -9))
     with server:
         server.sendall(b"".join(msgspec.json.encode(one) + b"\n" for one in news))
         adopted = AdoptedForkServer(launcher, "name")
-        assert adopted.names() == ["b"] and adopted.pids == {"b": 2} and not adopted.lives("a")
+        assert adopted.list_alive() == ["b"] and adopted.pids == {"b": 2} and not adopted.is_alive("a")
         server.sendall(msgspec.json.encode(ProcessEnded("b", 0)) + b"\n")
         assert adopted.poll(5.0) == [ProcessEnded("b", 0)]
     adopted.close()
@@ -170,5 +176,5 @@ def test_a_launcher_that_dies_with_news_unread_is_gone_like_any():
     with server:
         server.sendall(b"news\n")
         launcher.close()
-        lines = Lines(server.fileno())
-        assert lines.read() == [] and lines.closed
+        lines = LineReader(server.fileno())
+        assert lines.read_lines() == [] and lines.closed

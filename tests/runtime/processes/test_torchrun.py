@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import open_latest
 from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 
@@ -56,7 +56,7 @@ def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node
         assert_trains_on(run)
         os.kill(run.launcher(0), signal.SIGKILL)
         assert_all_end(run, processes)
-    assert latest(run.out / "checkpoints") is None, "none was due, and nobody was asked for one"
+    assert open_latest(run.out / "checkpoints") is None, "none was due, and nobody was asked for one"
 
 
 def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_path):
@@ -64,7 +64,7 @@ def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_pa
         processes = started(run)
         run.processes[run.agent_of(0)].kill()
         assert_all_end(run, processes)
-        newest = latest(run.out / "checkpoints")
+        newest = open_latest(run.out / "checkpoints")
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
 
 
@@ -80,5 +80,5 @@ def test_with_restarts_node_0_goes_on_with_its_workers_and_sigterm_at_all_agents
         for agent in run.processes:
             agent.send_signal(signal.SIGTERM)
         assert_all_end(run, processes)
-        newest = latest(run.out / "checkpoints")
+        newest = open_latest(run.out / "checkpoints")
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()

@@ -9,13 +9,13 @@ import pytest
 
 from slipstream.runtime.protocol import authentication
 from slipstream.runtime.protocol.authentication import (
-    FILE_VARIABLE,
-    VARIABLE,
-    Refusals,
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    RefusalLog,
     SecretError,
-    given_secret,
-    introduce,
-    new_secret,
+    authenticate_connection,
+    create_secret,
+    read_secret,
 )
 
 TEXT = "0123456789abcdef0123456789abcdef"
@@ -30,36 +30,37 @@ def file(tmp_path):
 
 
 def test_a_file_and_a_variable_with_the_same_text_give_the_same_secret(file):
-    assert given_secret({FILE_VARIABLE: str(file)}) == given_secret({VARIABLE: TEXT})
-    assert given_secret({VARIABLE: TEXT}) != given_secret({VARIABLE: TEXT[:-1]})
-    assert given_secret({}) is None and given_secret({VARIABLE: ""}) is None
+    assert read_secret({SECRET_FILE_VARIABLE: str(file)}) == read_secret({SECRET_VARIABLE: TEXT})
+    assert read_secret({SECRET_VARIABLE: TEXT}) != read_secret({SECRET_VARIABLE: TEXT[:-1]})
+    assert read_secret({}) is None and read_secret({SECRET_VARIABLE: ""}) is None
 
 
 def test_each_run_makes_another():
-    assert len({new_secret() for _ in range(10)}) == 10 and len(new_secret()) == 32
+    assert len({create_secret() for _ in range(10)}) == 10 and len(create_secret()) == 32
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_can_read_or_write_is_refused(mode, file):
     file.chmod(mode)
-    with pytest.raises(SecretError, match=f"^{FILE_VARIABLE}={file}: others can read or write it; chmod 600 {file}$"):
-        given_secret({FILE_VARIABLE: str(file)})
+    with pytest.raises(SecretError,
+                       match=f"^{SECRET_FILE_VARIABLE}={file}: others can read or write it; chmod 600 {file}$"):
+        read_secret({SECRET_FILE_VARIABLE: str(file)})
 
 
 def test_what_is_no_secret_is_refused_in_one_line_that_does_not_show_it(file, tmp_path):
     file.write_text("short")
-    for environment, reason in (({FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
-                                ({VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
-                                ({FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
-                                ({FILE_VARIABLE: "/dev/null"}, "no file")):
+    for environment, reason in (({SECRET_FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
+                                ({SECRET_VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
+                                ({SECRET_FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
+                                ({SECRET_FILE_VARIABLE: "/dev/null"}, "no file")):
         with pytest.raises(SecretError, match=reason) as caught:
-            given_secret(environment)
+            read_secret(environment)
         assert "\n" not in str(caught.value) and "short" not in str(caught.value) and "xxx" not in str(caught.value)
 
 
 def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
     said: list[str] = []
-    refused = Refusals(said.append)
+    refused = RefusalLog(said.append)
     for _ in range(2000):
         refused("somebody", "no reason")
     assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th time" in said[-1]
@@ -73,12 +74,12 @@ def test_who_answers_a_byte_at_a_time_is_not_waited_for(monkeypatch):
     def drip() -> None:
         with contextlib.suppress(OSError):
             while True:
-                theirs.sendall(authentication.SPOKEN[:1])
+                theirs.sendall(authentication.PROTOCOL_VERSION[:1])
                 time.sleep(0.2)
 
     with ours, theirs:
         threading.Thread(target=drip, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            introduce(ours, new_secret(), "control", lambda _: b"")
+            authenticate_connection(ours, create_secret(), "control", lambda _: b"")
         assert time.monotonic() - began < authentication.GREETING_BYTES * 0.2

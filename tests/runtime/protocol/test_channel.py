@@ -11,10 +11,10 @@ import pytest
 
 from slipstream.runtime.protocol import authentication, to_coordinator, to_node_agent, to_worker
 from slipstream.runtime.protocol import channel as channel_module
-from slipstream.runtime.protocol.authentication import SPOKEN, Tags
-from slipstream.runtime.protocol.channel import MAX_BYTES, Channel, Frames, ProtocolError, frame
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, listen
-from slipstream.runtime.protocol.to_coordinator import Heartbeat, JoinWorker, Note, Ran
+from slipstream.runtime.protocol.authentication import PROTOCOL_VERSION, TagSequence
+from slipstream.runtime.protocol.channel import MAX_BYTES, Channel, FrameParser, ProtocolError, encode_frame
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
+from slipstream.runtime.protocol.to_coordinator import Heartbeat, IterationReport, JoinWorker, Note
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, Asking, be_asked, framed
@@ -25,28 +25,30 @@ KEY = b"of tests"
 
 
 def test_messages_are_whole_however_the_bytes_come():
-    messages = [Heartbeat(), Note(WORKER, "x" * 300), Ran(WORKER, 1, 2, None, 0.5)]
-    tags = Tags(KEY)
-    data = b"".join(frame(message).tagged(tags) for message in messages)
+    messages = [Heartbeat(), Note(WORKER, "x" * 300), IterationReport(WORKER, 1, 2, None, 0.5)]
+    tags = TagSequence(KEY)
+    data = b"".join(encode_frame(message).with_tag(tags) for message in messages)
     for step in (1, 7, len(data)):
-        frames = Frames(Tags(KEY))
-        found = [body for start in range(0, len(data), step) for body in frames.feed(data[start:start + step])]
+        frames = FrameParser(TagSequence(KEY))
+        found = [body for start in range(0, len(data), step)
+                 for body in frames.parse_messages(data[start:start + step])]
         assert list(map(to_coordinator.decode, found)) == messages
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read():
     with pytest.raises(ProtocolError, match=f"a message of {MAX_BYTES + 1} bytes"):
-        Frames(Tags(KEY)).feed(struct.pack("<I", MAX_BYTES + 1))
+        FrameParser(TagSequence(KEY)).parse_messages(struct.pack("<I", MAX_BYTES + 1))
 
 
 def test_messages_that_are_changed_repeated_left_out_or_of_another_connection_are_refused():
-    tags = Tags(KEY)
-    first, second = (frame(Note(WORKER, text)).tagged(tags) for text in ("one", "two"))
+    tags = TagSequence(KEY)
+    first, second = (encode_frame(Note(WORKER, text)).with_tag(tags) for text in ("one", "two"))
     changed = first.replace(b"one", b"won")
-    for data in (changed, first + first, second, first[:-1] + b"?", frame(Heartbeat()).tagged(Tags(b"another"))):
+    for data in (changed, first + first, second, first[:-1] + b"?",
+                 encode_frame(Heartbeat()).with_tag(TagSequence(b"another"))):
         with pytest.raises(ProtocolError, match="a message was changed on its way"):
-            Frames(Tags(KEY)).feed(data)
-    assert len(Frames(Tags(KEY)).feed(first + second)) == 2
+            FrameParser(TagSequence(KEY)).parse_messages(data)
+    assert len(FrameParser(TagSequence(KEY)).parse_messages(first + second)) == 2
 
 
 @pytest.mark.parametrize("decode", [to_coordinator.decode, to_worker.decode, to_node_agent.decode])
@@ -66,7 +68,7 @@ def test_no_type_has_the_name_of_another_and_each_says_when_it_is_sent():
 
 @pytest.fixture
 def coordinator():
-    listener, address = listen()
+    listener, address = open_listener()
     with listener:
         listener.settimeout(SOON)
         yield Coordinator(listener), address
@@ -84,14 +86,14 @@ class Coordinator:
         connection, _ = self._listener.accept()
         self._accepted.put(be_asked(connection, "control"))
 
-    def accepted(self) -> tuple[Asking, Frames]:
+    def accepted(self) -> tuple[Asking, FrameParser]:
         asking = self._accepted.get(timeout=SOON)
-        return asking, Frames(asking.keys.receiving)
+        return asking, FrameParser(asking.keys.receiving)
 
 
 def send(asking: Asking, *messages: msgspec.Struct) -> None:
     for message in messages:
-        asking.connection.sendall(frame(message).tagged(asking.keys.sending))
+        asking.connection.sendall(encode_frame(message).with_tag(asking.keys.sending))
 
 
 def test_a_channel_says_who_it_is_and_reads_what_was_pushed(coordinator):
@@ -102,11 +104,11 @@ def test_a_channel_says_who_it_is_and_reads_what_was_pushed(coordinator):
         (hello,) = frames.feed(asking.connection.recv(1000))
         assert to_coordinator.decode(hello) == JoinWorker(WORKER)
         send(asking, Acknowledged(1, 2), EndOrder(1), Leave())
-        assert channel.wait_for(Acknowledged) == Acknowledged(1, 2)
+        assert channel.read_first(Acknowledged) == Acknowledged(1, 2)
         rest = []
         while len(rest) < 2:
             rest += channel.read()
-        assert rest == [EndOrder(1), Leave()] and not channel.pending
+        assert rest == [EndOrder(1), Leave()] and not channel.has_pending
     with pytest.raises(RendezvousError, match="node 0 is gone"):
         channel.read()
     channel.close()
@@ -144,24 +146,24 @@ def test_a_coordinator_that_says_nothing_or_does_not_go_on_is_left(coordinator, 
     channel = Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
     asking, _ = accepting.accepted()
     with asking:
-        asking.connection.sendall(frame(Leave()).data[:5])
+        asking.connection.sendall(encode_frame(Leave()).data[:5])
         with pytest.raises(RendezvousError, match=r"node 0 is gone: (timed out|it takes too long)"):
-            channel.wait_for(Leave)
+            channel.read_first(Leave)
 
 
 @pytest.mark.parametrize(("greeting", "then", "reason"), [
     (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "what listens there is not Slipstream of this version"),
-    (SPOKEN + bytes(32), b"", "it closed the connection: its secret is another one"),
-    (SPOKEN + bytes(32), bytes(32), "it does not know the secret of this run"),
+    (PROTOCOL_VERSION + bytes(32), b"", "it closed the connection: its secret is another one"),
+    (PROTOCOL_VERSION + bytes(32), bytes(32), "it does not know the secret of this run"),
     (b"", b"", "it closed the connection$")])
 def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
-    listener, address = listen()
+    listener, address = open_listener()
 
     def answer() -> None:
         connection, _ = listener.accept()
         with connection:
             connection.sendall(greeting)
-            if greeting.startswith(SPOKEN):
+            if greeting.startswith(PROTOCOL_VERSION):
                 connection.recv(1000)
                 connection.sendall(then)
 
@@ -175,7 +177,7 @@ def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
 def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_coordinator_is_looked_for(monkeypatch):
     """Thousands may connect at once."""
     monkeypatch.setattr(authentication, "HELLO_SECONDS", 0.05)
-    listener, address = listen()
+    listener, address = open_listener()
     given_up = threading.Event()
 
     def late() -> None:
@@ -200,13 +202,13 @@ def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_co
 
 
 def test_a_channel_waits_for_the_coordinator_to_listen():
-    listener, address = listen()
+    listener, address = open_listener()
     listener.close()
     made: list[Channel] = []
     thread = threading.Thread(target=lambda: made.append(
         Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)))
     thread.start()
-    listener, _ = listen(address)
+    listener, _ = open_listener(address)
     with listener:
         Coordinator(listener).accepted()
         thread.join(SOON)

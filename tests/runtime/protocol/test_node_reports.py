@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.runtime.protocol.node_reports import Gatherer, Reporter
-from slipstream.runtime.protocol.to_coordinator import Gathered, Ran, ReportOf
-from slipstream.runtime.protocol.to_node_agent import GoOn
+from slipstream.runtime.protocol.node_reports import ReportGatherer, ReportSender
+from slipstream.runtime.protocol.to_coordinator import GatheredReports, IterationReport, RankReport
+from slipstream.runtime.protocol.to_node_agent import ReportsAcknowledged
 from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker import reports
-from slipstream.runtime.worker.reports import Reports
+from slipstream.runtime.worker import iteration_reports
+from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.schedules.measured_trace import MeasuredOp
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -23,30 +23,30 @@ ONE, OTHER = Worker(0, 0), Worker(0, 1)
 def node(monkeypatch):
     """An agent, a worker of two processes and one of one, and what these say to node 0 themselves."""
     with ExitStack() as stack:
-        agent, direct, made = stack.enter_context(Gatherer()), [], []
+        agent, direct, made = stack.enter_context(ReportGatherer()), [], []
         for number, rank in enumerate((0, 1, 0)):
             with monkeypatch.context() as other_process:
                 other_process.setattr("os.getpid", lambda number=number: number)
-                made.append(Reporter(rank, direct.append, agent.address))
+                made.append(ReportSender(rank, direct.append, agent.address))
             stack.callback(made[-1].sockets()[0].close)
         yield SimpleNamespace(agent=agent, direct=direct, reporters=made)
 
 
-def ran(worker: Worker, iteration: int, **more) -> Ran:
-    return Ran(worker, 3, iteration, 1.0, 0.1, **more)
+def ran(worker: Worker, iteration: int, **more) -> IterationReport:
+    return IterationReport(worker, 3, iteration, 1.0, 0.1, **more)
 
 
 def test_what_comes_while_node_0_answers_is_one_message(node):
     first, second, third = node.reporters
     first.send(ran(ONE, 7))
-    assert node.agent.gathered() == [Gathered((ReportOf(0, ran(ONE, 7)),))]
+    assert node.agent.gathered() == [GatheredReports((RankReport(0, ran(ONE, 7)),))]
     third.send(ran(OTHER, 7))
     second.send(ran(ONE, 7))
     assert node.agent.gathered() == []
-    node.agent.answered(GoOn(()))  # a worker is acknowledged once all of its processes have reported
-    assert node.agent.gathered() == [Gathered((ReportOf(0, ran(OTHER, 7)), ReportOf(1, ran(ONE, 7))))]
+    node.agent.answered(ReportsAcknowledged(()))  # a worker is acknowledged once all of its processes have reported
+    assert node.agent.gathered() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
     go_on = Acknowledged(3, 7)
-    node.agent.answered(GoOn((((ONE, OTHER), go_on),)))
+    node.agent.answered(ReportsAcknowledged((((ONE, OTHER), go_on),)))
     assert [one.read() for one in node.reporters] == [[go_on]] * 3
     assert not node.direct and not node.agent.gathered()
     assert not select.select(first.sockets(), [], [], 0)[0]
@@ -59,29 +59,29 @@ def test_a_report_that_no_datagram_holds_goes_to_node_0(node):
 
 
 def test_without_an_agent_reports_go_to_node_0(node):
-    alone = Reporter(0, node.direct.append, None)
+    alone = ReportSender(0, node.direct.append, None)
     alone.send(ran(ONE, 7))
-    assert node.direct == [ran(ONE, 7)] and alone.read() == [] and alone.sockets() == []
+    assert node.direct == [ran(ONE, 7)] and alone.read_acknowledgements() == [] and alone.list_sockets() == []
 
 
 def test_an_agent_that_has_gone_or_does_not_answer_is_not_waited_for(node, monkeypatch):
     """Its worker reports to node 0 itself from then on, and what was answered twice does no harm."""
-    monkeypatch.setattr(reports, "AGENT_SECONDS", 0.01)
-    monkeypatch.setattr(reports, "ANSWER_SECONDS", 0.02)
-    made = Reports(SimpleNamespace(
+    monkeypatch.setattr(iteration_reports, "AGENT_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(iteration_reports, "ANSWER_SECONDS", 0.02)
+    made = IterationReports(SimpleNamespace(
         order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", begins=lambda _: None),
         context=SimpleNamespace(reporter=node.reporters[0], injector=SimpleNamespace(at=lambda *_: None))))
     node.reporters[0].send(ran(ONE, 7))
     made._open = ran(ONE, 7)
     with pytest.raises(CommunicationError, match="node 0 has not answered"):
-        made.require_acknowledged()
+        made.wait_until_acknowledged()
     assert node.direct == [ran(ONE, 7)]
     node.reporters[0].send(ran(ONE, 8))
     assert node.direct == [ran(ONE, 7), ran(ONE, 8)]
     made._open = ran(ONE, 8)
     for iteration in (7, 8):
-        made.acknowledged(Acknowledged(3, iteration))
-    made.require_acknowledged()
+        made.handle_acknowledgement(Acknowledged(3, iteration))
+    made.wait_until_acknowledged()
     node.agent.__exit__()
     node.reporters[2].send(ran(OTHER, 8))
     assert node.direct[-1] == ran(OTHER, 8)

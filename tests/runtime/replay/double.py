@@ -1,4 +1,4 @@
-"""A double of NCCL on CPUs: what `runtime.torch_private.nccl_group` makes, over sockets, with NCCL's manners.
+"""A double of NCCL on CPUs: what `runtime.torch_private.create_nccl_group` makes, over sockets, with NCCL's manners.
 
 Calls return at once; a thread for each group carries them out later, in their order. A send is over once it is in the
 buffers on the way, which hold what is small; its receiver may take it later, or never. Whatever waits for a member that
@@ -122,7 +122,7 @@ class Double:
         """Wait for the operation itself, whatever torch says of it."""
         work.wait()
 
-    def error(self) -> str | None:
+    def watchdog_error(self) -> str | None:
         """Whether a member was found to be gone, some time ago."""
         late = self._failed.is_set() and time.monotonic() > self._failed_at + ERROR_SECONDS
         return "REMOTE_ERROR" if late else None

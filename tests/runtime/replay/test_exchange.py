@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.runtime.replay.exchange import Exchange, TensorName
-from slipstream.schedules.precedence import consumers, op_key, waits
+from slipstream.schedules.precedence import consumers_with_rules, op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
@@ -26,7 +26,7 @@ class Sent:
 
 
 class Came(NamedTuple):
-    def take(self) -> torch.Tensor:
+    def wait_for_tensor(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.float64)
 
 
@@ -55,7 +55,7 @@ class Alone:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
     """An activation when its gradient comes; a gradient when the next thing comes from where it went."""
-    from slipstream.runtime.model.passed import TensorForm
+    from slipstream.runtime.model.layer_values import TensorForm
 
     microbatches = 12
     schedule = schedule_for(grid(1, 3, microbatches), backward=backward)
@@ -67,13 +67,14 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
             if op.kind not in COMPUTE_KINDS:
                 continue
             key = op_key(op)
-            path = schedule.path(op.pipeline, op.microbatch)
-            for _, rule in waits(key, path):
+            path = schedule.route_of(op.pipeline, op.microbatch)
+            for _, rule in producers_with_rules(key, path):
                 if rule.tensor:
-                    exchange.take(iteration, TensorName(rule.tensor, *key[1:]))
-            for other, rule in consumers(key, path):
+                    exchange.take_input(iteration, TensorName(rule.tensor, *key[1:]))
+            for other, rule in consumers_with_rules(key, path):
                 if rule.tensor:
-                    exchange.give(iteration, TensorName(rule.tensor, *other[1:]), torch.zeros(1, dtype=torch.float64))
+                    exchange.put_output(iteration, TensorName(rule.tensor, *other[1:]),
+                                        torch.zeros(1, dtype=torch.float64))
                     sent += 1
             most = max(most, one.held())
         exchange.end_iteration()
@@ -84,7 +85,7 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
 
 
 def test_who_is_left_behind_keeps_nothing_that_is_under_way():
-    from slipstream.runtime.model.passed import TensorForm
+    from slipstream.runtime.model.layer_values import TensorForm
 
     class Keeping(Alone):
         def send(self, payload, target, tag):
@@ -94,8 +95,8 @@ def test_who_is_left_behind_keeps_nothing_that_is_under_way():
     exchange = Exchange(schedule, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1))
     sent = torch.zeros(1, dtype=torch.float64)
     kept = weakref.ref(sent)
-    exchange.give(0, TensorName("activation", 1, 0, 0), sent)
+    exchange.put_output(0, TensorName("activation", 1, 0, 0), sent)
     del sent
     assert kept() is not None
-    exchange.let_go()
+    exchange.free_microbatches()
     assert kept() is None

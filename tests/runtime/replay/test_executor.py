@@ -11,22 +11,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slipstream.runtime.model.computing.slices import Slices, TensorForm, forms
-from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.computing.slices import TensorForm, WorkerSlices, find_forms
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.holding import build_holding
-from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.model.state.held_layers import build_holding
+from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
+from slipstream.runtime.replay.exchange import MAX_POSTED_RECEIVES, Exchange, TensorName
 from slipstream.runtime.replay.executor import BeforeOp, Executor
-from slipstream.runtime.replay.links import Links, OrderEndedError
+from slipstream.runtime.replay.group_cache import GenerationEndedError, GroupCache
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place, with_ends
+from slipstream.runtime.replay.placement import (
+    Placement,
+    PlacementError,
+    assign_workers_to_nodes,
+    place_layers,
+    with_end_layers,
+)
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.schedules.precedence import op_key, producers
+from slipstream.schedules.precedence import op_key, producer_keys
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
 from tests import patience
 from tests.generate import schedules
@@ -43,28 +49,29 @@ class Lone:
                  before_step: Callable[[int], None] = lambda _: None) -> None:
         config, worker = tiny(), Worker(0, 0)
         self.store, _ = host_store()
-        self.session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=CPU, store=self.store)
-        model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
-        placement = place(schedule.grid, model.layers)
-        self.session.connect(placement.sharers(schedule, worker, sharing_of(model)))
-        self.holding = holding = build_holding(model, placement.held(schedule, worker), config.training)
-        holding.reduce_by(placement.reduced(schedule, worker))
-        self.slices = Slices(holding, placement.slices(schedule, worker), model,
-                             loss_scale=1 / schedule.grid.microbatches[0], config=config)
+        self.session = GenerationSession(Membership(1, {worker: 0}, worker), links=GroupCache("gloo"), device=CPU,
+                                         store=self.store)
+        model = build_model(config.model, config.training.seed, parameter_dtype(config.training), CPU)
+        placement = place_layers(schedule.grid, model.layers)
+        self.session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(model)))
+        self.holding = holding = build_holding(model, placement.held_layers(schedule, worker), config.training)
+        holding.set_reduced_ranges(placement.reductions_of(schedule, worker))
+        self.slices = WorkerSlices(holding, placement.slice_layers(schedule, worker), model,
+                                   loss_scale=1 / schedule.grid.microbatches[0], config=config)
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
             schedule, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
             before_step=before_step,
-            steps=Steps(holding, config.training, layers=model.layers, share=None,
-                        staggered=True),
-            exchange=Exchange(schedule, self.session, [forms(model, config)[cut] for cut in placement.cuts],
+            steps=StepController(holding, config.training, layers=model.layers, share=None,
+                                 staggered=True),
+            exchange=Exchange(schedule, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],
                               range(iterations)),
-            feed=partial(load_corpus(config).batch, batch=1, context=16))
+            feed=partial(load_data(config).batch, batch=1, context=16))
 
     def run(self, iterations: int) -> list[float]:
         losses = []
         for iteration in range(iterations):
-            self.recorder.begin(0, traced=True)
+            self.recorder.start_iteration(0, traced=True)
             losses.append(self.executor.run(iteration))
         return losses
 
@@ -75,8 +82,8 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     lone = Lone(schedule, 3)
     assert lone.run(3) == pytest.approx(judge(tiny(), (3,), 3).losses, abs=1e-12)
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(Worker(0, 0))]
-    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.ops()] == program
-    assert lone.slices.runners[0].in_flight() == 0
+    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.traced_ops()] == program
+    assert lone.slices.runners[0].count_in_flight() == 0
     lone.session.close()
 
 
@@ -85,8 +92,8 @@ def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
     lone = Lone(schedule_for(grid(1, 1, 3)), 2)
     lone.run(1)
     assert lone.holding.optimizer.whole_after == 0
-    monkeypatch.setattr(lone.holding, "arrived", lone.session.abort)
-    with pytest.raises(OrderEndedError):
+    monkeypatch.setattr(lone.holding, "start_copy_steps", lone.session.abort)
+    with pytest.raises(GenerationEndedError):
         lone.executor.run(1)
     assert lone.holding.optimizer.whole_after is None
     lone.session.close()
@@ -117,9 +124,10 @@ class TestReductionsBesideCompute:
         monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
         assert lone.run(2) == pytest.approx(judge(tiny(), (3,), 2).losses, abs=1e-12)
         assert len(ended) == 2 * self.KINDS.count(OpKind.A)
-        starts = [op.start_seconds for op in lone.recorder.ops() if op.kind is OpKind.A]
+        starts = [op.start_seconds for op in lone.recorder.traced_ops() if op.kind is OpKind.A]
         assert starts == sorted(starts), "one after the other"
-        assert all(op.end_seconds <= lone.recorder.ops()[-1].start_seconds for op in lone.recorder.ops()[:-1])
+        assert all(op.end_seconds <= lone.recorder.traced_ops()[-1].start_seconds
+                   for op in lone.recorder.traced_ops()[:-1])
         lone.session.close()
 
     def test_begin_before_other_layers_are_computed(self):
@@ -139,9 +147,9 @@ class TestReductionsBesideCompute:
             ended.append(1)
 
         lone = Lone(self.SCHEDULE, 2, before_step=lambda _: copied.append(len(ended)))
-        wait = lone.session.wait_beside
+        wait = lone.session.wait_for_reductions
         monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
-        monkeypatch.setattr(lone.session, "wait_beside", lambda: (waits.set(), wait()))
+        monkeypatch.setattr(lone.session, "wait_for_reductions", lambda: (waits.set(), wait()))
         lone.run(2)
         assert copied == [self.KINDS.count(OpKind.A), 2 * self.KINDS.count(OpKind.A)]
         lone.session.close()
@@ -171,16 +179,16 @@ class TestReductionsBesideCompute:
             if kind is OpKind.O:
                 assert inside.wait(20)
                 lone.session.abort()
-                lone.session.require()
+                lone.session.raise_if_ended()
 
         lone = Lone(self.SCHEDULE, 1, before_op)
         monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
-        with pytest.raises(OrderEndedError):
+        with pytest.raises(GenerationEndedError):
             lone.run(1)
         threading.Timer(0.05, out.set).start()
-        assert len(lone.session.threads_beside()) == 1
+        assert len(lone.session.reduction_threads()) == 1
         lone.session.drain()
-        assert calls == [1] and out.is_set() and not lone.session.threads_beside()
+        assert calls == [1] and out.is_set() and not lone.session.reduction_threads()
         lone.session.close()
 
 
@@ -222,7 +230,7 @@ class Sent:
 
     def wait(self) -> None: ...
 
-    def take(self) -> torch.Tensor:
+    def wait_for_tensor(self) -> torch.Tensor:
         return torch.zeros(1)
 
 
@@ -236,7 +244,7 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
     for iteration in range(iterations):
         for op in schedule.ops(worker):
             if op.kind in (OpKind.F, OpKind.I, OpKind.B):
-                path = list(schedule.path(op.pipeline, op.microbatch))
+                path = list(schedule.route_of(op.pipeline, op.microbatch))
                 forth, back = [None, *path], [*path[1:], None]
                 before, after = forth[path.index(op.slice)], back[path.index(op.slice)]
                 if op.kind is OpKind.F:
@@ -274,7 +282,8 @@ def test_all_workers_follow_one_order_of_transfers(schedule):
 def crossings(schedule: Schedule) -> int:
     """Dependencies between workers, counted without the graph that the runtime uses."""
     host = {op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)}
-    return sum(host[key] != host[producer] for key in host for producer in producers(key, schedule.path(*key[2:]))
+    return sum(host[key] != host[producer] for key in host
+               for producer in producer_keys(key, schedule.route_of(*key[2:]))
                if producer in host)
 
 
@@ -295,14 +304,14 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
     passed = [TensorForm((1,), torch.float32)] * 3
     wire = Wire(worker, log, ordered=ordered)
     exchange = Exchange(schedule, wire, passed, range(1))  # type: ignore[arg-type]
-    exchange.take(0, TensorName("activation", 1, 0, 0))
-    assert 1 <= len(log) <= 1 + LOOKAHEAD
-    assert ordered or len(log) == LOOKAHEAD, "others are posted before the next wait"
+    exchange.take_input(0, TensorName("activation", 1, 0, 0))
+    assert 1 <= len(log) <= 1 + MAX_POSTED_RECEIVES
+    assert ordered or len(log) == MAX_POSTED_RECEIVES, "others are posted before the next wait"
 
 
 def ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
-    placement = place(schedule.grid, layers)
-    return [placement.range_of(one) for one in schedule.layers_by_slice]
+    placement = place_layers(schedule.grid, layers)
+    return [placement.model_range(one) for one in schedule.layers_by_slice]
 
 
 def test_layers_of_stages():
@@ -310,12 +319,12 @@ def test_layers_of_stages():
     own = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
     assert ranges(own, 6) == [(0, 1), (1, 6)]
     assert ranges(own, 8) == [(0, 2), (2, 8)], "decoder layers: the embedding is with the first, the head with the last"
-    assert place(own.grid, 8).cuts == (0, 2, 3, 4, 5, 6, 8) and with_ends([1, 5], 8) == [2, 6]
-    assert with_ends([1, 5], 6) == [1, 5] and with_ends([6], 8) == [8]
+    assert place_layers(own.grid, 8).cuts == (0, 2, 3, 4, 5, 6, 8) and with_end_layers([1, 5], 8) == [2, 6]
+    assert with_end_layers([1, 5], 6) == [1, 5] and with_end_layers([6], 8) == [8]
     with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
-        place(own.grid, 7)
+        place_layers(own.grid, 7)
     with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):
-        place(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")).grid, 1)
+        place_layers(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")).grid, 1)
 
 
 @settings(max_examples=40)
@@ -323,12 +332,12 @@ def test_layers_of_stages():
 def test_what_is_held_is_what_is_run_and_reduced(schedule):
     """Of the model, where each of the schedule's layers is two."""
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
-    held = placement.held_by(schedule)
+    held = placement.held_layers_by_worker(schedule)
     for worker, layers in held.items():
-        assert placement.held(schedule, worker) == layers
-        for start, end in placement.slices(schedule, worker).values():
+        assert placement.held_layers(schedule, worker) == layers
+        for start, end in placement.slice_layers(schedule, worker).values():
             assert layers.issuperset(range(start, end))
-        reduced = placement.reduced(schedule, worker)
+        reduced = placement.reductions_of(schedule, worker)
         assert sorted(layers) == [layer for start, end in reduced for layer in range(start, end)]
         for (start, end), sharers in reduced.items():
             assert sharers == sorted(other for other in held if held[other].issuperset(range(start, end)))
@@ -336,17 +345,17 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
 
 def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
     schedule = schedule_for(grid(3, 2, 2), ["1.1"])
-    placement = place(schedule.grid, 4)
-    assert placement.reduced(schedule, Worker(1, 0)) == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
-    assert placement.reduced(schedule, Worker(2, 1)) == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
+    placement = place_layers(schedule.grid, 4)
+    assert placement.reductions_of(schedule, Worker(1, 0)) == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
+    assert placement.reductions_of(schedule, Worker(2, 1)) == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
 
 
 @settings(max_examples=40)
 @given(schedules())
 def test_each_layer_is_saved_by_one_of_its_holders_and_they_take_turns(schedule):
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
-    held, ranges = placement.held_by(schedule), placement.reduced_by_all(schedule)
-    by_worker = {worker: placement.writers(schedule, worker) for worker in held}
+    held, ranges = placement.held_layers_by_worker(schedule), placement.all_reductions(schedule)
+    by_worker = {worker: placement.choose_writers(schedule, worker) for worker in held}
     for (start, end), sharers in ranges.items():
         saved = [by_worker[sharers[0]][layer] for layer in range(start, end)]
         assert all(by_worker[one][layer] == saved[layer - start] for one in sharers for layer in range(start, end))
@@ -356,5 +365,5 @@ def test_each_layer_is_saved_by_one_of_its_holders_and_they_take_turns(schedule)
 
 def test_workers_are_assigned_to_nodes_in_order():
     workers = [Worker(0, column) for column in range(5)]
-    assert assign_to_nodes(workers, 2) == [workers[:2], workers[2:]]
-    assert assign_to_nodes(workers[:1], 3) == [[], [], workers[:1]]
+    assert assign_workers_to_nodes(workers, 2) == [workers[:2], workers[2:]]
+    assert assign_workers_to_nodes(workers[:1], 3) == [[], [], workers[:1]]

@@ -11,10 +11,10 @@ import torch
 from torch.distributed import HashStore
 
 from benchmarks.conformance import GLOO, LAYERS, Team
-from slipstream.runtime.replay.backend import Meeting
-from slipstream.runtime.replay.gloo import GlooGroup, Waits
+from slipstream.runtime.replay.backend import GroupRendezvous
+from slipstream.runtime.replay.gloo import GlooGroup, InterruptibleCalls
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.torch_private import gloo_devices
+from slipstream.runtime.torch_private import open_gloo_devices
 
 
 class Circle:
@@ -28,8 +28,8 @@ def test_the_collector_does_not_wait_for_a_sum_in_which_another_member_takes_no_
     store, found = HashStore(), {}
 
     def meet(rank):
-        found[rank] = GlooGroup(Waits())
-        found[rank].meet(Meeting(store, store, "", rank, 2), gloo_devices())
+        found[rank] = GlooGroup(InterruptibleCalls())
+        found[rank].meet(GroupRendezvous(store, store, "", rank, 2), open_gloo_devices())
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for one in threads:
@@ -59,8 +59,8 @@ def test_what_a_broken_sum_has_used_is_free_without_the_collector(beside):
         used.append(weakref.ref(gradients))
         try:
             if beside:
-                sessions[1].begin_beside(partial(sessions[1].sum_over_sharers, LAYERS[1], [gradients]))
-                sessions[1].wait_beside()
+                sessions[1].reduce_in_background(partial(sessions[1].sum_over_sharers, LAYERS[1], [gradients]))
+                sessions[1].wait_for_reductions()
             else:
                 sessions[1].sum_over_sharers(LAYERS[1], [gradients])
         except CommunicationError:

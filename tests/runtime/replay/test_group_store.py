@@ -7,12 +7,12 @@ import torch
 from torch.distributed import DistStoreError, HashStore
 
 from slipstream.runtime.protocol.rendezvous import connect_store, host_store
-from slipstream.runtime.replay.group_store import GroupStore, forget_orders, order_prefix
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.group_store import GroupStore, delete_old_orders, order_key_prefix
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.torch_private import gloo_devices
+from slipstream.runtime.torch_private import open_gloo_devices
 from slipstream.schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)
@@ -29,9 +29,9 @@ def test_keys_of_two_groups_are_apart():
 def test_keys_of_orders_that_are_over_are_forgotten():
     store, address = host_store()
     for order in (1, 2, 12, 13):
-        GroupStore(connect_store(address), order_prefix(order), LONG, lambda: None).set("a/0", b"x")
+        GroupStore(connect_store(address), order_key_prefix(order), LONG, lambda: None).set("a/0", b"x")
     store.set("another", "x")
-    forget_orders(connect_store(address), 12)
+    delete_old_orders(connect_store(address), 12)
     assert sorted(store.list_keys()) == ["another", "order12/a/0", "order13/a/0"]
 
 
@@ -71,7 +71,8 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
     def meet(worker, number=1):
         membership = Membership(number, {one: rank for rank, one in enumerate(workers)}, worker)
         try:
-            sessions[worker] = Session(membership, links=Links("gloo"), device=torch.device("cpu"), store=store)
+            sessions[worker] = GenerationSession(membership, links=GroupCache("gloo"), device=torch.device("cpu"),
+                                                 store=store)
             sessions[worker].connect({0: workers})
         except CommunicationError as error:
             raised.append(error)
@@ -97,6 +98,6 @@ def test_groups_connect_on_the_interface_that_is_named(monkeypatch):
     """Else workers of several machines would listen where their own machine's name leads, which may be nowhere."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-0")
     with pytest.raises(RuntimeError, match="no-such-0"):
-        gloo_devices()
+        open_gloo_devices()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert len(gloo_devices()) == 2
+    assert len(open_gloo_devices()) == 2

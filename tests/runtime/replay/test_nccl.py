@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.conformance import LAYERS, RELEASED_SECONDS, WORKERS, Team
 from slipstream.runtime.replay.group_store import GroupStore
-from slipstream.runtime.replay.nccl import DECISION
+from slipstream.runtime.replay.nccl import DECISION_KEY
 from slipstream.runtime.replay.transfers import CommunicationError
 from tests.runtime.replay.double import EARLY, Double
 from tests.runtime.replay.transports import DOUBLE, use
@@ -101,7 +101,7 @@ def test_who_leaves_a_meeting_after_all_have_come_still_connects(team, monkeypat
         """Worker 0.1 finds that the order has ended, just after the other has decided to connect."""
         wait(self, keys, timeout)
         if keys == ["here/1"]:
-            self.wait([DECISION])
+            self.wait([DECISION_KEY])
             raise CommunicationError("the order is over")
 
     monkeypatch.setattr(GroupStore, "wait", leave)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from slipstream.runtime.replay.nccl_streams import StreamTurns
+from slipstream.runtime.replay.nccl_streams import StreamRotation
 
 STREAMS = 32
 
@@ -28,12 +28,12 @@ class Communicator:
 def test_no_two_that_live_share_a_stream(seed):
     rng = random.Random(seed)
     pool = Pool(rng.randrange(STREAMS))
-    turns, living = StreamTurns(pool.draw), []
+    turns, living = StreamRotation(pool.draw), []
     for _ in range(300):
         while living and (len(living) > 20 or rng.random() < 0.4):
             living.remove(rng.choice(living))
         one = Communicator()
-        with turns.connecting(one):
+        with turns.reserve_stream(one):
             if rng.random() < 0.8:  # else it fails before it has one
                 one.stream = pool.draw()
         if one.stream is not None:
@@ -45,30 +45,30 @@ def test_no_two_that_live_share_a_stream(seed):
 
 def test_two_that_connect_at_the_same_time_both_have_what_was_drawn_meanwhile():
     pool = Pool(0)
-    turns, (one, other, third) = StreamTurns(pool.draw), (Communicator() for _ in range(3))
-    with turns.connecting(one):
-        with turns.connecting(other):
+    turns, (one, other, third) = StreamRotation(pool.draw), (Communicator() for _ in range(3))
+    with turns.reserve_stream(one):
+        with turns.reserve_stream(other):
             other.stream = pool.draw()
         one.stream = pool.draw()
     for _ in range(STREAMS - 8):
-        with turns.connecting(third):
+        with turns.reserve_stream(third):
             third.stream = pool.draw()
         assert third.stream not in {one.stream, other.stream}
 
 
 def test_where_all_are_used_one_is_shared():
     pool, turns = Pool(0), None
-    turns = StreamTurns(pool.draw)
+    turns = StreamRotation(pool.draw)
     living = [Communicator() for _ in range(STREAMS + 3)]
     for one in living:
-        with turns.connecting(one):
+        with turns.reserve_stream(one):
             one.stream = pool.draw()
     assert {one.stream for one in living[:STREAMS]} == {1000 + number for number in range(STREAMS)}
 
 
 def test_a_pool_that_gives_no_stream_twice_is_left_alone():
     numbers, one = itertools.count(), Communicator()
-    turns = StreamTurns(lambda: next(numbers))
+    turns = StreamRotation(lambda: next(numbers))
     for _ in range(3):
-        with turns.connecting(one):
+        with turns.reserve_stream(one):
             pass

@@ -44,9 +44,9 @@ class FakeGpu:
 
 
 def run(recorder: Recorder, *, traced: bool) -> None:
-    recorder.begin(0, traced=traced)
+    recorder.start_iteration(0, traced=traced)
     for op in OPS:
-        with recorder.timing(op):
+        with recorder.record_op(op):
             pass
 
 
@@ -55,8 +55,8 @@ def test_an_iteration_that_is_not_traced_waits_for_its_step_and_for_nothing_else
     recorder = Recorder(torch.device("cuda", 0), 0.0)
     for _ in range(5):
         run(recorder, traced=False)
-        assert recorder.window_seconds() == pytest.approx(0.005) and recorder.ops() == ()
-        assert [(one.kind, one.slice, one.number, one.seconds) for one in recorder.times()] == [
+        assert recorder.window_seconds() == pytest.approx(0.005) and recorder.traced_ops() == ()
+        assert [(one.kind, one.slice, one.number, one.seconds) for one in recorder.op_times()] == [
             (OpKind.F, 0, 1, pytest.approx(0.001)), (OpKind.W, 0, 1, pytest.approx(0.001))]
     assert gpu.waits == 5, "the end of its O: before that the iteration may not be reported"
     assert gpu.events == 5 * 2 * len(OPS)
@@ -67,11 +67,11 @@ def test_a_traced_iteration_tells_when_each_op_ran(monkeypatch):
     recorder = Recorder(torch.device("cuda", 0), 100.0)
     run(recorder, traced=True)
     assert recorder.window_seconds() == pytest.approx(0.005)
-    ops = recorder.ops()
+    ops = recorder.traced_ops()
     assert [op.kind for op in ops] == [OpKind.F, OpKind.W, OpKind.O] and ops[0].start_seconds > 100
     assert [op.end_seconds - op.start_seconds for op in ops] == pytest.approx([0.001] * 3)
     run(recorder, traced=False)
-    assert recorder.ops() == ()
+    assert recorder.traced_ops() == ()
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -80,4 +80,4 @@ def test_on_a_cpu_the_window_is_the_same_traced_or_not(traced):
     run(recorder, traced=True)
     run(recorder, traced=traced)
     assert 0 <= recorder.window_seconds() < 1
-    assert len(recorder.ops()) == (3 if traced else 0)
+    assert len(recorder.traced_ops()) == (3 if traced else 0)

@@ -12,12 +12,12 @@ from slipstream.schedules.schedule import Op, OpKind, Worker
 def test_ops_are_told_by_what_their_samples_cost():
     recorder, cost = Recorder(torch.device("cpu")), {0: 1.0, 1: 3.0, 2: 2.0}
     recorder.costs = lambda op, iteration: cost[op.microbatch] + 0 * iteration
-    recorder.begin(4, traced=False)
+    recorder.start_iteration(4, traced=False)
     for number, factor in cost.items():
-        with recorder.timing(Op(OpKind.F, 0, 0, number, Worker(0, 0), 0, 1)):
+        with recorder.record_op(Op(OpKind.F, 0, 0, number, Worker(0, 0), 0, 1)):
             time.sleep(0.02 * factor)
-    (found,) = recorder.times()
+    (found,) = recorder.op_times()
     assert found.seconds == pytest.approx(0.02, rel=0.5) and found.misfit is not None and found.misfit < 0.5
     recorder.costs = None
-    (plain,) = recorder.times()
+    (plain,) = recorder.op_times()
     assert plain.misfit is None and plain.seconds > 1.5 * found.seconds

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.runtime.config import RunConfig, parse_run_config
-from slipstream.runtime.model.computing.slices import Slices, forms
-from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.computing.slices import WorkerSlices, find_forms
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.layers.layered_model import build_model
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.holding import Holding, build_holding
-from slipstream.runtime.model.state.part_state import elements_of
-from slipstream.runtime.model.state.parts import cuts_of
-from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.model.state.parts import build_partitions
+from slipstream.runtime.model.state.steps import StepController
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
-from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.group_cache import GroupCache
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
@@ -47,12 +47,12 @@ class Team:
     def __init__(self, schedule: Schedule, config: RunConfig, placement: Placement, store: TCPStore) -> None:
         self.schedule, self.config, self.placement, self.store = schedule, config, placement, store
         self.number = next(NUMBERS)
-        self.model = model_for(config.model, config.training.seed, torch.float64, CPU)
-        self.corpus = load_corpus(config)
+        self.model = build_model(config.model, config.training.seed, torch.float64, CPU)
+        self.corpus = load_data(config)
         # Not in the workers' threads: without a GPU, torch's build for GPUs crashed where several did this at once.
-        self.forms = forms(self.model, config)
+        self.forms = find_forms(self.model, config)
 
-    def train(self) -> tuple[list[float], dict[Worker, Holding]]:
+    def train(self) -> tuple[list[float], dict[Worker, HeldLayers]]:
         """Losses of all iterations, and what each worker holds then."""
         workers = [seat.worker for seat in self.schedule.seats]
         with ThreadPoolExecutor(len(workers)) as pool:
@@ -60,20 +60,23 @@ class Team:
         return [sum(parts) for parts in zip(*(losses for losses, _ in done), strict=True)], \
             dict(zip(workers, (holding for _, holding in done), strict=True))
 
-    def run(self, worker: Worker) -> tuple[list[float], Holding]:
+    def run(self, worker: Worker) -> tuple[list[float], HeldLayers]:
         schedule, config, placement = self.schedule, self.config, self.placement
-        training, watches = config.training, watches_gradients(config.training)
+        training, watches = config.training, needs_gradient_norm(config.training)
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
-        session = Session(Membership(self.number, ranks, worker), links=Links("gloo"), device=CPU, store=self.store)
-        session.connect(placement.sharers(schedule, worker, sharing_of(self.model)), sums=watches)
-        holding = build_holding(self.model, placement.held(schedule, worker), training)
-        cuts = cuts_of(placement.reduced(schedule, worker), {}, lambda layer: elements_of(holding.modules[layer]), (),
-                       sharded=False)
-        holding.keep(holding.modules, cuts, worker, [], -1)
-        slices = Slices(holding, placement.slices(schedule, worker), self.model,
-                        loss_scale=1 / schedule.grid.total_microbatches, config=config)
-        steps = Steps(holding, training, layers=self.model.layers, share=session.sum_over_all if watches else None,
-                      staggered=schedule.optimizer == "staggered")
+        session = GenerationSession(Membership(self.number, ranks, worker), links=GroupCache("gloo"), device=CPU,
+                                    store=self.store)
+        session.connect(placement.sharers_of_sums(schedule, worker, sharing_of(self.model)), sums=watches)
+        holding = build_holding(self.model, placement.held_layers(schedule, worker), training)
+        cuts = build_partitions(placement.reductions_of(schedule, worker), {},
+                                lambda layer: count_elements(holding.modules[layer]), (),
+                                sharded=False)
+        holding.hold_layers(holding.modules, cuts, worker, [], -1)
+        slices = WorkerSlices(holding, placement.slice_layers(schedule, worker), self.model,
+                              loss_scale=1 / schedule.grid.total_microbatches, config=config)
+        steps = StepController(holding, training, layers=self.model.layers, share=session.start_sum_over_all if watches
+                               else None,
+                               staggered=schedule.optimizer == "staggered")
         exchange = Exchange(schedule, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS))
         recorder = Recorder(CPU)
         executor = Executor(schedule, slices=slices, steps=steps, session=session, exchange=exchange,
@@ -81,7 +84,7 @@ class Team:
                             recorder=recorder)
         losses = []
         for iteration in range(ITERATIONS):
-            recorder.begin(iteration, traced=False)
+            recorder.start_iteration(iteration, traced=False)
             losses.append(executor.run(iteration))
         steps.validate()
         exchange.flush()
@@ -108,7 +111,7 @@ def compare(schedule: Schedule, clip_norm: float | None, skip: bool, *, rich: bo
     assert losses == pytest.approx(expected.losses, rel=0, abs=1e-9)
     seen = {}
     for holding in held.values():
-        for name, parameter in holding.parameters().items():
+        for name, parameter in holding.parameters_by_name().items():
             torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=0, atol=1e-9)
             assert torch.equal(parameter, seen.setdefault(name, parameter)), f"peers disagree about {name}"
     assert seen.keys() == expected.parameters.keys()

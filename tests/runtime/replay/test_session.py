@@ -9,7 +9,7 @@ import torch
 from benchmarks import conformance
 from benchmarks.conformance import CHECKS, GLOO, LAYERS, WORKERS, NotConformingError, Team
 from slipstream.runtime.replay import session, sum_tree
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.schedule import Worker
 from tests.runtime.replay.transports import TRANSPORTS, require, use
@@ -34,8 +34,8 @@ def test_what_every_transport_promises(team, check):
 def test_a_session_that_breaks_a_promise_does_not_conform(monkeypatch, name):
     monkeypatch.setattr(conformance, "HELD_UP_SECONDS", 0.05)
     monkeypatch.setattr(conformance, "RELEASED_SECONDS", 0.2)
-    kept = getattr(Session, name)
-    monkeypatch.setattr(Session, name, lambda _: None)
+    kept = getattr(GenerationSession, name)
+    monkeypatch.setattr(GenerationSession, name, lambda _: None)
     monkeypatch.setattr(Team, "close", lambda self: [kept(one) for one in self._sessions if name == "abort"])
     with pytest.raises((NotConformingError, TimeoutError)):
         for check in (CHECKS["meeting"], CHECKS["abort of receives"]):
@@ -88,7 +88,7 @@ def test_parts_are_summed_where_they_are_when_they_pass_through_host_memory(chec
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, monkeypatch):
-    monkeypatch.setattr(sum_tree, "CHILDREN", 2)
+    monkeypatch.setattr(sum_tree, "MAX_CHILDREN", 2)
     team = Team(GLOO, [Worker(pipeline, 0) for pipeline in range(size)])
     sessions = team.each(lambda one: one.connect(pairs=(), sums=True), list(map(team.session, team.members)))
     assert [len(one.groups()) for one in sessions] == {1: [0], 2: [1, 1], 7: [2, 3, 3, 1, 1, 1, 1]}[size]
@@ -101,7 +101,7 @@ def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, m
 def test_clocks_of_one_machine_agree(team):
     """As a busy machine may hold up an answer, the best of several times counts."""
     sessions = team.connected()
-    tries = [team.each(Session.clock_offset, sessions) for _ in range(5)]
+    tries = [team.each(GenerationSession.measure_clock_offset, sessions) for _ in range(5)]
     for offsets in zip(*tries, strict=True):
         assert min(map(abs, offsets)) < 0.05
     assert all(offsets[0] == 0 for offsets in tries)
@@ -113,7 +113,7 @@ def test_tags_keep_tensors_apart_whatever_the_order():
     sender, receiver, _ = team.connected()
     arriving = [receiver.receive((2,), torch.float64, WORKERS[0], tag) for tag in (2, 0, 1)]
     leaving = [sender.send(torch.full((2,), float(tag), dtype=torch.float64), WORKERS[1], tag) for tag in (0, 1, 2)]
-    assert [parcel.take()[0].item() for parcel in arriving] == [2, 0, 1]
+    assert [parcel.wait_for_tensor()[0].item() for parcel in arriving] == [2, 0, 1]
     for parcel in leaving:
         parcel.wait()
     team.close()
@@ -125,5 +125,5 @@ def test_a_blocked_receive_says_in_one_line_what_has_ended_it():
     arriving = receiver.receive((1,), torch.float32, WORKERS[2], 0)
     threading.Timer(conformance.HELD_UP_SECONDS, peer.abort).start()
     with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: [^/]+$"):
-        arriving.take()
+        arriving.wait_for_tensor()
     team.close()

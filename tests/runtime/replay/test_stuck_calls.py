@@ -125,34 +125,34 @@ def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
     calls, inside, out, ended = OpenCalls(), threading.Event(), threading.Event(), []
 
     def call():
-        calls.begin("summing")
+        calls.enter_call("summing")
         inside.set()
         out.wait(20)
         try:
-            calls.end()
+            calls.leave_call()
         except AbandonedError:
             ended.append(True)
 
     thread = threading.Thread(target=call)
     thread.start()
     inside.wait(20)
-    assert not calls.abandon([thread.ident], 100) and not calls.abandon([0], 0)
-    assert calls.abandon([thread.ident], 0)
+    assert not calls.abandon_threads([thread.ident], 100) and not calls.abandon_threads([0], 0)
+    assert calls.abandon_threads([thread.ident], 0)
     out.set()
     thread.join(20)
     assert ended == [True]
-    calls.begin("summing")
-    calls.end()
+    calls.enter_call("summing")
+    calls.leave_call()
 
 
 def test_a_call_that_fails_says_so():
     calls = OpenCalls()
-    calls.begin("summing")
-    calls.end()
+    calls.enter_call("summing")
+    calls.leave_call()
     with pytest.raises(AbandonedError):
-        calls.begin("summing")
-        assert calls.abandon([threading.get_ident()], 0)
-        calls.end()
+        calls.enter_call("summing")
+        assert calls.abandon_threads([threading.get_ident()], 0)
+        calls.leave_call()
 
 
 def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_not():
@@ -166,11 +166,11 @@ def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_no
             ended_before.wait(0.2)
 
     def call():
-        calls.begin("summing")
+        calls.enter_call("summing")
         inside.set()
         out.wait(20)
         try:
-            calls.end()
+            calls.leave_call()
             ended.append(False)
         except AbandonedError:
             ended.append(True)
@@ -181,6 +181,6 @@ def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_no
     thread = threading.Thread(target=call)
     thread.start()
     inside.wait(20)
-    left_behind = calls.abandon([thread.ident], 0)
+    left_behind = calls.abandon_threads([thread.ident], 0)
     thread.join(20)
     assert ended == [left_behind]

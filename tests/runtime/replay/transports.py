@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.conformance import GLOO, NCCL, STAGED
-from slipstream.runtime.replay import links
-from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.replay import group_cache
+from slipstream.runtime.replay.nccl import NcclBackend
 from tests.runtime.replay.double import Double
 
 DOUBLE = "double of NCCL"
@@ -26,4 +26,4 @@ def require(transport: str, workers: int) -> None:
 def use(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the double, sessions of this process use it for NCCL."""
     if transport == DOUBLE:
-        monkeypatch.setattr(links, "Nccl", partial(Nccl, Double))
+        monkeypatch.setattr(group_cache, "NcclBackend", partial(NcclBackend, Double))

@@ -21,8 +21,9 @@ def test_it_learns_and_repeats() -> None:
 
 def test_it_computes_with_as_many_threads_as_a_worker(monkeypatch) -> None:
     used, before = [], torch.get_num_threads()
-    loss = reference._loss
-    monkeypatch.setattr(reference, "_loss", lambda *given: (used.append(torch.get_num_threads()), loss(*given))[1])
+    loss = reference._compute_loss
+    monkeypatch.setattr(reference, "_compute_loss",
+                        lambda *given: (used.append(torch.get_num_threads()), loss(*given))[1])
     config = parse_run_config({"blocks": 1, "width": 16, "heads": 2, "context": 16},
                               {"batch": 1, "threads": before + 1})
     reference_run(config, [1], 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.runtime.worker.layer_receiver import LayerFetch
+from slipstream.runtime.worker.layer_receiver import FetchRequest
 from tests.runtime.running import tiny
 from tests.runtime.worker.team import Team
 
@@ -11,6 +11,6 @@ from tests.runtime.worker.team import Team
 def team(request):
     team = Team(tiny(**getattr(request, "param", {})).training)
     yield team
-    team.receiver.begin(LayerFetch(99, 1, {}, True))
+    team.receiver.start_fetch(FetchRequest(99, 1, {}, True))
     for member in team.members.values():
         member.sender.close()

@@ -8,14 +8,14 @@ from functools import partial
 import torch
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
-from slipstream.runtime.model.state.followed_part import SteppedPart
-from slipstream.runtime.model.state.holding import Holding, build_holding
-from slipstream.runtime.model.state.part_state import elements_of
-from slipstream.runtime.model.state.parts import cut
-from slipstream.runtime.protocol.to_worker import Move
-from slipstream.runtime.worker.layer_messages import PartName
-from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.model.state.parts import build_partition
+from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.worker.layer_messages import PartRange
+from slipstream.runtime.worker.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks, find_layer_sources
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.schedules.layers import LayerRange
@@ -29,8 +29,8 @@ LAYERS = (0, 3)
 SOON = 60.0
 
 
-def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:
-    return build_holding(model_for(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
+def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> HeldLayers:
+    return build_holding(build_model(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
 
 
 def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
@@ -41,15 +41,15 @@ def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
 def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> LayerStore:
     """Have a store hold layers whole, with what it has received of them."""
     if after == -1:
-        store.read(range(*layers), 0)
-    total = sum(store.elements(layer).cut for layer in range(*layers))
-    store.keep_parts({layers: cut(total, [LEFT], (), sharded=False)}, LEFT, after)
+        store.restore_layers(range(*layers), 0)
+    total = sum(store.count_elements(layer).cut for layer in range(*layers))
+    store.keep_parts({layers: build_partition(total, [LEFT], (), sharded=False)}, LEFT, after)
     return store
 
 
-def whole(layer: int) -> PartName:
+def whole(layer: int) -> PartRange:
     """The name of a layer of these."""
-    return PartName(layer, 0, elements_of(build(tiny().training, [layer]).modules[layer]).cut, state=True)
+    return PartRange(layer, 0, count_elements(build(tiny().training, [layer]).modules[layer]).cut, state=True)
 
 
 class Member:
@@ -63,17 +63,17 @@ class Member:
     def run(self, iteration: int, take: int = 0) -> None:
         """An iteration, of which nothing is known but its gradients; they differ with each `take`."""
         draw = torch.Generator().manual_seed(1000 * take + iteration)
-        for gradient in self.holding.gradients():
+        for gradient in self.holding.flat_gradients():
             gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
-        self.sender.before_step(iteration, self.store)
+        self.sender.send_state_before_step(iteration, self.store)
         self.optimizer.step(iteration)
-        self.sender.stepped(iteration, self.store)
+        self.sender.queue_step(iteration, self.store)
 
     def go_back(self, committed: int, order: int) -> None:
         if self.optimizer.open_iteration is not None and self.optimizer.open_iteration > committed:
             self.optimizer.undo()
         self.optimizer.commit()
-        self.sender.order_begins(order, committed)
+        self.sender.queue_order_begins(order, committed)
 
 
 class Team:
@@ -89,14 +89,14 @@ class Team:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
         addresses = (LEFT, (left,)), (RIGHT, (right,))
-        moves = [Move(target, source, layer, 0, whole(layer).stop) for target, source, layer in (
+        moves = [LayerMove(target, source, layer, 0, whole(layer).stop) for target, source, layer in (
             (TARGET, LEFT, 0), (TARGET, RIGHT, 1), (TARGET, LEFT, 2), (LEFT, RIGHT, 1))]
-        self.receiver.begin(LayerFetch(number, order, senders_for(TARGET, moves, addresses), follow))
+        self.receiver.start_fetch(FetchRequest(number, order, find_layer_sources(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:
         waiter = threading.Event()
         for _ in range(round(SOON / 0.01)):
-            if all(member.sender.asked for member in self.members.values()):
+            if all(member.sender.has_requests for member in self.members.values()):
                 return
             waiter.wait(0.01)
         raise AssertionError("nobody has asked")
@@ -112,10 +112,10 @@ class Team:
     def give(self, order: int, committed: int) -> None:
         """All wait, and give what is asked for."""
         for member in self.members.values():
-            member.sender.give(order, committed, 1, member.store, lambda: None)
+            member.sender.send_to_waiting(order, committed, 1, member.store, lambda: None)
 
     def take(self, order: int, fetch: int = 1):
-        return self.receiver.take(order, fetch, lambda: None)
+        return self.receiver.take_parts(order, fetch, lambda: None)
 
 
 def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
@@ -124,12 +124,12 @@ def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceive
         partial(SteppedPart, config=training, device=CPU), CPU, SECRET, Told(told))
 
 
-class Told(ReceiverEvents):
+class Told(ReceiverCallbacks):
     def __init__(self, told: queue.Queue[str]) -> None:
         self._told = told
 
-    def up_to_date(self, fetch: LayerFetch) -> None:
+    def on_up_to_date(self, fetch: FetchRequest) -> None:
         self._told.put(f"up to date {fetch.number}")
 
-    def failed(self, fetch: LayerFetch) -> None:
+    def on_fetch_failed(self, fetch: FetchRequest) -> None:
         self._told.put(f"failed {fetch.number}")

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.runtime.model.checkpoints import checkpoint
 from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.model.microbatch import FROM_THE_START
-from slipstream.runtime.protocol.to_coordinator import Saved
+from slipstream.runtime.model.microbatch import NOTHING_READ
+from slipstream.runtime.protocol.to_coordinator import CheckpointSaved
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
@@ -21,14 +21,14 @@ class OrderOverError(Exception):
 
 
 def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path, monkeypatch) -> None:
-    answers, real, told = threading.Event(), checkpoint._write, list[Any]()
+    answers, real, told = threading.Event(), checkpoint._write_layers, list[Any]()
 
     def write(*arguments: Any) -> None:
         assert answers.wait(60)
         real(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_write", write)
-    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=FROM_THE_START, microbatches=(1,)),
+    monkeypatch.setattr(checkpoint, "_write_layers", write)
+    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=NOTHING_READ, microbatches=(1,)),
                        SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
     checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), told.append, Sharing())
     copied = list[int]()
@@ -47,5 +47,5 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
     answers.set()
     save(4)
     checkpointer.save_last(cast(Any, SimpleNamespace(first_iteration=5)), lambda: {0: {"model.weight": torch.ones(3)}})
-    assert [one.iteration for one in told if isinstance(one, Saved)] == [2, 4, 5]
-    assert checkpointer.iterations()[-2:] == (4, 5)
+    assert [one.iteration for one in told if isinstance(one, CheckpointSaved)] == [2, 4, 5]
+    assert checkpointer.list_iterations()[-2:] == (4, 5)

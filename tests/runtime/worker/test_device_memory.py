@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks.resources import private_kib
-from slipstream.runtime.worker.device_memory import trim
+from slipstream.runtime.worker.device_memory import trim_host_memory
 
 KIB = 20_000
 
 
 def freed_and_left() -> tuple[int, int]:
-    """KiB that a thread has freed and the process still has, before and after `trim`."""
+    """KiB that a thread has freed and the process still has, before and after `trim_host_memory`."""
     kept = []
 
     def work():
@@ -29,7 +29,7 @@ def freed_and_left() -> tuple[int, int]:
     thread.start()
     thread.join()
     freed = private_kib(os.getpid()) - before
-    trim()
+    trim_host_memory()
     return freed, private_kib(os.getpid()) - before
 
 

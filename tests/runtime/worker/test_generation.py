@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.runtime.protocol.to_coordinator import Ran
-from slipstream.runtime.replay.links import OrderEndedError
+from slipstream.runtime.protocol.to_coordinator import IterationReport
+from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS, OpenCall
-from slipstream.runtime.worker import generation, reports
-from slipstream.runtime.worker.generation import Generation, StuckDeviceError
-from slipstream.runtime.worker.reports import Reports
+from slipstream.runtime.worker import generation, iteration_reports
+from slipstream.runtime.worker.generation import GenerationRunner, StuckDeviceError
+from slipstream.runtime.worker.iteration_reports import IterationReports
 from slipstream.schedules.schedule import Worker
 
 THREAD = 1
@@ -21,12 +21,12 @@ THREAD = 1
 def stuck(monkeypatch):
     """A generation whose thread has been in a call for ten seconds, and whose order ended five seconds ago."""
     monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
-    made, told = Generation.__new__(Generation), []
+    made, told = GenerationRunner.__new__(GenerationRunner), []
     made._ended_at, made._thread = time.monotonic() - 5, SimpleNamespace(ident=THREAD)
     made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"),
                                     threads_beside=list)
     made._training = SimpleNamespace(let_go=lambda: told.append("freed"))
-    made._say_paused, made.over, made.told = told.append, True, told
+    made._send_paused, made.over, made.told = told.append, True, told
     yield made
     OPEN_CALLS._abandoned.discard(THREAD)
 
@@ -49,13 +49,13 @@ def test_it_is_not_left_behind_while_the_device_may_write_what_the_worker_holds(
 
 def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
     """Members are acknowledged only with one that runs no micro-batch, which may have died before it has reported."""
-    monkeypatch.setattr(reports, "ANSWER_SECONDS", 0.01)
-    made = Generation.__new__(Generation)
+    monkeypatch.setattr(iteration_reports, "ANSWER_SECONDS", 0.01)
+    made = GenerationRunner.__new__(GenerationRunner)
     made._session, made._context = SimpleNamespace(abort=lambda: None), SimpleNamespace(group=None)
-    made._reports = Reports(SimpleNamespace(
+    made._reports = IterationReports(SimpleNamespace(
         order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", begins=lambda _: None),
         context=SimpleNamespace(reporter=SimpleNamespace(gathered=False))))
-    made._reports._open = Ran(Worker(0, 0), 1, 7, 1.0, 0.1)
-    made.end()
-    with pytest.raises(OrderEndedError):
-        made._reports.require_acknowledged()
+    made._reports._open = IterationReport(Worker(0, 0), 1, 7, 1.0, 0.1)
+    made.end_order()
+    with pytest.raises(GenerationEndedError):
+        made._reports.wait_until_acknowledged()

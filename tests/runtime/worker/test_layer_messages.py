@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.runtime.protocol.authentication import Keys, Tags
-from slipstream.runtime.worker.layer_messages import BLOB_BYTES, MessageError, UpToDate, pack, read_message
+from slipstream.runtime.protocol.authentication import ConnectionKeys, TagSequence
+from slipstream.runtime.worker.layer_messages import BLOB_BYTES, MessageError, UpToDate, encode_message, read_message
 from tests.runtime.running import command_environment
 from tests.runtime.speaking import Asking
 
@@ -21,27 +21,28 @@ KEY = b"of tests"
 HEADER = b'[{"type":"UpToDate"},1]'
 
 
-def keys() -> Keys:
-    return Keys(Tags(KEY), Tags(KEY))
+def keys() -> ConnectionKeys:
+    return ConnectionKeys(TagSequence(KEY), TagSequence(KEY))
 
 
-def tagged(length: str, body: bytes, tags: Tags) -> bytes:
-    return struct.pack(length, len(body)) + body + tags.next(hashlib.sha256(body).digest())
+def tagged(length: str, body: bytes, tags: TagSequence) -> bytes:
+    return struct.pack(length, len(body)) + body + tags.compute_next(hashlib.sha256(body).digest())
 
 
-def header(body: bytes) -> Callable[[Tags], bytes]:
+def header(body: bytes) -> Callable[[TagSequence], bytes]:
     return lambda tags: tagged("<I", body, tags)
 
 
-def blob(body: bytes) -> Callable[[Tags], bytes]:
+def blob(body: bytes) -> Callable[[TagSequence], bytes]:
     return lambda tags: tagged("<I", HEADER, tags) + struct.pack("<Q", len(body)) + body
 
 
 @pytest.mark.parametrize(("sent", "error", "reason"), [
     (lambda _: struct.pack("<I", 2**31), MessageError, "a header of 2147483648 bytes"),
     (lambda _: struct.pack("<I", 0), MessageError, "a header of 0 bytes"),
-    (lambda _: tagged("<I", HEADER, Tags(b"another key")), MessageError, "a message was changed on its way"),
-    (lambda tags: tagged("<I", HEADER[:-2] + b"0]", tags)[:-32] + tagged("<I", HEADER, Tags(KEY))[-32:], MessageError,
+    (lambda _: tagged("<I", HEADER, TagSequence(b"another key")), MessageError, "a message was changed on its way"),
+    (lambda tags: tagged("<I", HEADER[:-2] + b"0]", tags)[:-32] + tagged("<I", HEADER, TagSequence(KEY))[-32:],
+     MessageError,
      "changed on its way"),
     (header(b"nope"), MessageError, "an unreadable header: .*malformed"),
     (header(b"[" * 10_000), MessageError, "an unreadable header"),
@@ -55,7 +56,7 @@ def blob(body: bytes) -> Callable[[Tags], bytes]:
 def test_bytes_that_are_no_message(sent, error, reason):
     one, other = socket.socketpair()
     with one, Asking(other, keys()) as reading:
-        one.sendall(sent(Tags(KEY)))
+        one.sendall(sent(TagSequence(KEY)))
         one.close()
         with pytest.raises(error, match=reason) as caught:
             reading.receive()
@@ -85,7 +86,7 @@ def test_no_more_than_a_blob_lies_in_memory_twice():
             read.append(size)
             return super().read(size)
 
-    read_message(Watched(b"".join(pack(Tags(KEY), UpToDate(), tensors))), Tags(KEY))
+    read_message(Watched(b"".join(encode_message(TagSequence(KEY), UpToDate(), tensors))), TagSequence(KEY))
     assert sum(read) > 4 * BLOB_BYTES and max(read) < 1.1 * BLOB_BYTES
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker import layer_server
-from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_server import QUEUE_STATES
 from tests.runtime.speaking import ask
@@ -65,7 +65,7 @@ def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monk
         return connection
 
     with monkeypatch.context() as broken, asking() as connection:
-        broken.setattr(layer_server, "pack", lambda *_: 1 / 0)
+        broken.setattr(layer_server, "encode_message", lambda *_: 1 / 0)
         team.members[LEFT].run(0)
         with pytest.raises(OSError):
             connection.receive()
@@ -115,7 +115,7 @@ def full(sender: LayerSender) -> bool:
 
 def test_one_that_asks_for_what_is_not_held_is_refused(team):
     with ask(team.members[LEFT].sender.address, SOON) as connection:
-        connection.send(LayerRequest((PartName(7, 0, 1, True),)))
+        connection.send(LayerRequest((PartRange(7, 0, 1, True),)))
         while not team.members[LEFT].sender.asked:
             threading.Event().wait(0.01)
         team.members[LEFT].run(0)

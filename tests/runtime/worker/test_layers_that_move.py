@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.state.holding import build_holding, build_layer
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.state.held_layers import build_holding, build_layer
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
 from slipstream.runtime.worker.layer_store import LayerStore
 from tests.runtime.running import tiny
 from tests.runtime.speaking import be_asked
@@ -52,13 +52,13 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     parts, member = team.take(3, fetch=0), team.members[LEFT]
     assert {part.layer for part in parts} == {0, 1, 2} and team.told.empty()
     store = empty_store(member.training, seed=1)
-    store.receive(parts)
-    assert store.kept().layers == (LAYERS,) and not store.holding.modules
+    store.add_received(parts)
+    assert store.list_held_state().layers == (LAYERS,) and not store.holding.modules
     fetched = hold(store, committed).holding
     for iteration in range(committed + 1, committed + 3):
         compare(store, member.store, iteration - 1)
         member.run(iteration, take=2)
-        for mine, theirs in zip(fetched.gradients(), member.holding.gradients(), strict=True):
+        for mine, theirs in zip(fetched.flat_gradients(), member.holding.gradients(), strict=True):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)
@@ -68,7 +68,7 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
 
 def compare(one: LayerStore, other: LayerStore, after: int) -> None:
     for layer in range(*LAYERS):
-        mine, theirs = one.part_state(whole(layer), after), other.part_state(whole(layer), after)
+        mine, theirs = one.get_part_state(whole(layer), after), other.get_part_state(whole(layer), after)
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor, theirs[name]), name
@@ -99,7 +99,7 @@ def test_a_sender_that_goes_is_told_once(team):
 
 
 @pytest.mark.parametrize(("message", "tensors", "reason"), [
-    (LayerPart(PartName(7, 0, 1, True), 0), {}, "it sent a part of layer 7 for which it was not asked"),
+    (LayerPart(PartRange(7, 0, 1, True), 0), {}, "it sent a part of layer 7 for which it was not asked"),
     (LayerPart(whole(1), 0), {"model.x": torch.zeros(1)}, "a part of layer 1 has no elements of"),
     (PartStepped(whole(1), 0), {"x": torch.zeros(1)}, "it has stepped a part of layer 1 that it has not sent"),
     (LayerRequest((whole(1),)), {}, "it asks, where it was asked"),
@@ -118,8 +118,8 @@ def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
 def test_a_layer_that_is_fetched_takes_nothing_of_the_device_before_it_is_held():
     """Its worker trains meanwhile, and plans have no room for it there."""
     device, training = torch.device("meta"), tiny().training  # any that is not the host
-    model = model_for(tiny().model, 0, torch.float64, device)
+    model = build_model(tiny().model, 0, torch.float64, device)
     store = LayerStore(partial(build_layer, model, config=training), lambda *_: {},
                        build_holding(model, (), training), device)
-    store.prepare([1])
-    assert {(one.device.type, one.grad) for one in store.module(1).parameters()} == {("cpu", None)}
+    store.prebuild_layers([1])
+    assert {(one.device.type, one.grad) for one in store.get_module(1).parameters()} == {("cpu", None)}

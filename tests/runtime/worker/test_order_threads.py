@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import distributed
 
-from slipstream.runtime.model.layers.worker_group import Connection, WorkerGroup
+from slipstream.runtime.model.layers.worker_group import GroupConnection, WorkerGroup
 from slipstream.runtime.protocol.to_worker import Train
 from slipstream.runtime.worker.order_threads import OrderThreads
 
@@ -29,10 +29,10 @@ def context_with(group):
 
 def test_a_rank_that_takes_no_part_waits_for_no_other_whatever_became_of_its_last_order():
     group, failed = WorkerGroup(0, 2), []
-    group.connect(Connection(Gone(), lambda what: nullcontext(), CPU, staged=False))
+    group.connect(GroupConnection(Gone(), lambda what: nullcontext(), CPU, staged=False))
     threads = OrderThreads(failed.append)
     before = set(threading.enumerate())
-    threads.stand_aside(context_with(group), ORDER, None)
+    threads.sit_out(context_with(group), ORDER, None)
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
     tensor = torch.ones(3)

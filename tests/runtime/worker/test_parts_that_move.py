@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from slipstream.runtime.model.state.part_state import elements_of, trained
-from slipstream.runtime.model.state.parts import cut
-from slipstream.runtime.protocol.to_coordinator import Kept
-from slipstream.runtime.protocol.to_worker import Move
+from slipstream.runtime.model.state.part_state import count_elements, trained_parameters
+from slipstream.runtime.model.state.parts import build_partition
+from slipstream.runtime.protocol.to_coordinator import HeldState
+from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
-from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartRange, PartStepped
+from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_sources
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
@@ -35,24 +35,24 @@ class Keeper:
         self.store = empty_store(training)
         self.optimizer, self.sender = self.store.holding.optimizer, LayerSender("127.0.0.1", SECRET)
         layers = (LAYER, LAYER + 1)
-        elements = elements_of(self.store.module(LAYER)).cut
-        self.store.read([LAYER], 0)
-        self.store.keep_parts({layers: cut(elements, MEMBERS, (), sharded=True)}, MEMBERS[0], -1)
+        elements = count_elements(self.store.get_module(LAYER)).cut
+        self.store.restore_layers([LAYER], 0)
+        self.store.keep_parts({layers: build_partition(elements, MEMBERS, (), sharded=True)}, MEMBERS[0], -1)
         self.optimizer = self.store.holding.optimizer
         self.parts = self.optimizer.kept[LAYER]
 
     def run(self, iteration: int, factor: float = 1.0, take: int = 0) -> None:
         """An iteration, whose gradients differ with each `take`, and are clipped."""
         draw = torch.Generator().manual_seed(1000 * take + iteration)
-        for gradient in self.store.holding.gradients():
+        for gradient in self.store.holding.flat_gradients():
             gradient.copy_(torch.randn(gradient.shape, generator=draw))
-        self.sender.before_step(iteration, self.store)
+        self.sender.send_state_before_step(iteration, self.store)
         self.optimizer.step(iteration, factor)
-        self.sender.stepped(iteration, self.store)
+        self.sender.queue_step(iteration, self.store)
 
     def go_back(self, committed: int, order: int) -> None:
-        self.optimizer.go_back(committed)
-        self.sender.order_begins(order, committed)
+        self.optimizer.return_to(committed)
+        self.sender.queue_order_begins(order, committed)
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def keeper(request):
 
 
 def fetch(getting, moves, address, number=1):
-    getting.begin(LayerFetch(number, 1, senders_for(TARGET, moves, ((MEMBERS[0], (address,)),)), follow=True))
+    getting.begin(FetchRequest(number, 1, find_layer_sources(TARGET, moves, ((MEMBERS[0], (address,)),)), follow=True))
 
 
 def until_asked(sender: LayerSender) -> None:
     waiter = threading.Event()
-    while not sender.asked:
+    while not sender.has_requests:
         waiter.wait(0.01)
 
 
@@ -79,7 +79,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     told = queue.Queue()
     getting = receiver(tiny(**request.node.callspec.params["keeper"]).training, told)
     own, some = keeper.parts[0], (keeper.parts[0][0] + 1, keeper.parts[0][1] - 1)
-    moves = [Move(TARGET, MEMBERS[0], LAYER, *span, state=state) for span, state in ((own, True), (some, False))]
+    moves = [LayerMove(TARGET, MEMBERS[0], LAYER, *span, state=state) for span, state in ((own, True), (some, False))]
     keeper.run(0)
     fetch(getting, moves, keeper.sender.address)
     until_asked(keeper.sender)
@@ -90,11 +90,11 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     keeper.run(4)
     assert told.get(timeout=SOON) == "up to date 1"
     keeper.go_back(committed, order=2)
-    parts = getting.take(2, 1, lambda: None)
+    parts = getting.take_parts(2, 1, lambda: None)
     found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
-        theirs = keeper.store.part_state(PartName(LAYER, *span, state), committed)
+        theirs = keeper.store.part_state(PartRange(LAYER, *span, state), committed)
         assert found[state][:3] == (LAYER, *span) and found[state].tensors.keys() == theirs.keys()
         assert any(key.startswith("optimizer.") for key in theirs) == state
         for name, tensor in theirs.items():
@@ -108,36 +108,36 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     keeper.run(0)
     keeper.go_back(0, 1)
     (own, ward), store = keeper.parts, empty_store(training)
-    store.read([LAYER], 0)
-    store.receive([keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)])
-    assert store.kept().parts == ((LAYER, *own),)
-    half = PartName(LAYER, own[0] + 1, own[1] - 1, True)
-    assert store.keeps(half) and not store.keeps(PartName(LAYER, *ward, True))
-    ours, theirs = store.part_state(half, 0), keeper.store.part_state(half, 0)
+    store.restore_layers([LAYER], 0)
+    store.add_received([keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)])
+    assert store.list_held_state().parts == ((LAYER, *own),)
+    half = PartRange(LAYER, own[0] + 1, own[1] - 1, True)
+    assert store.has_part(half) and not store.has_part(PartRange(LAYER, *ward, True))
+    ours, theirs = store.get_part_state(half, 0), keeper.store.part_state(half, 0)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    store.receive(keeper.optimizer.kept_states())
+    store.add_received(keeper.optimizer.kept_states())
     store.keep_parts({(LAYER, LAYER + 1): keeper.store.holding.cuts[LAYER, LAYER + 1]}, MEMBERS[0], 0)
-    assert store.kept() == Kept(((LAYER, LAYER + 1),), keeper.store.kept().parts, 0)
+    assert store.list_held_state() == HeldState(((LAYER, LAYER + 1),), keeper.store.kept().parts, 0)
 
 
 @pytest.mark.parametrize(("messages", "reason"), [
-    ([LayerPart(PartName(LAYER, 0, 9, True), 0)], "it sent a part of layer 1 for which it was not asked"),
-    ([PartStepped(PartName(LAYER, 0, 8, True), 0)], "it has stepped a part of layer 1 that it has not sent"),
-    ([LayerPart(PartName(LAYER, 0, 8, True), 0), PartStepped(PartName(LAYER, 0, 8, True), 0)],
+    ([LayerPart(PartRange(LAYER, 0, 9, True), 0)], "it sent a part of layer 1 for which it was not asked"),
+    ([PartStepped(PartRange(LAYER, 0, 8, True), 0)], "it has stepped a part of layer 1 that it has not sent"),
+    ([LayerPart(PartRange(LAYER, 0, 8, True), 0), PartStepped(PartRange(LAYER, 0, 8, True), 0)],
      "gradients of a part of layer 1 do not fit"),
 ])
 def test_nonsense_ends_a_fetch(messages, reason, capfd):
     told = queue.Queue()
     training = tiny(shard_optimizer=True).training
     getting, layer = receiver(training, told), build(training).modules[LAYER]
-    name, parameter = next(iter(trained(layer).items()))
-    move = Move(TARGET, MEMBERS[0], LAYER, 0, 8, state=True)
+    name, parameter = next(iter(trained_parameters(layer).items()))
+    move = LayerMove(TARGET, MEMBERS[0], LAYER, 0, 8, state=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fetch(getting, [move], listener.getsockname())
         with be_asked(listener.accept()[0]) as connection:
-            assert connection.receive()[0] == LayerRequest((PartName(LAYER, 0, 8, True),))
+            assert connection.receive()[0] == LayerRequest((PartRange(LAYER, 0, 8, True),))
             for message in messages:
                 connection.send(message, {f"model.{name}": parameter.detach().view(-1)[:8]})
             assert told.get(timeout=SOON) == "failed 1"
     with pytest.raises(CommunicationError, match=reason):
-        getting.take(2, 1, lambda: None)
+        getting.take_parts(2, 1, lambda: None)

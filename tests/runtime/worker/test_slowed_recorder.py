@@ -7,7 +7,7 @@ import torch
 
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.protocol.failure_injection import Slowdown
-from slipstream.runtime.worker.slowed_recorder import recorder_for
+from slipstream.runtime.worker.slowed_recorder import create_recorder
 from slipstream.schedules.schedule import Op, OpKind, Worker
 
 CPU = torch.device("cpu")
@@ -22,13 +22,13 @@ def test_a_delay_of_one_rank_does_not_grow_from_op_to_op():
     meet, took = threading.Barrier(2, timeout=20), dict[int, float]()
 
     def rank(index):
-        recorder = recorder_for([Slowdown(SLOW, 0, FACTOR)], CPU, WorkerGroup(index, 2))
-        recorder.begin(0, traced=False)
+        recorder = create_recorder([Slowdown(SLOW, 0, FACTOR)], CPU, WorkerGroup(index, 2))
+        recorder.start_iteration(0, traced=False)
         meet.wait()
         began = time.perf_counter()
         time.sleep(BEHIND * index)
         for number in range(OPS):
-            with recorder.timing(Op(OpKind.F, 0, 0, number, SLOW, 0, 1)):
+            with recorder.record_op(Op(OpKind.F, 0, 0, number, SLOW, 0, 1)):
                 computing = time.thread_time()
                 while time.thread_time() < computing + OP:
                     pass

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.dealing import CostError, Dealer
 from slipstream.schedules.graph import Collective, programs_of
-from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Worker
 from tests.general import general_schedules
 from tests.generate import op_graph
@@ -47,7 +47,7 @@ def window(schedule, costs, sample):
         at = max([begin[op.worker] for op in ops] + [end[before] for before in graph.predecessors(node)])
         if isinstance(node, Op) and node.kind in COMPUTE_KINDS:
             _, _, pipeline, microbatch = op_key(node)
-            for key, rule in waits(op_key(node), schedule.path(pipeline, microbatch)):
+            for key, rule in producers_with_rules(op_key(node), schedule.path(pipeline, microbatch)):
                 hop = schedule.times.transfer if rule.tensor and by_key[key].worker != node.worker else 0
                 at = max(at, end[by_key[key]] + hop)
         end[node] = at + max(length(op) for op in ops)
@@ -121,7 +121,7 @@ def test_costs_by_stage_are_those_of_its_slices():
 def test_iterations_in_a_row_take_what_the_planned_ones_do():
     made = plan_job(grid(3, 4, 6), method="greedy", time_limit=1).schedule
     own = np.arange(18)
-    seconds = Dealer(made).seconds([np.ones((18, 3))] * 4, [own] * 4)
+    seconds = Dealer(made).iteration_seconds([np.ones((18, 3))] * 4, [own] * 4)
     assert seconds[1:] == pytest.approx([made.seconds(made.period_ticks)] * 3)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.schedules.dealing import costs_by_stage, fit
+from slipstream.schedules.dealing import costs_by_stage, fit_coefficients
 
 TOKENS = [64, 64, 64, 64, 32, 32]
 SQUARES = [4096, 2048, 1024, 512, 1024, 512]
@@ -15,7 +15,7 @@ SQUARES = [4096, 2048, 1024, 512, 1024, 512]
 def test_what_was_put_in_comes_out(relative, unit):
     coefficients = [one * unit / scale for one, scale in zip(relative, (1, 64, 4096), strict=True)]
     a, b, c = coefficients
-    found = fit(TOKENS, SQUARES, [a + b * t + c * s for t, s in zip(TOKENS, SQUARES, strict=True)])
+    found = fit_coefficients(TOKENS, SQUARES, [a + b * t + c * s for t, s in zip(TOKENS, SQUARES, strict=True)])
     assert found.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9 * unit) and found.error < 1e-6
 
 
@@ -23,7 +23,7 @@ def test_what_was_put_in_comes_out(relative, unit):
 def test_no_coefficient_is_negative_and_none_fits_better(seed):
     random = np.random.default_rng(seed)
     seconds = random.uniform(1, 2, 6)
-    found = fit(TOKENS, SQUARES, seconds)
+    found = fit_coefficients(TOKENS, SQUARES, seconds)
     rows = np.stack((np.ones(6), TOKENS, SQUARES), axis=1)
 
     def error(coefficients):

@@ -11,11 +11,11 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import (
     count_key,
     dead_column,
+    failure_patterns,
     pattern_key,
     pattern_of,
-    patterns,
     pipeline_classes,
-    representative,
+    representative_failures,
 )
 from tests.jobs import grid, jobs
 
@@ -39,8 +39,8 @@ def test_the_key_forgets_only_which_of_equal_pipelines_failed(data, job):
         shuffled |= dict(zip(members, data.draw(st.permutations(members)), strict=True))
     moved = {Worker(shuffled[worker.pipeline], worker.column) for worker in failed}
     pattern = pattern_of(failed, classes)
-    assert pattern_of(moved, classes) == pattern == pattern_of(representative(pattern, classes), classes)
-    assert len(representative(pattern, classes)) == len(failed)
+    assert pattern_of(moved, classes) == pattern == pattern_of(representative_failures(pattern, classes), classes)
+    assert len(representative_failures(pattern, classes)) == len(failed)
 
 
 @pytest.mark.parametrize("job", [grid(3, 2, 2), grid(2, 3, 2), grid(3, 2, [2, 3, 2]),
@@ -48,7 +48,7 @@ def test_the_key_forgets_only_which_of_equal_pipelines_failed(data, job):
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 def test_every_pattern_is_listed_once(job, failures):
     classes = classes_of(job)
-    listed = list(patterns(failures, job.stages, classes))
+    listed = list(failure_patterns(failures, job.stages, classes))
     there = {pattern_of(failed, classes) for failed in combinations(build_problem(job).grid.workers(), failures)}
     keys = {pattern_key(pattern, classes) for pattern in listed}
     assert len(listed) == len(set(listed)) == len(keys) and set(listed) == there

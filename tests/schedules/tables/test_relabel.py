@@ -12,7 +12,7 @@ from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
 from slipstream.schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
-from slipstream.schedules.tables.relabel import layers_lacked, layers_to_load, relabel, transport
+from slipstream.schedules.tables.relabel import count_layers_to_load, missing_layers, relabel_schedule, solve_transport
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 from tests.patience import SECONDS
@@ -28,7 +28,7 @@ def test_relabelled_schedules_keep_every_rule(data, job, backward, optimizer):
     schedule = plan_job(job, data.draw(failures(job)), backward=backward, optimizer=optimizer, method="greedy",
                         steps=4_000).schedule
     failed = data.draw(sets_of(list(schedule.grid.workers()), len(schedule.failed)))
-    found = relabel(schedule, failed)
+    found = relabel_schedule(schedule, failed)
     if found is None:
         assert dead_column(failed, schedule.grid) is not None or schedule.times.slow
         return
@@ -43,7 +43,7 @@ def test_relabelled_schedules_keep_every_rule(data, job, backward, optimizer):
 def price(schedule, players):
     """(layers to load, workers that change their role) of who plays what."""
     moved = [(worker, role) for role, worker in players.items() if role != worker]
-    return sum(layers_to_load(schedule.grid, worker, role) for worker, role in moved), len(moved)
+    return sum(count_layers_to_load(schedule.grid, worker, role) for worker, role in moved), len(moved)
 
 
 def cheapest(schedule, failed):
@@ -69,7 +69,7 @@ def test_moves_are_the_cheapest(job, empty):
     workers = list(schedule.grid.workers())
     for index, first in enumerate(workers):
         for second in workers[index + 1:]:
-            found = relabel(schedule, [first, second])
+            found = relabel_schedule(schedule, [first, second])
             if found is None:
                 assert dead_column([first, second], schedule.grid) is not None
             else:
@@ -78,9 +78,9 @@ def test_moves_are_the_cheapest(job, empty):
 
 def test_two_failures_of_a_stage_are_spread_by_one_load():
     schedule = plan_job(grid(3, 3, 3), [Worker(0, 1), Worker(1, 2)], method="greedy").schedule
-    found = relabel(schedule, [Worker(0, 1), Worker(1, 1)])
+    found = relabel_schedule(schedule, [Worker(0, 1), Worker(1, 1)])
     assert found is not None
-    loads = [seat for seat in found.moves if layers_to_load(found.grid, seat.worker, seat.role)]
+    loads = [seat for seat in found.moves if count_layers_to_load(found.grid, seat.worker, seat.role)]
     assert len(loads) == len(found.moves) == 1 and loads[0].worker.column == 2 and loads[0].role.column == 1
 
 
@@ -88,21 +88,21 @@ def test_slow_workers_are_replaced_by_others_but_never_replace_one():
     usual = "forward = 2\nbackward_input = 2\nbackward_weight = 2\n"
     job = grid(3, 2, 2, times=usual + "slow = {'0.0' = 1.5}\n")
     schedule = plan_job(job, [Worker(2, 1)], method="greedy").schedule
-    found = relabel(schedule, [Worker(0, 0)])
+    found = relabel_schedule(schedule, [Worker(0, 0)])
     assert found is not None and check(found) == [] and found.moves[0].role == Worker(0, 0)
     assert found.lower_bound_ticks < schedule.lower_bound_ticks
     dead = plan_job(job, [Worker(0, 0)], method="greedy").schedule
-    assert relabel(dead, [Worker(2, 1)]) is None  # the slow worker would have to take the place of 2.1
+    assert relabel_schedule(dead, [Worker(2, 1)]) is None  # the slow worker would have to take the place of 2.1
 
 
 def test_only_as_many_failures_fit():
     schedule = plan_job(grid(3, 2, 2), [Worker(0, 0)], method="greedy").schedule
     with pytest.raises(ValueError, match="2 failed workers for a schedule with 1 vacant roles"):
-        relabel(schedule, [Worker(0, 0), Worker(0, 1)])
-    moved = relabel(schedule, [Worker(1, 1)])
+        relabel_schedule(schedule, [Worker(0, 0), Worker(0, 1)])
+    moved = relabel_schedule(schedule, [Worker(1, 1)])
     assert moved is not None
     with pytest.raises(ValueError, match="cannot be relabelled again"):
-        relabel(moved, [Worker(0, 0)])
+        relabel_schedule(moved, [Worker(0, 0)])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.data())
@@ -112,7 +112,7 @@ def test_transport_is_as_cheap_as_any_assignment(supply, data):
     wanted = data.draw(st.lists(st.integers(0, 2), min_size=len(units), max_size=len(units)))
     prices = data.draw(st.lists(st.lists(st.integers(-5, 5), min_size=3, max_size=3), min_size=4, max_size=4))
     demand = {kind: wanted.count(kind) for kind in range(3)}
-    plan = transport(dict(enumerate(supply)), demand, lambda have, want: prices[have][want])
+    plan = solve_transport(dict(enumerate(supply)), demand, lambda have, want: prices[have][want])
     best = min(sum(prices[a][b] for a, b in zip(units, order, strict=True)) for order in permutations(wanted))
     assert plan is not None and sum(prices[a][b] * count for a, b, count in plan) == best
 
@@ -144,13 +144,13 @@ def own_roles(schedule):
 @given(st.data(), general_schedules().filter(own_roles))
 def test_relabelled_schedules_keep_every_rule_with_layers_anywhere(data, schedule):
     failed = data.draw(sets_of(list(schedule.grid.workers()), len(schedule.failed)))
-    found = relabel(schedule, failed, held_elsewhere=data.draw(st.booleans()))
+    found = relabel_schedule(schedule, failed, held_elsewhere=data.draw(st.booleans()))
     if found is None:
         assert dead_column(failed, schedule.grid) is not None or schedule.times.slow or schedule.memory
         return
     assert check(found) == []
     assert list(found.failed) == failed and found.period_ticks == schedule.period_ticks
-    held = [sorted(one.holds_of(seat) for seat in one.seats) for one in (schedule, found)]
+    held = [sorted(one.held_layers_of_seat(seat) for seat in one.seats) for one in (schedule, found)]
     assert held[0] == held[1]
 
 
@@ -159,11 +159,11 @@ def test_layers_go_only_where_there_is_room():
     for room, possible in ((9, True), (8, False)):
         schedule = one_for_both(room)
         assert check(schedule) == []
-        found = relabel(schedule, [Worker(0, 0)], held_elsewhere=True)
+        found = relabel_schedule(schedule, [Worker(0, 0)], held_elsewhere=True)
         assert (found is not None) == possible
         if found is not None:
-            assert found.holds(Worker(0, 1)) == ((0, 2),) and check(found) == []
-            assert [sorted(layers_lacked(found, seat)) for seat in found.seats] == [[0]]
+            assert found.held_layers(Worker(0, 1)) == ((0, 2),) and check(found) == []
+            assert [sorted(missing_layers(found, seat)) for seat in found.seats] == [[0]]
 
 
 def one_for_both(room):

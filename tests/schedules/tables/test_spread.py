@@ -12,7 +12,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.relabel import layers_lacked, relabel
+from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 
@@ -25,7 +25,7 @@ def together(schedule, nodes):
 
 
 def loaded(schedule):
-    return sum(len(layers_lacked(schedule, seat)) for seat in schedule.seats)
+    return sum(len(missing_layers(schedule, seat)) for seat in schedule.seats)
 
 
 def own_roles(schedule):
@@ -44,7 +44,7 @@ def test_it_costs_nothing_and_is_never_worse(data, job, machines):
     failed = data.draw(st.sets(st.sampled_from(list(schedule.grid.workers())), min_size=len(schedule.failed),
                                max_size=len(schedule.failed)))
     nodes = in_turns(schedule, machines)
-    usual, apart = relabel(schedule, failed), relabel(schedule, failed, nodes=nodes)
+    usual, apart = relabel_schedule(schedule, failed), relabel_schedule(schedule, failed, nodes=nodes)
     assert (usual is None) == (apart is None)
     if usual is None or apart is None:
         return
@@ -60,7 +60,7 @@ def test_it_costs_nothing_and_is_never_worse(data, job, machines):
 def test_layers_that_have_moved_stay_within_the_room_of_a_worker(data, schedule, machines):
     failed = data.draw(st.sets(st.sampled_from(list(schedule.grid.workers())), min_size=len(schedule.failed),
                                max_size=len(schedule.failed)))
-    apart = relabel(schedule, failed, held_elsewhere=True, nodes=in_turns(schedule, machines))
+    apart = relabel_schedule(schedule, failed, held_elsewhere=True, nodes=in_turns(schedule, machines))
     assert apart is None or check(apart) == []
 
 
@@ -70,7 +70,7 @@ def test_holders_of_a_stage_share_no_machine_where_they_need_not(lost):
     nodes = [[Worker(pipeline, stage) for stage in range(4)] for pipeline in range(4)]
     failed = [Worker(pipeline, lost) for pipeline in range(3)]
     schedule = normal_form(grid(4, 4, 4), 3, PlanOptions(method="greedy", steps=400_000)).schedule
-    usual, apart = relabel(schedule, failed), relabel(schedule, failed, nodes=nodes)
+    usual, apart = relabel_schedule(schedule, failed), relabel_schedule(schedule, failed, nodes=nodes)
     assert usual is not None and apart is not None
     assert together(usual, nodes) > together(apart, nodes) == least(schedule, failed, nodes) == 0
 

@@ -24,10 +24,10 @@ from slipstream.schedules.tables.file import (
     Basis,
     TableError,
     decode_entry,
-    digest,
     encode_document,
     encode_entry,
     read_index,
+    sha256_digest,
     with_digest,
 )
 from slipstream.schedules.tables.pattern import count_key, dead_column, settled_key
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
     tasks = [*(task for task in all_tasks(job, FAILURES, exact=False) if not task.failed),
              *(task for task in all_tasks(job, 2, exact=True) if task.failed)]
     for task in tasks:
-        table_folder.add(plan(task))
+        table_folder.add_part(plan(task))
     table_folder.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
     return path
 
@@ -146,11 +146,11 @@ def test_tables_of_version_1_are_read(folder, table, tmp_path):
         entry = json.loads(path.read_bytes()) | {"version": 1}
         del entry["holds"], entry["costs"]
         path.write_text(json.dumps(entry, separators=(",", ":")))
-        row["sha256"] = digest(path.read_bytes())
-    index["sha256"] = digest(json.dumps(index, separators=(",", ":")).encode())
+        row["sha256"] = sha256_digest(path.read_bytes())
+    index["sha256"] = sha256_digest(json.dumps(index, separators=(",", ":")).encode())
     (copy / "index.json").write_text(json.dumps(index, separators=(",", ":")))
     old = Table.load(copy)
-    assert [old.entry(row.key) for row in old.rows()] == [table.entry(row.key) for row in old.rows()]
+    assert [old.checked_schedule(row.key) for row in old.rows()] == [table.entry(row.key) for row in old.rows()]
 
 
 # --- Files that are not as they should be -----------------------------------------------------------------------------
@@ -196,14 +196,14 @@ def forged(folder, tmp_path, **changes):
     for key, change in changes.items():
         if key == "programs":
             (copy / "programs.json.gz").write_bytes(change)
-            index = msgspec.structs.replace(index, programs_sha256=digest(change))
+            index = msgspec.structs.replace(index, programs_sha256=sha256_digest(change))
         elif key == "basis":
             index = msgspec.structs.replace(index, basis=msgspec.structs.replace(index.basis, **change))
         else:
             name = key.replace("_", "-")
             path = copy / "entries" / f"{name}.json"
             path.write_bytes(change(path.read_bytes()))
-            rows[name] = msgspec.structs.replace(rows[name], sha256=digest(path.read_bytes()))
+            rows[name] = msgspec.structs.replace(rows[name], sha256=sha256_digest(path.read_bytes()))
     index = with_digest(msgspec.structs.replace(index, entries=tuple(rows.values())))
     (copy / "index.json").write_bytes(encode_document(index))
     return copy
@@ -235,7 +235,7 @@ def changed(**fields):
 ])
 def test_forged_tables_are_refused_in_one_line(folder, tmp_path, changes, says):
     with pytest.raises(TableError, match=says) as error:
-        Table.load(forged(folder, tmp_path, **changes)).entry("count-1")
+        Table.load(forged(folder, tmp_path, **changes)).checked_schedule("count-1")
     assert "\n" not in str(error.value)
 
 

@@ -14,33 +14,33 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from slipstream.runtime.model.layers.documents import within_documents
+from slipstream.runtime.model.layers.documents import attend_by_document
 
-NAME = "slipstream_by_document"
+ATTENTION_NAME = "slipstream_by_document"
 """Name of this implementation in transformers."""
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register this implementation with transformers."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-def attends_by_document(config: PreTrainedConfig, slides: bool) -> bool:
+def needs_no_document_mask(config: PreTrainedConfig, slides: bool) -> bool:
     """Return whether a layer attends to each document separately and so needs no mask for documents."""
-    return config._attn_implementation == NAME and not slides
+    return config._attn_implementation == ATTENTION_NAME and not slides
 
 
-def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-               position_ids: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
+def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            position_ids: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
     """Compute attention of [B, heads, T, K], with the signature that transformers expects: [B, T, heads, K]."""
     if attention_mask is not None or position_ids is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **more)[0]
         return output, None
-    return within_documents(partial(_sdpa, module, **more), position_ids, query, key, value).transpose(1, 2), None
+    return attend_by_document(partial(_run_sdpa, module, **more), position_ids, query, key, value).transpose(1, 2), None
 
 
-def _sdpa(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+def _run_sdpa(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
     """Compute transformers' causal attention without a mask, and return [B, heads, T, K]."""
     output: Tensor = sdpa_attention_forward(module, query, key, value, None, **more)[0]
     return output.transpose(1, 2)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from slipstream.runtime.config import ConfigError, ModelConfig
 
-KEY = "model.hugging_face"
+MODEL_KEY = "model.hugging_face"
 """Key of the job file, for error messages."""
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
 
 class Family(NamedTuple):
@@ -39,7 +39,7 @@ FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _
 model."""
 
 
-def folder_of(path: str) -> Path | None:
+def weights_folder(path: str) -> Path | None:
     """Return the folder of pretrained weights; None if the job file names a config.json, for random weights."""
     return Path(path) if Path(path).is_dir() else None
 
@@ -48,13 +48,13 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     """Return the config.json with the changes of `[model.options]`. Raises ConfigError for unsupported models."""
     assert config.hugging_face is not None
     path = Path(config.hugging_face)
-    source = path / CONFIG if path.is_dir() else path
-    subject = f"{KEY} is {config.hugging_face!r}"
+    source = path / CONFIG_FILE if path.is_dir() else path
+    subject = f"{MODEL_KEY} is {config.hugging_face!r}"
     try:
         document = json.loads(source.read_bytes())
     except OSError as error:
         raise ConfigError(f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
-                          f"{CONFIG}") from None
+                          f"{CONFIG_FILE}") from None
     except ValueError as error:
         raise ConfigError(f"{subject}: {source} is no JSON: {error}") from None
     kind = document.get("model_type") if isinstance(document, dict) else None
@@ -69,7 +69,7 @@ def is_dense(config: Any, index: int) -> bool:
     return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
-def vocabulary_of(config: ModelConfig) -> int:
+def vocabulary_size(config: ModelConfig) -> int:
     """Return the size of a model's vocabulary. Raises ConfigError if its config does not say it."""
     if config.torchtitan is not None:
         from slipstream.runtime.model.layers.torchtitan.specification import trainer_config
@@ -80,6 +80,7 @@ def vocabulary_of(config: ModelConfig) -> int:
         return config.vocabulary
     size = read_config(config).get("vocab_size")
     if not isinstance(size, int):
-        raise ConfigError(f"{KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole number, as "
+        raise ConfigError(f"{MODEL_KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole "
+                          f"number, as "
                           "tokens are compared with it")
     return size

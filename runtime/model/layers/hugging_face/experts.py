@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
-from slipstream.runtime.model.layers.grouped_products import Groups, grouped_linear
+from slipstream.runtime.model.layers.grouped_products import ExpertGroups, grouped_linear
 
-NAME = "slipstream"
+EXPERTS_NAME = "slipstream"
 """Name of this implementation in transformers."""
 
 
@@ -31,7 +31,7 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     order = own_first.flatten().argsort(stable=True)[:rows]
     ends = functional.one_hot(own_first, every).sum((0, 1))[:here].cumsum(0).int()
     outside = None if here == every else torch.arange(rows, device=ends.device)[:, None] >= ends[-1]
-    groups = Groups(ends, outside, tokens * choices * here // every)
+    groups = ExpertGroups(ends, outside, tokens * choices * here // every)
     value = hidden_states[order // choices]
     if torch.is_autocast_enabled(value.device.type) and value.dtype == torch.float32:
         value = value.to(torch.get_autocast_dtype(value.device.type))
@@ -43,6 +43,6 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     return result.view(tokens, choices, -1).sum(1).to(hidden_states.dtype)
 
 
-def register() -> None:
+def register_experts() -> None:
     """Register this implementation with transformers."""
-    ExpertsInterface.register(NAME, run_experts)
+    ExpertsInterface.register(EXPERTS_NAME, run_experts)

@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from slipstream.runtime.model.layers.calling import Batch, positions_of
-from slipstream.runtime.model.layers.hugging_face.attention import attends_by_document
+from slipstream.runtime.model.layers.hugging_face.attention import needs_no_document_mask
 from slipstream.runtime.model.layers.hugging_face.configuration import Family
 from slipstream.runtime.model.layers.recomputing import Part, recomputable
 
 
-class Routed(NamedTuple):
+class RoutedFeatures(NamedTuple):
     """Features [B, T, C], with the counts of the routers in the layers so far."""
 
     features: Tensor
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
         features: Tensor = of_tokens(tokens)
         if more:
             of_positions, drop = more
-            features = drop(features + of_positions(_positions(tokens, batch)))
+            features = drop(features + of_positions(_position_ids(tokens, batch)))
         return features
 
 
@@ -61,10 +61,10 @@ class DecoderLayer(nn.Module):
         for name, place in own:
             submodule: Any = layer.get_submodule(place)
             kind: Any = type(submodule)
-            submodule.__class__ = _as_part(name, kind)
+            submodule.__class__ = _recomputable_class(name, kind)
         self.rotary = rotary
         self._config = config
-        self._slides = _slides(config, index)
+        self._slides = _has_sliding_window(config, index)
         self._mask = create_sliding_window_causal_mask if self._slides else create_causal_mask
         self._balances = bool(getattr(config, "output_router_logits", False))
 
@@ -73,15 +73,15 @@ class DecoderLayer(nn.Module):
         """Module that `runtime.model.layers.compiling` compiles; positions and masks are built outside of it."""
         return self.layer
 
-    def forward(self, given: Tensor | Routed, batch: Batch | None = None) -> Tensor | Routed:
+    def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
         """Return features from features, with the routers' counts if the model balances the load of experts."""
         features = given if isinstance(given, Tensor) else given[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         extra: dict[str, Any] = {}
         if self.rotary is not None:
-            extra["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
+            extra["position_embeddings"] = self.rotary(features, position_ids=_position_ids(features, batch))
         mask = None
-        if padding is not None or position_ids is None or not attends_by_document(self._config, self._slides):
+        if padding is not None or position_ids is None or not needs_no_document_mask(self._config, self._slides):
             # Positional: the name of the fourth parameter (no cache) differs between versions.
             mask = self._mask(self._config, features, padding, None, position_ids=position_ids)
         logits: list[Tensor] = []
@@ -94,10 +94,10 @@ class DecoderLayer(nn.Module):
             if hook is not None:
                 hook.remove()
         if not logits:
-            return features if isinstance(given, Tensor) else Routed(features, *given[1:])
-        return self._routed(features, logits[0], padding, None if isinstance(given, Tensor) else given)
+            return features if isinstance(given, Tensor) else RoutedFeatures(features, *given[1:])
+        return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
-    def _routed(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> Routed:
+    def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
         """Add the counts of this layer's router, computed as in `load_balancing_loss_func` of transformers."""
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
@@ -107,8 +107,8 @@ class DecoderLayer(nn.Module):
             counts = padding.reshape(-1).bool()
             best, probabilities = best * counts[:, None, None], probabilities * counts[:, None]
         chosen, wanted = best.sum(0), probabilities.sum(0)
-        return Routed(features, chosen, wanted) if given is None else \
-            Routed(features, given[1] + chosen, given[2] + wanted)
+        return RoutedFeatures(features, chosen, wanted) if given is None else \
+            RoutedFeatures(features, given[1] + chosen, given[2] + wanted)
 
 
 class Head(nn.Module):
@@ -120,7 +120,7 @@ class Head(nn.Module):
         self.lm_head = lm_head
         self._norm = name
 
-    def forward(self, given: Tensor | Routed) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, T, V]; with the balance loss if routers balance the load of experts."""
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
@@ -128,7 +128,7 @@ class Head(nn.Module):
 
 
 @functools.cache
-def _as_part(name: Part, kind: Any) -> Any:
+def _recomputable_class(name: Part, kind: Any) -> Any:
     """Return a subclass of a transformers class whose forward is the recomputable part `name` of a layer."""
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputable(name, kind.forward, self, *args, **kwargs)
@@ -151,13 +151,13 @@ def router_of(layer: nn.Module) -> nn.Module | None:
     return getattr(mlp, "gate", None) if hasattr(mlp, "experts") else None
 
 
-def _slides(config: PreTrainedConfig, index: int) -> bool:
+def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
     """Return whether a layer's attention is limited to a sliding window."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
 
 
-def _positions(of: Tensor, batch: Batch | None) -> Tensor:
+def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
     """Return the position ids of the micro-batch, or consecutive ones if data give none: [B or 1, T]."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

@@ -13,20 +13,26 @@ from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
 from slipstream.runtime.model.layers.hugging_face import attention, experts
-from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, is_dense, read_config
+from slipstream.runtime.model.layers.hugging_face.configuration import (
+    FAMILIES,
+    MODEL_KEY,
+    is_dense,
+    read_config,
+    weights_folder,
+)
 from slipstream.runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
 from slipstream.runtime.model.layers.hugging_face.layers import router_of as router_of
-from slipstream.runtime.model.layers.hugging_face.parallel import cut_over, require_even_cut
-from slipstream.runtime.model.layers.hugging_face.weights import Weights
-from slipstream.runtime.model.layers.unfilled import is_unfilled
+from slipstream.runtime.model.layers.hugging_face.parallel import cut_decoder, require_even_cut
+from slipstream.runtime.model.layers.hugging_face.weights import PretrainedWeights
+from slipstream.runtime.model.layers.uninitialized import is_uninitialized
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
+from slipstream.runtime.model.seeds import GENERATOR_LOCK, derive_seed, seeded
 
-_RUNNING = ("attn_implementation", "experts_implementation")
+_RUN_KEYS = ("attn_implementation", "experts_implementation")
 """Keys that say how a model is run."""
 
 
-class HuggingFace:
+class HuggingFaceModel:
     """Model that `[model] hugging_face` names, see `runtime.model.layers.layered_model.LayeredModel`.
 
     Attention is scaled_dot_product_attention for each document separately
@@ -42,16 +48,16 @@ class HuggingFace:
         self._config = transformers_config(document, self._name)
         self._family = FAMILIES[document["model_type"]]
         for key in config.options:
-            if key not in _RUNNING and not hasattr(AutoConfig.for_model(document["model_type"]), key):
+            if key not in _RUN_KEYS and not hasattr(AutoConfig.for_model(document["model_type"]), key):
                 raise ConfigError(f"unknown key model.options.{key}; expected keys of the model's config.json, "
-                                  f"{' or '.join(_RUNNING)}")
+                                  f"{' or '.join(_RUN_KEYS)}")
         self.layers = self._config.num_hidden_layers + 2
         places = self._config.max_position_embeddings
         if config.context > places:
-            raise ConfigError(f"model.context is {config.context}; the model of {KEY} has {places} positions")
-        folder = folder_of(self._name)
-        self._weights = None if folder is None else Weights(folder, self._family)
-        self._sample = sample(self._config, 0)
+            raise ConfigError(f"model.context is {config.context}; the model of {MODEL_KEY} has {places} positions")
+        folder = weights_folder(self._name)
+        self._weights = None if folder is None else PretrainedWeights(folder, self._family)
+        self._sample = build_sample(self._config, 0)
         group = worker_group()
         if group is not None:
             require_even_cut(self._config, group.size())
@@ -63,17 +69,17 @@ class HuggingFace:
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         with seeded(derive_seed("parameters", self._seed, layer)):
-            module, is_filled = self._made(layer).train(), torch.get_default_device().type != "meta"
+            module, is_filled = self._build_layer(layer).train(), torch.get_default_device().type != "meta"
             if is_filled:
-                self._initialise(module)
+                self._initialise_weights(module)
             for parameter in module.parameters():  # buffers stay as they are: angles of positions are always float32
-                parameter.data = torch.empty_like(parameter, dtype=self._dtype) if is_unfilled() \
+                parameter.data = torch.empty_like(parameter, dtype=self._dtype) if is_uninitialized() \
                     else parameter.data.to(self._dtype)
-            if is_filled and self._weights is not None and not is_unfilled():
-                self._load(module, layer, self._weights)
+            if is_filled and self._weights is not None and not is_uninitialized():
+                self._load_pretrained(module, layer, self._weights)
         group = worker_group()
         if group is not None and isinstance(module, DecoderLayer):
-            cut_over(module, group)
+            cut_decoder(module, group)
         return module
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
@@ -87,40 +93,40 @@ class HuggingFace:
                                               shift_labels=target)
         return loss if balance is None else loss + self._config.router_aux_loss_coef * balance
 
-    def _made(self, layer: int) -> nn.Module:
+    def _build_layer(self, layer: int) -> nn.Module:
         """Build a layer without initial values."""
         base, family, index = self._sample.base_model, self._family, layer - 1
         if layer == 0:
-            return _emptied(Embedding({name: _copy(base.get_submodule(name)) for name in family.embedding}))
+            return _allocate(Embedding({name: _copy_module(base.get_submodule(name)) for name in family.embedding}))
         if layer == self.layers - 1:
-            return _emptied(Head(family.norm, _copy(base.get_submodule(family.norm)),
-                                 _copy(self._sample.get_output_embeddings())))
+            return _allocate(Head(family.norm, _copy_module(base.get_submodule(family.norm)),
+                                  _copy_module(self._sample.get_output_embeddings())))
         kind, rotary = type(getattr(base, family.decoders)[0]), getattr(base, "rotary_emb", None)
         inner: nn.Module = kind(self._config, index)
         return DecoderLayer(inner, None if rotary is None else type(rotary)(self._config), self._config, index, family)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialise_weights(self, module: nn.Module) -> None:
         """Initialise a layer as transformers does, as the only module of a copy of the sample model."""
         whole = copy.copy(self._sample)
         whole._modules, whole.config = {"part": module}, self._config  # deviations depend on the number of layers
         whole.initialize_weights()
 
-    def _load(self, module: nn.Module, layer: int, weights: Weights) -> None:
+    def _load_pretrained(self, module: nn.Module, layer: int, weights: PretrainedWeights) -> None:
         """Load the pretrained weights of a layer. Raises ConfigError if they do not fit."""
         if isinstance(module, DecoderLayer):
-            state = weights.decoder(layer - 1)
+            state = weights.read_decoder(layer - 1)
             target: nn.Module = module.layer
             if state.keys() != target.state_dict().keys():
-                state = converted(type(self._sample), self._config, layer - 1, state, self._name)
+                state = convert_state(type(self._sample), self._config, layer - 1, state, self._name)
         else:
             target = module
             tied = (f"{self._family.embedding[0]}.weight",) if self._config.tie_word_embeddings else ()
-            state = weights.others({name: (name, *(tied if name == "lm_head.weight" else ()))
-                                    for name in module.state_dict()})
+            state = weights.read_others({name: (name, *(tied if name == "lm_head.weight" else ()))
+                                         for name in module.state_dict()})
         try:
             target.load_state_dict(state)
         except RuntimeError as error:
-            raise ConfigError(f"{KEY} is {self._name!r}: the weights of layer {layer} do not fit: "
+            raise ConfigError(f"{MODEL_KEY} is {self._name!r}: the weights of layer {layer} do not fit: "
                               f"{' '.join(str(error).split())[:300]}") from None
 
 
@@ -129,27 +135,28 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
     Silences the log messages and progress bars of transformers from then on.
     """
-    chosen = {"experts_implementation": experts.NAME} if FAMILIES[document["model_type"]].experts else {}
-    experts.register()
-    attention.register()
+    chosen = {"experts_implementation": experts.EXPERTS_NAME} if FAMILIES[document["model_type"]].experts else {}
+    experts.register_experts()
+    attention.register_attention()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return AutoConfig.for_model(**{"attn_implementation": attention.NAME, **chosen, **document, "use_cache": False})
+        return AutoConfig.for_model(**{"attn_implementation": attention.ATTENTION_NAME, **chosen, **document,
+                                       "use_cache": False})
     except Exception as error:  # each config class raises errors of its own
-        raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
+        raise ConfigError(f"{MODEL_KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
 
 
-def sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
+def build_sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
     """Build the model with one decoder layer, that at `index`, on the meta device. Several threads may call this."""
     # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. If two
     # threads did so at the same time, the last to end would leave it changed permanently.
-    with GENERATORS, torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(single(config, index, **changes))
+    with GENERATOR_LOCK, torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(single_layer_config(config, index, **changes))
     return model
 
 
-def single(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedConfig:
+def single_layer_config(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedConfig:
     """Return the config of a model with a single decoder layer, that at `index`, and with further `changes`."""
     reduced = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
@@ -163,33 +170,34 @@ def single(config: PreTrainedConfig, index: int, **changes: object) -> PreTraine
     return reduced
 
 
-def small(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the config of `single` with a vocabulary of one token, for uses that only need the decoder layer."""
-    return single(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
+    """Return the config of `single_layer_config` with a vocabulary of one token, for uses that only need the decoder
+    layer."""
+    return single_layer_config(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
-def converted(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
-              name: str) -> dict[str, Tensor]:
+def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
+                  name: str) -> dict[str, Tensor]:
     """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules."""
     decoders = FAMILIES[config.model_type].decoders
     try:
         model = kind.from_pretrained(
-            None, config=small(config, index), dtype=next(iter(state.values())).dtype,
+            None, config=small_layer_config(config, index), dtype=next(iter(state.values())).dtype,
             state_dict={f"model.{decoders}.0.{key}": tensor for key, tensor in state.items()})
     except (RuntimeError, ValueError, StopIteration) as error:
-        raise ConfigError(f"{KEY} is {name!r}: the weights of decoder layer {index} cannot be read: "
+        raise ConfigError(f"{MODEL_KEY} is {name!r}: the weights of decoder layer {index} cannot be read: "
                           f"{first_line(error)}") from None
     layer: nn.Module = getattr(model.base_model, decoders)[0]
     return dict(layer.state_dict())
 
 
-def _copy(module: Any) -> nn.Module:
+def _copy_module(module: Any) -> nn.Module:
     """Return a deep copy of a module."""
     copied: nn.Module = copy.deepcopy(module)
     return copied
 
 
-def _emptied(module: nn.Module) -> nn.Module:
+def _allocate(module: nn.Module) -> nn.Module:
     """Allocate a module, uninitialized, on the default device; it stays on the meta device if that is the default."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)

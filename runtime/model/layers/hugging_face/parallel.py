@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.model.layers.hugging_face import experts
-from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, is_dense
+from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, MODEL_KEY, is_dense
 from slipstream.runtime.model.layers.shards import Shard, cut_parameters
-from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_whole, own_part, sum_ranks
+from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_replicated, sum_ranks, take_own_part
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 _COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
@@ -30,22 +30,22 @@ _NORMS = {"q_norm", "k_norm"}
 def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
     """Raise ConfigError if a model's decoder layers cannot be cut over this number of ranks."""
     kind = config.model_type
-    wrong = f"training.tensor_parallel is {ranks}, and {KEY} names a {kind}"
+    wrong = f"training.tensor_parallel is {ranks}, and {MODEL_KEY} names a {kind}"
     if not FAMILIES[kind].can_be_cut:
         known = ", ".join(name for name, family in FAMILIES.items() if family.can_be_cut)
         raise ConfigError(f"{wrong}, whose layers cannot be cut; expected 1, or one of {known}")
     if config.attention_dropout:
         raise ConfigError(f"{wrong} with attention_dropout {config.attention_dropout}: what is dropped would depend on "
                           "the ranks; expected 0")
-    if FAMILIES[kind].experts and config._experts_implementation != experts.NAME:
+    if FAMILIES[kind].experts and config._experts_implementation != experts.EXPERTS_NAME:
         raise ConfigError(f"{wrong} with experts_implementation {config._experts_implementation!r}, which wants all "
-                          f"experts; expected {experts.NAME!r}")
-    for name in _cut_by(config):
+                          f"experts; expected {experts.EXPERTS_NAME!r}")
+    for name in _divided_keys(config):
         if getattr(config, name) % ranks:
             raise ConfigError(f"{wrong} with {name} {getattr(config, name)}; expected a multiple of {ranks}")
 
 
-def _cut_by(config: PreTrainedConfig) -> Iterator[str]:
+def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
     """Yield the keys of the sizes of which each rank has an equal part."""
     yield from ("num_attention_heads", "num_key_value_heads")
     mixture = FAMILIES[config.model_type].experts
@@ -57,7 +57,7 @@ def _cut_by(config: PreTrainedConfig) -> Iterator[str]:
         yield "shared_expert_intermediate_size"
 
 
-def cut_over(decoder: nn.Module, group: WorkerGroup) -> None:
+def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
     """Replace the parameters of `decoder.layer` by this rank's parts, and make its modules sum over the ranks."""
     layer, shards, sharing = decoder.get_submodule("layer"), dict[str, Shard](), dict[str, nn.Module]()
     modules: dict[str, Any] = dict(layer.named_modules())
@@ -80,7 +80,7 @@ def cut_over(decoder: nn.Module, group: WorkerGroup) -> None:
     cut_parameters(decoder, shards, group)
     decoder.shards = shards  # type: ignore[assignment]
     for module in sharing.values():
-        module.register_forward_pre_hook(partial(_for_all_ranks, group), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_share_features, group), with_kwargs=True)
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
     transformers computes it in float32, so sums of the ranks' own squares would give other numbers.
     """
     last = hidden_states.dim() - 1
-    normed: Tensor = type(norm).forward(norm, gather_whole(hidden_states, last, group))
-    return own_part(normed, last, group)
+    normed: Tensor = type(norm).forward(norm, gather_replicated(hidden_states, last, group))
+    return take_own_part(normed, last, group)
 
 
-def _for_all_ranks(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-                   ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _share_features(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+                    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass a module's input features through `for_all_ranks`, so that their gradients are summed over the ranks."""
     if args:
         return (*for_all_ranks(group, args[0]), *args[1:]), kwargs

@@ -9,28 +9,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
-from slipstream.runtime.model.layers.hugging_face.configuration import KEY, Family
+from slipstream.runtime.model.layers.hugging_face.configuration import MODEL_KEY, Family
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 
-class Weights:
+class PretrainedWeights:
     """Tensors in a folder of safetensors files, by their names. Raises ConfigError if there are none."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self._folder = folder
-        self._wrong = f"{KEY} is {str(folder)!r}"
+        self._wrong = f"{MODEL_KEY} is {str(folder)!r}"
         self._decoder = re.compile(rf"(?:^|\.){family.decoders}\.(\d+)\.(.+)$")
-        self._files = self._index()
+        self._files = self._read_index()
 
-    def decoder(self, index: int) -> dict[str, Tensor]:
+    def read_decoder(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of a decoder layer, by their names within the layer."""
         names = {name: match[2] for name in self._files
                  if (match := self._decoder.search(name)) and int(match[1]) == index}
-        return {names[name]: tensor for name, tensor in self._read(names).items()}
+        return {names[name]: tensor for name, tensor in self._read_tensors(names).items()}
 
-    def others(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    def read_others(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
         """Return tensors outside of the decoder layers.
 
         For each name, `wanted` has the possible endings of the name in the files; the first that exists is read. Raises
@@ -42,22 +42,23 @@ class Weights:
             source = next((full for ending in endings for full in outside if f".{full}".endswith(f".{ending}")), None)
             if source is None:
                 raise ConfigError(f"{self._wrong}: its files have no tensor {endings[0]!r}")
-            tensors[name] = self._read([source])[source]
+            tensors[name] = self._read_tensors([source])[source]
         return tensors
 
-    def _index(self) -> dict[str, str]:
+    def _read_index(self) -> dict[str, str]:
         """Return the file of each tensor."""
         try:
-            if (self._folder / INDEX).exists():
-                files = json.loads((self._folder / INDEX).read_bytes())["weight_map"]
+            if (self._folder / INDEX_FILE).exists():
+                files = json.loads((self._folder / INDEX_FILE).read_bytes())["weight_map"]
                 return {str(name): str(file) for name, file in files.items()}
-            with safe_open(self._folder / SINGLE, "pt") as file:
-                return dict.fromkeys(file.keys(), SINGLE)
+            with safe_open(self._folder / SINGLE_FILE, "pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._wrong}: its weights cannot be read ({' '.join(str(error).split())}); expected "
-                              f"{SINGLE} or {INDEX}; for random weights, name the config.json itself") from None
+                              f"{SINGLE_FILE} or {INDEX_FILE}; for random weights, name the config.json itself"
+                               ) from None
 
-    def _read(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
+    def _read_tensors(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
         """Read tensors by their names in the files."""
         by_file: dict[str, list[str]] = {}
         for name in names:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchtitan.models.common.moe import GroupedExperts, MoE
 
-from slipstream.runtime.model.layers.grouped_products import Groups, grouped_linear
+from slipstream.runtime.model.layers.grouped_products import ExpertGroups, grouped_linear
 from slipstream.runtime.model.layers.step_rules import StepRule, leave_gradient
 
 _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
-def with_counted_tokens(layer: nn.Module) -> dict[str, StepRule]:
+def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
     """Change the mixtures of a layer on the meta device in place, and return the rules of their biases by name."""
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
@@ -33,18 +33,18 @@ def with_counted_tokens(layer: nn.Module) -> dict[str, StepRule]:
             assert bias is not None
             setattr(module, _BIAS, nn.Parameter(torch.zeros_like(bias)))
             kind: Any = type(module)
-            module.__class__ = _counting(kind)
+            module.__class__ = _counting_class(kind)
             rules[f"{name}.{_BIAS}"] = partial(_move_bias, module.load_balance_coeff)
     return rules
 
 
 @cache
-def _counting(kind: Any) -> Any:
+def _counting_class(kind: Any) -> Any:
     """Return a subclass of torchtitan's mixture that leaves its token counts as the gradient of the bias."""
-    return type(kind.__name__, (_Counting, kind), {})
+    return type(kind.__name__, (_CountingMixin, kind), {})
 
 
-class _Counting(nn.Module):
+class _CountingMixin(nn.Module):
     """Mixin before torchtitan's own class, with a new counter in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Experts(GroupedExperts):  # type: ignore[misc]
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Return features from the features [R, D] of tokens that are sorted by expert."""
-        groups = Groups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
+        groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
         # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
         hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(
             x_RD.bfloat16(), self.w3_EFD, groups)

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slipstream.runtime.config import ModelConfig
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
 from slipstream.runtime.model.layers.sharing import sharing_of
-from slipstream.runtime.model.layers.torchtitan.model import Torchtitan
-from slipstream.schedules.files import new_folder
+from slipstream.runtime.model.layers.torchtitan.model import TorchtitanModel
+from slipstream.schedules.files import replace_folder
 
 _META = torch.device("meta")
 
 
-class _Read(DefaultSavePlanner):
+class _LazyPlanner(DefaultSavePlanner):
     """Planner that reads tensors only when they are written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
@@ -44,30 +44,32 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
         raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] torchtitan: its model.name is "
                               f"{identity.get('model.name')!r}")
     # The kind of attention does not change the parameters.
-    model = Torchtitan(ModelConfig(torchtitan=name, context=identity["model.context"], options={"attention": "sdpa"}),
-                       0, getattr(torch, identity["parameters"]), _META)
+    model = TorchtitanModel(ModelConfig(torchtitan=name, context=identity["model.context"],
+                                        options={"attention": "sdpa"}),
+                            0, getattr(torch, identity["parameters"]), _META)
     sharing, shapes = sharing_of(model), list[Mapping[str, torch.Size]]()
     layer_of, planned = dict[str, int](), dict[str, Tensor]()
     for layer in range(model.layers):
         with _META:
             parameters = dict(model.build(layer).named_parameters())
         shapes.append({key: tensor.shape for key, tensor in parameters.items()})
-        for key, tensor in model.named_as_written(layer, parameters).items():
+        for key, tensor in model.rename_for_checkpoint(layer, parameters).items():
             layer_of[key], planned[key] = layer, tensor
 
     @functools.lru_cache(maxsize=1)
     def read_layer(layer: int) -> dict[str, Tensor]:
-        state = sharing.with_copies(layer, load(checkpoint, [layer])[layer],
-                                    lambda other: load(checkpoint, [other])[other])
+        state = sharing.with_copies(layer, load_layers(checkpoint, [layer])[layer],
+                                    lambda other: load_layers(checkpoint, [other])[other])
         found = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
         if {key: tensor.shape for key, tensor in found.items()} != shapes[layer] or identity["layers"] != model.layers:
             raise CheckpointError(f"{checkpoint.path}: its layers are not those of torchtitan's {name}, but of a "
                                   "configuration of its own; torchtitan's last checkpoint of that run has them")
-        return model.named_as_written(layer, found)
+        return model.rename_for_checkpoint(layer, found)
 
-    with new_folder(folder) as draft, warnings.catch_warnings():
+    with replace_folder(folder) as draft, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # torch.distributed is not needed here
         try:
-            save(planned, checkpoint_id=draft, planner=_Read(lambda key: read_layer(layer_of[key])[key]), no_dist=True)
+            save(planned, checkpoint_id=draft, planner=_LazyPlanner(lambda key: read_layer(layer_of[key])[key]),
+                 no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None

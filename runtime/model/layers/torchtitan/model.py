@@ -16,23 +16,28 @@ from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
-from slipstream.runtime.model.layers.sharing import put_tensor
-from slipstream.runtime.model.layers.torchtitan.experts import with_counted_tokens
-from slipstream.runtime.model.layers.torchtitan.ranks import copied, cut_over_ranks, on_ranks, whole
+from slipstream.runtime.model.layers.sharing import replace_tensor
+from slipstream.runtime.model.layers.torchtitan.experts import count_tokens_in_backward
+from slipstream.runtime.model.layers.torchtitan.ranks import (
+    as_plain_tensor,
+    as_replicated,
+    copy_to_twin,
+    cut_over_ranks,
+)
 from slipstream.runtime.model.layers.torchtitan.specification import (
-    KEY,
+    MODEL_KEY,
+    build_meta_model,
     needs_masks,
     require_no_experts,
-    sample_of,
     trainer_config,
 )
-from slipstream.runtime.model.layers.unfilled import is_unfilled
+from slipstream.runtime.model.layers.uninitialized import is_uninitialized
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
-from slipstream.runtime.torch_private import without_state_hooks
+from slipstream.runtime.model.seeds import GENERATOR_LOCK, derive_seed, seeded
+from slipstream.runtime.torch_private import remove_state_hooks
 
 
-class Torchtitan:
+class TorchtitanModel:
     """Model that `[model] torchtitan` names, see `slipstream.runtime.model.layers.layered_model.LayeredModel`.
 
     Parameters have the same names as in torchtitan. Raises ConfigError if the model cannot be used.
@@ -40,19 +45,19 @@ class Torchtitan:
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed, self._dtype, self.device = seed, dtype, device
-        with GENERATORS:
+        with GENERATOR_LOCK:
             self._trainer = trainer_config(config)
-            self._sample = sample_of(self._trainer, device)
+            self._sample = build_meta_model(self._trainer, device)
         assert self._trainer.model_spec is not None
         self._config: Any = self._trainer.model_spec.model
         self.layers = len(self._config.layers) + 2
         places = self._trainer.training.seq_len
         if config.context > places:
-            raise ConfigError(f"model.context is {config.context}; the model of {KEY} has {places} positions")
+            raise ConfigError(f"model.context is {config.context}; the model of {MODEL_KEY} has {places} positions")
         folder = config.options.get("checkpoint")
         self._folder = None if folder is None else Path(folder)
-        self._kind = type("Layer", (_Part, type(self._sample)), {
-            "_masks": _Masks() if needs_masks(self._trainer) else None})
+        self._kind = type("Layer", (_LayerMixin, type(self._sample)), {
+            "_masks": _MaskCache() if needs_masks(self._trainer) else None})
         # The initial value is that of the head, which the embedding shares.
         self.shared = ((f"{self.layers - 1}.lm_head.weight", "0.tok_embeddings.weight"),) \
             if self._config.enable_weight_tying else ()
@@ -63,18 +68,18 @@ class Torchtitan:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         device = torch.get_default_device()
         with seeded(derive_seed("parameters", self._seed, layer)):
-            module: nn.Module = self._on_meta(layer)
+            module: nn.Module = self._build_on_meta(layer)
             if device.type != "meta":
                 module.to_empty(device=device)
                 with torch.no_grad():
                     module.init_states()  # type: ignore[operator]
-                if self._folder is not None and not is_unfilled():
+                if self._folder is not None and not is_uninitialized():
                     _load_layer(module, self._folder)
             if worker_group() is not None:
                 require_no_experts(self._trainer, "tensor_parallel, which its experts are not cut for", "1")
-                module = cut_over_ranks(module, self._on_meta(layer), device)
+                module = cut_over_ranks(module, self._build_on_meta(layer), device)
             # Hooks would split fused products in the state; the runtime needs each parameter as it is stepped.
-            without_state_hooks(module)
+            remove_state_hooks(module)
         module.again = functools.partial(self.build, layer)  # type: ignore[assignment]
         return module
 
@@ -82,14 +87,14 @@ class Torchtitan:
         """Return the cross entropy, mean over the tokens that count."""
         return cross_entropy(output, target)
 
-    def named_as_written(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def rename_for_checkpoint(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a layer's parameters, given by their names in it, by their names in torchtitan's checkpoints."""
-        module = self._on_meta(layer)
+        module = self._build_on_meta(layer)
         for name, parameter in list(module.named_parameters()):
-            put_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
+            replace_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
         return dict(module.state_dict())
 
-    def _on_meta(self, layer: int) -> Any:
+    def _build_on_meta(self, layer: int) -> Any:
         """Build torchtitan's model on the meta device, with only the modules of one layer."""
         module = copy.copy(self._sample)
         first, last, index = layer == 0, layer == self.layers - 1, layer - 1
@@ -103,14 +108,14 @@ class Torchtitan:
         module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties shared parameters
         for parameter in module.parameters():  # not buffers: rotation buffers are complex
             parameter.data = parameter.data.to(self._dtype)
-        module.step_rules = with_counted_tokens(module)
+        module.step_rules = count_tokens_in_backward(module)
         return module.train()
 
 
-class _Part(nn.Module):
+class _LayerMixin(nn.Module):
     """Mixin before torchtitan's own class, which takes positions, and masks made from them, from the micro-batch."""
 
-    _masks: "_Masks | None"
+    _masks: "_MaskCache | None"
     again: Callable[[], nn.Module]
     """Function that builds the same layer on the meta device."""
     layers: nn.ModuleDict
@@ -122,13 +127,13 @@ class _Part(nn.Module):
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
         """Return features or logits from tokens or features; between layers all ranks of a worker have them whole."""
-        return whole(self._forward(on_ranks(given, self), batch))
+        return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:
         with torch.device("meta"):
-            return copied(self, self.again())
+            return copy_to_twin(self, self.again())
 
-    def _forward(self, given: Tensor, batch: Batch | None) -> Tensor:
+    def _run_decoder(self, given: Tensor, batch: Batch | None) -> Tensor:
         """Run torchtitan's decoder with the micro-batch's positions, and with masks if its attention needs them."""
         positions = getattr(batch, "positions", None)
         if not self.layers or self._masks is None:
@@ -137,17 +142,17 @@ class _Part(nn.Module):
             if positions is None:
                 positions = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
             output = super().forward(given, positions=positions,
-                                     attention_masks=self._masks.of(self, positions))
+                                     attention_masks=self._masks.get_masks(self, positions))
         return output
 
 
-class _Masks:
+class _MaskCache:
     """Attention masks of the last micro-batch, which the layers of a worker share."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], Any] | None = None
 
-    def of(self, model: Any, positions: Tensor) -> Any:
+    def get_masks(self, model: Any, positions: Tensor) -> Any:
         """Return the masks that torchtitan's decoder makes of positions [B, T], which restart in each document."""
         last = self._last
         if last is not None and last[0]() is positions:
@@ -166,6 +171,6 @@ def _load_layer(module: nn.Module, folder: Path) -> None:
         module.load_state_dict(state)
     except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise ConfigError(f"{KEY}: model.options.checkpoint is {str(folder)!r}, of which "
+        raise ConfigError(f"{MODEL_KEY}: model.options.checkpoint is {str(folder)!r}, of which "
                           f"{next(iter(state), 'nothing')!r} and others of its layer cannot be read: "
                           f"{first_line(cause)}; expected a folder step-N that torchtitan has written") from None

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torchtitan.distributed import ParallelDims
 
-from slipstream.runtime.model.layers.distributed_tensors import Placed
-from slipstream.runtime.model.layers.sharing import put_tensor
+from slipstream.runtime.model.layers.distributed_tensors import Placements
+from slipstream.runtime.model.layers.sharing import replace_tensor
 from slipstream.runtime.model.layers.worker_group import worker_group
 
 
@@ -30,38 +30,39 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
     full_tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     with torch.no_grad():
         for name, part in (*parts.named_parameters(), *parts.named_buffers()):
-            _local(part).copy_(_local(distribute_tensor(full_tensors[name], mesh, part.placements, src_data_rank=None)
-                                      if isinstance(part, DTensor) else full_tensors[name]))
+            _local_part(part).copy_(_local_part(distribute_tensor(full_tensors[name], mesh, part.placements,
+                                                                  src_data_rank=None)
+                                                if isinstance(part, DTensor) else full_tensors[name]))
     return cast(nn.Module, parts)
 
 
-def on_ranks(given: Tensor, module: nn.Module) -> Tensor:
+def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
     """Wrap features that are equal on all ranks in a replicated DTensor, as a layer that is cut needs them."""
-    placed: Placed = getattr(module, "placed", {})
+    placed: Placements = getattr(module, "placed", {})
     if not placed or not given.is_floating_point():
         return given
     mesh, _ = next(iter(placed.values()))
     return DTensor.from_local(given, mesh, [Replicate()], run_check=False)
 
 
-def whole(found: Tensor) -> Tensor:
+def as_plain_tensor(found: Tensor) -> Tensor:
     """Return a plain tensor, whole on all ranks, from a DTensor."""
     if not isinstance(found, DTensor):
         return found
     return found.full_tensor()
 
 
-def copied(layer: nn.Module, twin: nn.Module) -> nn.Module:
+def copy_to_twin(layer: nn.Module, twin: nn.Module) -> nn.Module:
     """Give `twin`, the same layer on the meta device, the parameters and buffers of a layer, and return it.
 
     A deep copy would not do: torchtitan gives each module a forward that is bound to that module, not to its copy.
     """
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        put_tensor(twin, name, tensor)
+        replace_tensor(twin, name, tensor)
     twin.placed, twin.shards = layer.placed, layer.shards
     return twin
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,19 +24,19 @@ from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.object_reference import search_here
+from slipstream.runtime.model.object_reference import search_working_directory
 
-KEY = "model.torchtitan"
+MODEL_KEY = "model.torchtitan"
 """Key of the job file, for error messages."""
-OPTIONS = ("arguments", "attention", "checkpoint")
+MODEL_OPTIONS = ("arguments", "attention", "checkpoint")
 """Keys of `[model.options]`.
 
     arguments   command line of torchtitan, which replaces the defaults of its models
     attention   "sdpa" for attention that does not separate documents
     checkpoint  checkpoint of torchtitan to begin with
 """
-_PARTS = {"tok_embeddings", "layers", "norm", "lm_head"}
-_ALONE = ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)
+_MODULES = {"tok_embeddings", "layers", "norm", "lm_head"}
+_ONE_PROCESS = ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)
 """Parallelism of a single process, with plain tensors."""
 _EAGER = CompileConfig()
 
@@ -44,20 +44,21 @@ _EAGER = CompileConfig()
 def trainer_config(config: ModelConfig) -> Trainer.Config:
     """Return the configuration of torchtitan's Trainer for a model. Raises ConfigError if the model cannot be used."""
     for key in config.options:
-        if key not in OPTIONS:
-            raise ConfigError(f"unknown key model.options.{key}; with {KEY} expected {' or '.join(OPTIONS)}")
+        if key not in MODEL_OPTIONS:
+            raise ConfigError(f"unknown key model.options.{key}; with {MODEL_KEY} expected "
+                              f"{' or '.join(MODEL_OPTIONS)}")
     arguments = config.options.get("arguments", ())
     if arguments:
-        return parsed(tuple(arguments))
+        return parse_for_one_process(tuple(arguments))
     attention = config.options.get("attention")
     if attention not in (None, "sdpa"):
         raise ConfigError(f"model.options.attention is {attention!r}; expected 'sdpa', or torchtitan's own")
-    return _by_name(config.torchtitan or "", config.context, attention is not None)
+    return _config_by_name(config.torchtitan or "", config.context, attention is not None)
 
 
-def as_given(arguments: Sequence[str]) -> Trainer.Config:
+def parse_arguments(arguments: Sequence[str]) -> Trainer.Config:
     """Parse torchtitan's command line. Raises ConfigError if torchtitan refuses it."""
-    search_here()
+    search_working_directory()
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output):
@@ -67,27 +68,28 @@ def as_given(arguments: Sequence[str]) -> Trainer.Config:
         if not exit_.code:  # the user asked for help
             sys.stdout.write(output.getvalue())
             raise
-        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {_unboxed(output.getvalue())}") from None
+        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {_strip_box(output.getvalue())}"
+                          ) from None
     except Exception as error:  # the user's own module may raise anything
         raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {first_line(error)}") from None
     return config
 
 
-def _unboxed(said: str) -> str:
+def _strip_box(said: str) -> str:
     """Return the output of torchtitan's parser, which is lines in a box, as one line."""
     return " ".join(re.sub("[╭╮╰╯│─]|-{3,}", " ", said).split())
 
 
 @functools.cache
-def parsed(arguments: Sequence[str]) -> Trainer.Config:
+def parse_for_one_process(arguments: Sequence[str]) -> Trainer.Config:
     """Parse torchtitan's command line for the same training in one process, ready to build the model.
 
     Raises ConfigError if torchtitan refuses it.
     """
-    return _updated(in_one_process(as_given(arguments)))
+    return _update_model_config(with_one_process(parse_arguments(arguments)))
 
 
-def in_one_process(config: Trainer.Config) -> Trainer.Config:
+def with_one_process(config: Trainer.Config) -> Trainer.Config:
     """Return the configuration without any parallelism: one micro-batch after the other, then a step.
 
     Raises ConfigError if the batch sizes do not fit.
@@ -103,40 +105,41 @@ def in_one_process(config: Trainer.Config) -> Trainer.Config:
     if samples % size:
         raise ConfigError(f"--training.global_batch_size is {samples}; expected a multiple of the {size} samples of a "
                           "micro-batch")
-    return replace(config, parallelism=_ALONE, compile=_EAGER, training=replace(
+    return replace(config, parallelism=_ONE_PROCESS, compile=_EAGER, training=replace(
         training, local_batch_size=size, global_batch_size=samples, disable_cuda_graphs=True))
 
 
 @functools.cache
-def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
+def _config_by_name(name: str, context: int, causal: bool) -> Trainer.Config:
     """Return the configuration of a model by name, such as "llama3/8B". Raises ConfigError if there is none."""
     family, _, flavour = name.partition("/")
     if family not in _supported_models or not flavour:
-        raise ConfigError(f"{KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
+        raise ConfigError(f"{MODEL_KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
                           f"{', '.join(sorted(_supported_models))}")
     try:
         registry = import_module(f"torchtitan.models.{family}").model_registry
         spec = registry(flavour)
     except KeyError:
         known = getattr(import_module(f"torchtitan.models.{family}"), f"{family}_configs", ())
-        raise ConfigError(f"{KEY} is {name!r}; expected one of {', '.join(f'{family}/{one}' for one in known)}"
+        raise ConfigError(f"{MODEL_KEY} is {name!r}; expected one of {', '.join(f'{family}/{one}' for one in known)}"
                           ) from None
     except Exception as error:  # each model raises errors of its own
-        raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
+        raise ConfigError(f"{MODEL_KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
     for layer in spec.model.layers if causal and isinstance(spec.model, Decoder.Config) else ():
         if getattr(layer, "attention", None) is not None:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    return _updated(Trainer.Config(
-        model_spec=spec, training=TrainingConfig(seq_len=context, disable_cuda_graphs=True), parallelism=_ALONE))
+    return _update_model_config(Trainer.Config(
+        model_spec=spec, training=TrainingConfig(seq_len=context, disable_cuda_graphs=True), parallelism=_ONE_PROCESS))
 
 
-def _updated(config: Trainer.Config) -> Trainer.Config:
+def _update_model_config(config: Trainer.Config) -> Trainer.Config:
     """Update the model's configuration from that of the Trainer, as the Trainer does before it builds the model."""
     assert config.model_spec is not None
     try:
         config.model_spec.model.update_from_config(config=config)
     except Exception as error:  # each model raises errors of its own
-        raise ConfigError(f"{KEY}: {config.model_spec.name}/{config.model_spec.flavor}, built without parallelism "
+        raise ConfigError(f"{MODEL_KEY}: {config.model_spec.name}/{config.model_spec.flavor}, built without "
+                          f"parallelism "
                           f"inside layers: {first_line(error)}") from None
     return config
 
@@ -159,15 +162,15 @@ def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> No
     """Raise ConfigError if a model with experts is combined with a setting that experts do not support."""
     if has_experts(config):
         spec: Any = config.model_spec
-        raise ConfigError(f"{KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
+        raise ConfigError(f"{MODEL_KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
                           f"expected {expected}")
 
 
-def sample_of(config: Trainer.Config, device: torch.device) -> Any:
+def build_meta_model(config: Trainer.Config, device: torch.device) -> Any:
     """Build the whole model on the meta device. Raises ConfigError unless it is a chain of supported layers."""
     spec = config.model_spec
     assert spec is not None
-    wrong = f"{KEY} is '{spec.name}/{spec.flavor}'"
+    wrong = f"{MODEL_KEY} is '{spec.name}/{spec.flavor}'"
     if not isinstance(spec.model, Decoder.Config):
         raise ConfigError(f"{wrong}, which is no decoder; expected a decoder, such as 'llama3/8B'")
     for layer in spec.model.layers:
@@ -180,7 +183,7 @@ def sample_of(config: Trainer.Config, device: torch.device) -> Any:
     with torch.device("meta"):
         model = spec.model.build()
     if type(model).forward not in (Decoder.forward, MTPDecoder.forward) or set(
-            dict(model.named_children())) != _PARTS:
+            dict(model.named_children())) != _MODULES:
         raise ConfigError(f"{wrong}, which is more than a chain of an embedding, decoder layers and a head; expected "
                           "such a model")
     frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)

@@ -12,39 +12,45 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_titans
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, identity_of, load, open_checkpoint, save
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    Checkpoint,
+    identity_of,
+    load_layers,
+    open_checkpoint,
+    start_saving,
+)
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 
 _CPU = torch.device("cpu")
 
 
-def begin(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
+def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
     """Save the state of a Trainer so that a run begins with it.
 
     After `trainer.step` steps, this is a checkpoint in `folder`, which is returned. Before the first step, it is the
-    initial parameters, in the folder that `run_config` has set, and None is returned. Raises ConfigError and
+    initial parameters, in the folder that `build_run_config` has set, and None is returned. Raises ConfigError and
     CheckpointError.
     """
     if trainer.step == 0:
         save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
                     no_dist=True)
         return None
-    layers = list(_layers(trainer, config))
-    states, identity = _states(trainer), identity_of(config, len(layers))
+    layers = list(_layer_parameters(trainer, config))
+    states, identity = _optimizer_states(trainer), identity_of(config, len(layers))
     for layer, members in enumerate(layers):
         state = {f"model.{name}": tensor.detach() for name, tensor in members.items()}
         for name, parameter in members.items():
             for slot, value in states.get(parameter, {}).items():
                 state[f"optimizer.{slot}.{name}"] = value
-        save(folder, trainer.step, {layer: state}, identity).wait()
+        start_saving(folder, trainer.step, {layer: state}, identity).wait()
     return open_checkpoint(folder / f"iteration-{trainer.step}", identity)
 
 
-def read_state(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
+def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
     """Load the parameters and optimizer state of a run's checkpoint into a Trainer. Raises CheckpointError."""
-    for layer, members in enumerate(_layers(trainer, config)):
-        tensors = load(checkpoint, [layer])[layer]
+    for layer, members in enumerate(_layer_parameters(trainer, config)):
+        tensors = load_layers(checkpoint, [layer])[layer]
         for name, parameter in members.items():
             state = {slot: value for key, value in tensors.items() for kind, _, slot_and_name in [key.partition(".")]
                      for slot, _, parameter_name in [slot_and_name.partition(".")]
@@ -52,29 +58,30 @@ def read_state(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
             with torch.no_grad():
                 parameter.copy_(tensors[f"model.{name}"])
             if state:
-                next(one for one in trainer.optimizers if parameter in _stepped(one)).state[parameter] = state
+                next(one for one in trainer.optimizers
+                     if parameter in _stepped_parameters(one)).state[parameter] = state
 
 
-def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
+def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
     """Yield the parameters of each layer by their names in it, including biases that are buffers in the Trainer.
 
     A parameter that layers share belongs to the first of them.
     """
-    model = model_for(config.model, 0, parameter_dtype(config.training), _CPU)
+    model = build_model(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts
     tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
-        copies = sharing.copies(layer)
+        copies = sharing.copies_in(layer)
         yield {name: tensors[name] for name, _ in module.named_parameters() if name not in copies}
 
 
-def _states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
+def _optimizer_states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of the Trainer's optimizers by parameter; empty before the first step."""
     return {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+def _stepped_parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     """Return all parameters of an optimizer."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

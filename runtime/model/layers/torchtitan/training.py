@@ -17,30 +17,30 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
-from slipstream.runtime.model.layers.compiling import check_compilable
+from slipstream.runtime.model.layers.compiling import require_compilable
 from slipstream.runtime.model.layers.torchtitan.specification import (
+    build_meta_model,
     has_experts,
-    in_one_process,
     needs_masks,
-    parsed,
-    sample_of,
+    parse_for_one_process,
+    with_one_process,
 )
 
 _DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
 """Dtypes of a run by torchtitan's names: torchtitan's mixed precision is autocast here."""
 _OPTIONS = {"lr", "weight_decay", "betas", "eps"}
 """Options of AdamW that a parameter group of a run may have."""
-_HOW = {"fused", "foreach"}
+_IMPLEMENTATION_OPTIONS = {"fused", "foreach"}
 """Options of AdamW that change how it is computed and not its result."""
-_PLANNED = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "module_fqns_per_model_part",
-            "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
-            "pipeline_parallel_last_stage_less_layers")
+_REPLACED_SETTINGS = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "module_fqns_per_model_part",
+                      "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+                      "pipeline_parallel_last_stage_less_layers")
 """Settings of torchtitan's pipeline parallelism that are replaced by plans."""
 
 
-def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
+def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
     """Return each pipeline's number of micro-batches in a step. Raises ConfigError if there are too few."""
-    training = in_one_process(config).training
+    training = with_one_process(config).training
     each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
     if not each:
         raise ConfigError(f"a step has {more} micro-batches of {training.local_batch_size} samples, and there are "
@@ -48,17 +48,18 @@ def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
     return tuple(each + (pipeline < more) for pipeline in range(pipelines))
 
 
-def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
+def build_run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
     """Return the configuration of a run for the same training as `config`, torchtitan's own from the command line.
 
     Before the first step, the parameters must lie in the folder `initial`, as torchtitan writes them. Raises
     ConfigError if a setting is not supported.
     """
     assert config.model_spec is not None
-    sample_of(parsed(tuple(arguments)), torch.device(device_type))  # errors that no other option can fix come first
-    require_honoured(config)
-    training = in_one_process(config).training
-    groups = _groups(arguments, config)
+    # errors that no other option can fix come first
+    build_meta_model(parse_for_one_process(tuple(arguments)), torch.device(device_type))
+    require_supported(config)
+    training = with_one_process(config).training
+    groups = _convert_groups(arguments, config)
     run = parse_run_config(
         {"torchtitan": f"{config.model_spec.name}/{config.model_spec.flavor}", "context": training.seq_len,
          "options": {"arguments": list(arguments), "checkpoint": str(initial)}},
@@ -72,33 +73,33 @@ def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) 
          "recompute": "full" if isinstance(config.activation_checkpoint, FullAC.Config) else "none",
          "options": {"arguments": list(arguments)}})
     if run.training.compile:
-        check_compilable(run, torch.device(device_type))
+        require_compilable(run, torch.device(device_type))
     return run
 
 
 def rate(config: TrainingConfig, iteration: int) -> float:
     """Return the factor of an iteration's learning rate, from torchtitan's own schedule."""
-    return _rates(tuple(config.options["arguments"]))(iteration)
+    return _load_rate_function(tuple(config.options["arguments"]))(iteration)
 
 
 @functools.cache
-def _rates(arguments: Sequence[str]) -> Callable[[int], float]:
+def _load_rate_function(arguments: Sequence[str]) -> Callable[[int], float]:
     """Return torchtitan's learning rate schedule as a function of the iteration."""
-    config = parsed(arguments)
+    config = parse_for_one_process(arguments)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedulers = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
     factor_of: Callable[[int], float] = schedulers.schedulers[0].lr_lambdas[0]
     return factor_of
 
 
-def require_honoured(config: Trainer.Config) -> None:
+def require_supported(config: Trainer.Config) -> None:
     """Raise ConfigError, with one line that names all settings that a run does not support."""
-    problems = [f"{what}; expected {expected}" for wrong, what, expected in _refused(config) if wrong]
+    problems = [f"{what}; expected {expected}" for wrong, what, expected in _check_settings(config) if wrong]
     if problems:
         raise ConfigError("cannot be done by Slipstream: " + ". ".join(problems))
 
 
-def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
+def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     """Yield unsupported settings, each with whether it is set, a description, and what is expected instead."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
@@ -107,7 +108,7 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     yield (degrees.data_parallel_shard_degree > 1,
            f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
            "pipelines, as --parallelism.data_parallel_replicate_degree")
-    heads = _heads(config)
+    heads = _count_kv_heads(config)
     yield (heads % max(1, degrees.tensor_parallel_degree) > 0,
            f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree}",
            f"a divisor of the model's {heads} heads of keys and values")
@@ -140,17 +141,17 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
            "options of its param_groups")
     for group in config.optimizer.param_groups:
         yield group.optimizer_name != "AdamW", f"the optimizer {group.optimizer_name}", "AdamW"
-        other = min(group.optimizer_kwargs.keys() - _OPTIONS - _HOW, default="")
+        other = min(group.optimizer_kwargs.keys() - _OPTIONS - _IMPLEMENTATION_OPTIONS, default="")
         yield bool(other), f"{other} of the optimizer", f"of its options only {', '.join(sorted(_OPTIONS))}"
 
 
-def _heads(config: Trainer.Config) -> int:
+def _count_kv_heads(config: Trainer.Config) -> int:
     """Return the number of key and value heads, which are cut over ranks; 0 for models without attention."""
     attention: Any = getattr(config.model_spec and config.model_spec.model, "first_attention", None)
     return getattr(attention, "n_kv_heads", None) or getattr(attention, "n_heads", None) or 0
 
 
-def differences(config: Trainer.Config) -> Iterator[str]:
+def describe_differences(config: Trainer.Config) -> Iterator[str]:
     """Yield a line for each difference between a run and torchtitan's own training."""
     checkpoint = config.checkpoint
     if checkpoint.enable and not checkpoint.load_only:
@@ -162,7 +163,7 @@ def differences(config: Trainer.Config) -> Iterator[str]:
                "FullAC computes them again")
     if config.parallelism.tensor_parallel_degree > 1 and config.parallelism.enable_sequence_parallel:
         yield "each rank of a worker has its samples whole between layers: sequence parallelism does not count"
-    planned = [f"--parallelism.{name}" for name in _PLANNED
+    planned = [f"--parallelism.{name}" for name in _REPLACED_SETTINGS
                if getattr(config.parallelism, name) != getattr(ParallelismConfig(), name)]
     if planned:
         yield f"schedules and the layers of stages are planned: {', '.join(planned)} does not count"
@@ -176,7 +177,7 @@ def differences(config: Trainer.Config) -> Iterator[str]:
             yield f"{option} is of this process, and of no worker"
 
 
-def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
+def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
     """Return torchtitan's parameter groups as those of a run. A parameter is in the first group whose pattern fits."""
     groups = config.optimizer.param_groups
     if not groups:
@@ -189,17 +190,17 @@ def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, 
                         "betas": list(all_["betas"]), "epsilon": all_["eps"]})
     if len(groups) == 1 and groups[0].pattern == ".*":
         return [{"parameters": "*", **options[0]}]
-    model = sample_of(parsed(tuple(arguments)), torch.device(device_type))
+    model = build_meta_model(parse_for_one_process(tuple(arguments)), torch.device(device_type))
     last = len(model.layers) + 1
     run_groups = []
     for name, _ in model.named_parameters():
         number = next((number for number, group in enumerate(groups) if re.search(group.pattern, name)), None)
         if number is not None:
-            run_groups.append({"parameters": _in_layer(name, last, model.enable_weight_tying), **options[number]})
+            run_groups.append({"parameters": _name_in_run(name, last, model.enable_weight_tying), **options[number]})
     return run_groups
 
 
-def _in_layer(name: str, last: int, tied: bool) -> str:
+def _name_in_run(name: str, last: int, tied: bool) -> str:
     """Return a run's name for a parameter of torchtitan's model; a tied embedding has the name of the head."""
     part, _, rest = name.partition(".")
     if part == "tok_embeddings":

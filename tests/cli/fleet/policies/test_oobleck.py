@@ -5,7 +5,7 @@ import pytest
 from slipstream.cli.fleet.loads import Loads
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policies.oobleck import stacked_sizes
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, template
+from slipstream.cli.fleet.policies.oobleck_templates import Template, find_template, shortest_iteration
 from tests.cli.fleet.policies.splits import splits
 from tests.cli.fleet.small import gain, job, lose, run, scenario, spans
 
@@ -20,22 +20,22 @@ def formula(times, microbatches):
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
 def test_oobleck_templates_are_the_best_split(layers, nodes):
     best = min(formula(times, 4 * nodes) for times in splits(layers, nodes))
-    assert template(layers, nodes).seconds(4 * nodes) == pytest.approx(best)
+    assert find_template(layers, nodes).seconds_for(4 * nodes) == pytest.approx(best)
 
 
 def test_a_bidirectional_model_has_its_layers_once():
-    assert Loads(job(order="bidirectional")).layers == Loads(job()).layers
+    assert Loads(job(order="bidirectional")).layer_seconds == Loads(job()).layer_seconds
 
 
 def test_oobleck_of_equal_stages_is_1f1b():
-    made = template((1.0,) * 8, 4)
-    assert made.seconds(10) == pytest.approx((10 + 3) * 2.0) and Loads(job()).layers == (3 / 8,) * 16
+    made = find_template((1.0,) * 8, 4)
+    assert made.seconds_for(10) == pytest.approx((10 + 3) * 2.0) and Loads(job()).layer_seconds == (3 / 8,) * 16
 
 
 def test_the_batch_is_divided_by_the_speed_of_pipelines():
     one, half = Template(1.0, 0.0), Template(2.0, 0.0)
-    assert fastest_split({one: 1, half: 1}, 9) == pytest.approx(6.0)
-    assert fastest_split({one: 2}, 9) == pytest.approx(5.0)
+    assert shortest_iteration({one: 1, half: 1}, 9) == pytest.approx(6.0)
+    assert shortest_iteration({one: 2}, 9) == pytest.approx(5.0)
 
 
 def test_oobleck_splits_the_batch_for_the_shortest_iteration():
@@ -49,4 +49,4 @@ def test_oobleck_takes_newcomers_at_the_next_failure():
     result = run("oobleck", lose(100.0, 0), gain(300.0, 0), lose(600.0, 5))
     shorter = 18 / 25
     assert spans(result)[:3] == [("RUN", 100.0), ("SWITCH", 7.0), ("LOST", 9 / shorter)]
-    assert result.switches == 2 and result.rate[-1] == pytest.approx(shorter)  # 0 fills in as 5 leaves
+    assert result.switch_count == 2 and result.useful_rates[-1] == pytest.approx(shorter)  # 0 fills in as 5 leaves

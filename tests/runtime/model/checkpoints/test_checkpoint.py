@@ -19,31 +19,37 @@ from torch import Tensor
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints import checkpoint
 from slipstream.runtime.model.checkpoints.checkpoint import (
-    KEEP,
+    KEPT_CHECKPOINTS,
     CheckpointError,
-    complete,
+    find_complete,
+    find_newest_undamaged,
     identity_of,
-    latest,
-    load,
-    newest_whole,
+    load_layers,
     open_checkpoint,
-    reopened,
-    save,
+    open_latest,
+    reopen_or_latest,
+    start_saving,
 )
 from slipstream.runtime.model.checkpoints.parameters import (
     layer_path,
     load_layer,
     load_parameters,
     save_layer,
-    save_layer_when_there_is_room,
+    save_layer_with_retry,
 )
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.state.holding import Holding, build_holding
-from slipstream.runtime.model.state.part_state import as_parts
-from slipstream.runtime.model.state.part_state import whole as whole_state
-from slipstream.runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.model.state.part_state import as_whole_part
+from slipstream.runtime.model.state.part_state import assemble_state as whole_state
+from slipstream.runtime.model.tensor_codec import (
+    TensorError,
+    decode_tensors,
+    encode_tensors,
+    read_tensors,
+    write_tensors,
+)
 from slipstream.runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
 
@@ -72,28 +78,28 @@ def assert_same(left: State, right: State) -> None:
 def write(folder: Path, iteration: int, state: State) -> None:
     """By two workers."""
     for layers in ((0, 2), (1, 3)):
-        save(folder, iteration, share(state, *layers), IDENTITY).wait()
+        start_saving(folder, iteration, share(state, *layers), IDENTITY).wait()
 
 
 def test_there_and_back(tmp_path) -> None:
-    assert latest(tmp_path) is None and latest(tmp_path / "none") is None
+    assert open_latest(tmp_path) is None and open_latest(tmp_path / "none") is None
     state = states()
-    first = save(tmp_path, 10, share(state, 0, 2), IDENTITY)
+    first = start_saving(tmp_path, 10, share(state, 0, 2), IDENTITY)
     first.wait()
-    assert first.done() and latest(tmp_path) is None, "half of one is none"
-    save(tmp_path, 10, share(state, 1, 3), IDENTITY).wait()
-    found = latest(tmp_path, IDENTITY)
+    assert first.is_done() and open_latest(tmp_path) is None, "half of one is none"
+    start_saving(tmp_path, 10, share(state, 1, 3), IDENTITY).wait()
+    found = open_latest(tmp_path, IDENTITY)
     assert found is not None and found.iteration == 10
-    assert_same(load(found, range(4)), state)
-    assert_same(load(found, [2]), share(state, 2))
+    assert_same(load_layers(found, range(4)), state)
+    assert_same(load_layers(found, [2]), share(state, 2))
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-10"}
-    save(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
+    start_saving(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
 
 
 def test_what_is_saved_does_not_see_later_steps() -> None:
     """Parameters, what the optimizer remembers of them, and buffers."""
     layer = torch.nn.BatchNorm1d(3)
-    optimizer = Holding({0: layer}, tiny().training).optimizer
+    optimizer = HeldLayers({0: layer}, tiny().training).optimizer
     optimizer.step(0)
     saved = whole_state(layer, optimizer.own_states(0))
     expected = {name: tensor.clone() for name, tensor in saved.items()}
@@ -105,21 +111,22 @@ def test_what_is_saved_does_not_see_later_steps() -> None:
 
 def test_many_workers_at_once(tmp_path) -> None:
     for iteration in range(8):
-        for saving in [save(tmp_path, iteration, share(states(iteration), layer), IDENTITY) for layer in range(4)]:
+        for saving in [start_saving(tmp_path, iteration, share(states(iteration), layer), IDENTITY)
+                       for layer in range(4)]:
             saving.wait()
-        found = latest(tmp_path)
+        found = open_latest(tmp_path)
         assert found is not None and found.iteration == iteration
-        assert_same(load(found, range(4)), states(iteration))
-    assert len(list(tmp_path.iterdir())) == KEEP
+        assert_same(load_layers(found, range(4)), states(iteration))
+    assert len(list(tmp_path.iterdir())) == KEPT_CHECKPOINTS
 
 
 def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
     """The first try ended with a failure; the iteration ran again and gave numbers that differ in the last bits."""
-    save(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
+    start_saving(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
     write(tmp_path, 10, states(2))
-    found = latest(tmp_path)
+    found = open_latest(tmp_path)
     assert found is not None
-    assert_same(load(found, range(4)), states(2))
+    assert_same(load_layers(found, range(4)), states(2))
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
@@ -135,32 +142,33 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     assert list(tmp_path.glob(".saving-20/*"))
-    found = latest(tmp_path, IDENTITY)
+    found = open_latest(tmp_path, IDENTITY)
     assert found is not None and found.iteration == 10
-    assert_same(load(found, range(4)), states())
+    assert_same(load_layers(found, range(4)), states())
     write(tmp_path, 30, states(3))
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-10", "iteration-30"}
 
 
-@pytest.mark.parametrize(("find", "reads"), [(latest, "open_checkpoint"), (newest_whole, "open_checkpoint"),
-                                             (newest_whole, "require_whole")])
+@pytest.mark.parametrize(("find", "reads"),
+                         [(open_latest, "open_checkpoint"), (find_newest_undamaged, "open_checkpoint"),
+                                             (find_newest_undamaged, "require_whole")])
 def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_is_taken(
         find, reads, monkeypatch, tmp_path) -> None:
     """As by workers whose node 0 has died, or by a run that goes on in the folder."""
     write(tmp_path, 10, states())
-    [before], read = complete(tmp_path).values(), getattr(checkpoint, reads)
+    [before], read = find_complete(tmp_path).values(), getattr(checkpoint, reads)
     found = open_checkpoint(before)
 
     def replaced(*given):
         monkeypatch.setattr(checkpoint, reads, read)
-        for iteration in range(20, 20 + KEEP):
+        for iteration in range(20, 20 + KEPT_CHECKPOINTS):
             write(tmp_path, iteration, states(iteration))
         return read(*given)
 
     monkeypatch.setattr(checkpoint, reads, replaced)
-    newest, damaged = find(tmp_path) if find is newest_whole else (find(tmp_path), {})
-    assert newest is not None and newest.iteration == 19 + KEEP and not damaged
-    assert reopened(found).iteration == 19 + KEEP
+    newest, damaged = find(tmp_path) if find is find_newest_undamaged else (find(tmp_path), {})
+    assert newest is not None and newest.iteration == 19 + KEPT_CHECKPOINTS and not damaged
+    assert reopen_or_latest(found).iteration == 19 + KEPT_CHECKPOINTS
 
 
 def test_a_full_disk_loses_nothing(tmp_path) -> None:
@@ -168,13 +176,13 @@ def test_a_full_disk_loses_nothing(tmp_path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        saving = save(tmp_path, 20, states(size=50_000), IDENTITY)
+        saving = start_saving(tmp_path, 20, states(size=50_000), IDENTITY)
         with pytest.raises(CheckpointError, match=r"iteration 20 cannot be written: .*; earlier ones are untouched"):
             saving.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.glob(".saving-20/*")), "it takes no room"
-    found = latest(tmp_path)
+    found = open_latest(tmp_path)
     assert found is not None and found.iteration == 10
     write(tmp_path, 20, states(2))
 
@@ -186,7 +194,7 @@ def test_no_space_left_on_device(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
-            save(tmp_path, 1, states(), IDENTITY).wait()
+            start_saving(tmp_path, 1, states(), IDENTITY).wait()
     assert "\n" not in str(caught.value)
 
 
@@ -201,10 +209,10 @@ def test_a_foreign_checkpoint_is_refused(change, message, tmp_path) -> None:
     other = RunConfig(model=replace(config.model, **change.get("model", {})),
                       training=replace(config.training, **change.get("training", {})))
     with pytest.raises(CheckpointError, match=message):
-        latest(tmp_path, identity_of(other, 4))
-    save(tmp_path, 20, share(states(), 0, 1), identity_of(other, 4)).wait()
+        open_latest(tmp_path, identity_of(other, 4))
+    start_saving(tmp_path, 20, share(states(), 0, 1), identity_of(other, 4)).wait()
     with pytest.raises(CheckpointError, match="of another job"):
-        save(tmp_path, 20, share(states(), 2, 3), IDENTITY).wait()
+        start_saving(tmp_path, 20, share(states(), 2, 3), IDENTITY).wait()
 
 
 def test_what_may_change_between_runs() -> None:
@@ -231,9 +239,9 @@ def test_damage_is_named_in_one_line(damage, message, tmp_path) -> None:
     write(tmp_path, 10, states())
     damage(tmp_path / "iteration-10")
     with pytest.raises(CheckpointError, match=message) as caught:
-        found = latest(tmp_path, IDENTITY)
+        found = open_latest(tmp_path, IDENTITY)
         assert found is not None
-        load(found, range(4))
+        load_layers(found, range(4))
     assert "\n" not in str(caught.value)
 
 
@@ -246,10 +254,10 @@ def edit(path: Path, change) -> None:
 def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     """Two stages train and save; one stage loads all layers and ends where an undisturbed run does."""
     config = tiny()
-    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     identity = identity_of(config, model.layers)
 
-    def stages(*ranges: tuple[int, int]) -> list[tuple[SliceRunner, Holding]]:
+    def stages(*ranges: tuple[int, int]) -> list[tuple[SliceRunner, HeldLayers]]:
         held = [build_holding(model, range(*layers), config.training) for layers in ranges]
         return [(SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config), holding)
                 for layers, holding in zip(ranges, held, strict=True)]
@@ -258,23 +266,23 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     for iteration in range(3):
         iterate(config, before, iteration)
     for _, holding in before:
-        save(tmp_path, 3, {layer: whole_state(module, holding.optimizer.own_states(layer))
-                           for layer, module in holding.modules.items()}, identity).wait()
-    found = latest(tmp_path, identity)
+        start_saving(tmp_path, 3, {layer: whole_state(module, holding.optimizer.own_states(layer))
+                                   for layer, module in holding.modules.items()}, identity).wait()
+    found = open_latest(tmp_path, identity)
     assert found is not None and found.iteration == 3
     [(_, whole)] = after = stages((0, 4))
-    for layer, state in load(found, range(4)).items():
-        whole.optimizer.load([as_parts(whole.modules[layer], layer, state)])
-    whole.optimizer.as_after(2)
+    for layer, state in load_layers(found, range(4)).items():
+        whole.optimizer.load_parts([as_whole_part(whole.modules[layer], layer, state)])
+    whole.optimizer.set_version(2)
     for iteration in range(3, 6):
         iterate(config, after, iteration)
     for name, expected in reference_run(config, [1], 6).parameters.items():
-        torch.testing.assert_close(whole.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(whole.parameters_by_name()[name].detach(), expected, rtol=0, atol=1e-12)
 
 
-def iterate(config: RunConfig, stages: list[tuple[SliceRunner, Holding]], iteration: int) -> None:
+def iterate(config: RunConfig, stages: list[tuple[SliceRunner, HeldLayers]], iteration: int) -> None:
     microbatch = Microbatch(iteration, 0, 0)
-    value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
+    value, target = load_data(config).batch(microbatch, config.training.batch, config.model.context)
     for stage, _ in stages:
         value = stage.forward(microbatch, value, target if stage.last else None, split=True)
     gradient = None
@@ -310,25 +318,25 @@ def test_every_dtype_shape_and_layout(tmp_path) -> None:
     tensors = unusual()
     write_tensors(tmp_path / "file", tensors)
     assert_equal(read_tensors(tmp_path / "file"), tensors)
-    assert_equal(decode(b"".join(encode(tensors))), tensors)
-    assert decode(b"".join(encode({}))) == {}
+    assert_equal(decode_tensors(b"".join(encode_tensors(tensors))), tensors)
+    assert decode_tensors(b"".join(encode_tensors({}))) == {}
 
 
 def test_tensors_of_the_cpu_are_not_copied_to_be_sent() -> None:
     tensor = torch.zeros(4)
-    _, piece = encode({"a": tensor})
+    _, piece = encode_tensors({"a": tensor})
     tensor += 1
     assert bytes(piece) == tensor.numpy().tobytes()
 
 
 def test_dtypes_that_are_rare_are_sent_too() -> None:
     tensors = {"a": torch.tensor([1 + 2j, 3]), "b": torch.ones(3)}
-    assert_equal(decode(b"".join(encode(tensors))), tensors)
+    assert_equal(decode_tensors(b"".join(encode_tensors(tensors))), tensors)
 
 
 def test_what_is_read_may_be_changed(tmp_path) -> None:
     write_tensors(tmp_path / "file", {"a": torch.ones(3)})
-    for one in (read_tensors(tmp_path / "file"), decode(b"".join(encode({"a": torch.ones(3)})))):
+    for one in (read_tensors(tmp_path / "file"), decode_tensors(b"".join(encode_tensors({"a": torch.ones(3)})))):
         one["a"].zero_()
     assert read_tensors(tmp_path / "file")["a"].sum() == 3
 
@@ -368,7 +376,7 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
     room = threading.Timer(0.5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
     room.start()
     try:
-        save_layer_when_there_is_room(tmp_path, 1, state, said.append, look_seconds=0.02)
+        save_layer_with_retry(tmp_path, 1, state, said.append, look_seconds=0.02)
     finally:
         room.join()
     assert_equal(load_layer(tmp_path, 1), state)
@@ -376,7 +384,7 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
     assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        save_layer_when_there_is_room(tmp_path / "file", 1, state, said.append)
+        save_layer_with_retry(tmp_path / "file", 1, state, said.append)
 
 
 def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
@@ -405,7 +413,7 @@ def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
 ])
 def test_no_tensors(data, tmp_path) -> None:
     (tmp_path / "file").write_bytes(data)
-    for read in (lambda: read_tensors(tmp_path / "file"), lambda: decode(data)):
+    for read in (lambda: read_tensors(tmp_path / "file"), lambda: decode_tensors(data)):
         with pytest.raises(TensorError) as caught:
             read()
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
-from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.data.data import Microbatch, batch_form, load_corpus
-from slipstream.runtime.model.layers.compiling import check_compilable
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of, gradient_form, packed, tensors_of, unpacked
+from slipstream.runtime.model.computing.forms import find_forms
+from slipstream.runtime.model.data.data import Microbatch, batch_form, load_data
+from slipstream.runtime.model.layer_values import (
+    TensorForm,
+    TupleForm,
+    form_of,
+    gradient_form,
+    pack_value,
+    tensors_of,
+    unpack_value,
+)
+from slipstream.runtime.model.layers.compiling import require_compilable
+from slipstream.runtime.model.layers.layered_model import build_model
 
 CPU = torch.device("cpu")
 HERE = "tests.runtime.model.computing.test_forms"
@@ -64,7 +72,7 @@ def config(**training: object) -> RunConfig:
 
 def refusal(model: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        forms(model, config())
+        find_forms(model, config())
     assert "\n" not in str(caught.value)
     return str(caught.value).removeprefix(f"model.name is '{HERE}:Three': ")
 
@@ -92,11 +100,11 @@ def test_losses_and_builds() -> None:
     model.loss = lambda output, target: output.mean(-1)  # type: ignore[method-assign]
     assert refusal(model) == "loss gives float32 [2, 8]; expected a tensor of no dimensions, a micro-batch's mean"
     model.loss = lambda output, target: output[target > 3].mean()  # type: ignore[method-assign]
-    assert len(forms(model, config())) == 4
+    assert len(find_forms(model, config())) == 4
     model.build = lambda layer: broken()  # type: ignore[method-assign]
     assert refusal(model) == "layer 0 cannot be built: RuntimeError: first"
     with pytest.raises(ConfigError, match=r"^model\.torchtitan is 'llama3/8B': layer 0 cannot be built"):
-        forms(model, parse_run_config({"context": 8, "torchtitan": "llama3/8B"}, {"batch": 2}))
+        find_forms(model, parse_run_config({"context": 8, "torchtitan": "llama3/8B"}, {"batch": 2}))
     model.build = lambda layer: 3  # type: ignore[method-assign]
     assert refusal(model) == "layer 0 is int; expected a torch.nn.Module"
 
@@ -120,7 +128,7 @@ def test_what_layers_share(shared, told) -> None:
     ("broken", ", which fails: RuntimeError: first")])
 def test_models(name, told) -> None:
     with pytest.raises(ConfigError) as caught:
-        model_for(parse_run_config({"name": f"{HERE}:{name}"}, {}).model, 0, torch.float32, CPU)
+        build_model(parse_run_config({"name": f"{HERE}:{name}"}, {}).model, 0, torch.float32, CPU)
     assert str(caught.value).removeprefix(f"model.name is '{HERE}:{name}'").removeprefix(": ") == told
 
 
@@ -152,7 +160,7 @@ def test_data_are_told_options_and_must_give_tuples_of_tensors() -> None:
     with pytest.raises(ConfigError, match=r"BytesDigest': its digest is a bytes; expected a text$"):
         read("BytesDigest", 2)
     with pytest.raises(ConfigError, match=r"Numbers', which fails: KeyError: 'given'$"):
-        load_corpus(config(data=f"{HERE}:Numbers"))
+        load_data(config(data=f"{HERE}:Numbers"))
 
 
 class Named(NamedTuple):
@@ -164,17 +172,17 @@ class Named(NamedTuple):
 def test_a_tuple_travels_as_one_tensor() -> None:
     value = Named(torch.randn(3, 5, dtype=torch.float64), torch.tensor([True, False, True]), torch.randn(7).bfloat16())
     form = form_of(value)
-    there = unpacked(packed(value), form)
+    there = unpack_value(pack_value(value), form)
     assert form_of(there) == form and there.flags is there[1]  # type: ignore[union-attr]
     assert all(map(torch.equal, tensors_of(there), value))
     assert gradient_form(form) == TupleForm((TensorForm((3, 5), torch.float64), TensorForm((7,), torch.bfloat16)))
     alone = (torch.randn(4),)
-    assert packed(alone) is alone[0] and unpacked(alone[0], form_of(alone)) == alone
+    assert pack_value(alone) is alone[0] and unpack_value(alone[0], form_of(alone)) == alone
 
 
 def test_a_model_without_such_parts_cannot_compute_them_again() -> None:
     with pytest.raises(ConfigError, match=r"^training\.recompute names 'mlp', and no layer has that part "):
-        forms(Three(ModelConfig(), 0, torch.float32, CPU), config(recompute=[1, "mlp"]))
+        find_forms(Three(ModelConfig(), 0, torch.float32, CPU), config(recompute=[1, "mlp"]))
 
 
 @pytest.mark.parametrize(("training", "message"), [
@@ -189,11 +197,11 @@ def test_what_cannot_be_compiled_is_refused(training: dict[str, object], message
 def test_layers_of_ones_own_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     own = parse_run_config({"name": f"{HERE}:Three"}, {"compile": True})
     with pytest.raises(ConfigError, match=r"^training\.compile is true, and model\.name is .*; expected a model that"):
-        forms(model_for(own.model, 0, torch.float32, CPU), own)
+        find_forms(build_model(own.model, 0, torch.float32, CPU), own)
     documents = parse_run_config({}, {"compile": True, "data": "tests.runtime.uneven_data:documents"})
     with pytest.raises(ConfigError, match=r"^training\.compile is true, and document_end or data of one's own may cut"):
-        check_compilable(documents, CPU)
+        require_compilable(documents, CPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
     gpt = parse_run_config({}, {"compile": True})
     with pytest.raises(ConfigError, match=r"^training\.compile is true, and there is no C\+\+ compiler 'no-such-"):
-        forms(model_for(gpt.model, 0, torch.float32, CPU), gpt)
+        find_forms(build_model(gpt.model, 0, torch.float32, CPU), gpt)

@@ -44,7 +44,7 @@ def test_a_rehearsed_step_runs_the_ops_of_a_step_and_leaves_the_layers_alone(con
     spans = {0: ((0, 36),)}
     optimizer = PartOptimizer({0: layer}, config, spans, spans)
     with OpRecorder() as stepped:
-        optimizer.squares()
+        optimizer.layer_squares()
         optimizer.step(0, 0.5)
         optimizer.undo()
     assert stepped.ops <= rehearsed.ops, stepped.ops - rehearsed.ops

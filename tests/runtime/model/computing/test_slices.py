@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
-from slipstream.runtime.model.computing.slices import SliceRunner, Slices, TensorForm, forms
-from slipstream.runtime.model.data.data import Corpus, Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, WorkerSlices, find_forms
+from slipstream.runtime.model.data.data import ByteText, Microbatch, load_data
+from slipstream.runtime.model.layers.layered_model import LayeredModel, build_model, parameter_dtype, split_layers
 from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.holding import Holding, build_holding
-from slipstream.runtime.model.state.part_state import elements_of
-from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.model.state.held_layers import HeldLayers, build_holding
+from slipstream.runtime.model.state.part_state import count_elements
+from slipstream.runtime.model.state.parts import build_partition
 from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.schedule import Worker
 
@@ -39,7 +39,7 @@ class Part(SliceRunner):
 def build_parts(config: RunConfig, partition: list[tuple[int, int]], total: int,
                 device: torch.device = CPU) -> list[Part]:
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training), device)
+    model = build_model(config.model, training.seed, parameter_dtype(training), device)
     return [Part(layers, model, total, config) for layers in partition]
 
 
@@ -52,7 +52,7 @@ class Cluster:
         self.random = random.Random(seed)
         self.stages = len(partition)
         self.workers = [build_parts(config, partition, sum(counts), device) for _ in counts]
-        self.corpus: Corpus = load_corpus(config)
+        self.corpus: ByteText = load_data(config)
 
     def iterate(self, iteration: int) -> float:
         """One iteration; each micro-batch is run at each stage by a worker drawn at random."""
@@ -62,7 +62,7 @@ class Cluster:
         tensors: dict[tuple[str, Microbatch, int], Tensor | None] = {}
         for kind, microbatch, stage in self.order(microbatches):
             self.run(kind, microbatch, stage, host[microbatch, stage], tensors)
-        assert all(stage.in_flight() == 0 for row in self.workers for stage in row)
+        assert all(stage.count_in_flight() == 0 for row in self.workers for stage in row)
         return self.finish(iteration)
 
     def order(self, microbatches: list[Microbatch]) -> Iterator[tuple[str, Microbatch, int]]:
@@ -106,7 +106,7 @@ class Cluster:
 
     def parameters(self, pipeline: int) -> dict[str, Tensor]:
         return {name: parameter for stage in self.workers[pipeline]
-                for name, parameter in stage.holding.parameters().items()}
+                for name, parameter in stage.holding.parameters_by_name().items()}
 
 
 def assert_reproduces(config: RunConfig, cluster: Cluster, iterations: int = 3, tolerance: float = 1e-9) -> None:
@@ -142,7 +142,7 @@ def test_on_a_gpu(split: bool) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_in_order_it_is_the_reference_bit_for_bit(split: bool) -> None:
     [only] = build_parts(CONFIG, [(0, 4)], 3)
-    corpus = load_corpus(CONFIG)
+    corpus = load_data(CONFIG)
     for iteration in range(3):
         for microbatch in (Microbatch(iteration, pipeline, 0) for pipeline in range(3)):
             tokens, targets = corpus.batch(microbatch, 2, 8)
@@ -150,7 +150,7 @@ def test_in_order_it_is_the_reference_bit_for_bit(split: bool) -> None:
             assert only.backward(microbatch, None) is None
         only.holding.optimizer.step(iteration)
         only.holding.zero_gradients()
-    assert parameter_digest(only.holding.parameters()) == reference_run(CONFIG, [1, 1, 1], 3).digest
+    assert parameter_digest(only.holding.parameters_by_name()) == reference_run(CONFIG, [1, 1, 1], 3).digest
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -183,7 +183,7 @@ def test_i_leaves_every_linear_weight_to_w() -> None:
         for parameter in (linear.weight, linear.bias):
             assert parameter.grad is not None and not parameter.grad.any()
     deferred = sum(parameter.numel() for linear in linears for parameter in linear.parameters())
-    assert deferred > 0.95 * sum(flat.numel() for flat in stage.holding.gradients())
+    assert deferred > 0.95 * sum(flat.numel() for flat in stage.holding.flat_gradients())
     stage.backward_weight(microbatch)
     assert all(linear.weight.grad is not None and linear.weight.grad.any() for linear in linears)
 
@@ -222,7 +222,7 @@ def assert_as_one_that_keeps_all(stage, ours, microbatch: Microbatch, value: Ten
     theirs = plain.backward_input(microbatch, gradient)
     plain.backward_weight(microbatch)
     assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
-    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+    for mine, other in zip(stage.holding.gradients(), plain.holding.flat_gradients(), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -275,7 +275,7 @@ def test_of_a_part_that_is_computed_again_only_what_it_takes_is_held(recompute: 
 def test_a_layer_that_is_not_there_cannot_be_computed_again() -> None:
     config = parse_run_config(MODEL, {"recompute": [1, 4]})
     with pytest.raises(ConfigError, match=r"^training\.recompute names layer 4; the model has layers 0 to 3$"):
-        forms(model_for(config.model, 0, torch.float32, CPU), config)
+        find_forms(build_model(config.model, 0, torch.float32, CPU), config)
 
 
 def test_stage_0_leaves_the_whole_backward_to_w() -> None:
@@ -284,9 +284,9 @@ def test_stage_0_leaves_the_whole_backward_to_w() -> None:
     output = stage.forward(microbatch, torch.zeros(2, 8, dtype=torch.int64), split=True)
     assert output is not None and not output.requires_grad
     assert stage.backward_input(microbatch, torch.ones_like(output)) is None
-    assert not stage.holding.gradients()[0].any()
+    assert not stage.holding.flat_gradients()[0].any()
     stage.backward_weight(microbatch)
-    assert stage.holding.gradients()[0].any()
+    assert stage.holding.flat_gradients()[0].any()
 
 
 def test_in_flight_counts_from_f_to_w() -> None:
@@ -297,7 +297,7 @@ def test_in_flight_counts_from_f_to_w() -> None:
                  lambda: stage.backward_input(left, gradient), lambda: stage.backward(right, gradient),
                  lambda: stage.backward_weight(left)):
         step()
-        counts.append(stage.in_flight())
+        counts.append(stage.count_in_flight())
     assert counts == [1, 2, 2, 1, 0]
 
 
@@ -308,8 +308,8 @@ def test_discard_forgets_an_iteration() -> None:
         stage.forward(Microbatch(0, 0, index), value, target, split=True)
     stage.backward_input(Microbatch(0, 0, 0), None)
     stage.backward(Microbatch(0, 0, 1), None)
-    stage.discard()
-    assert stage.in_flight() == 0 and stage.take_loss() == 0
+    stage.discard_microbatches()
+    assert stage.count_in_flight() == 0 and stage.take_loss() == 0
     stage.forward(Microbatch(0, 0, 0), value, target, split=True)
 
 
@@ -327,8 +327,8 @@ def test_gradients_are_one_flat_tensor() -> None:
     stage, value, gradient = middle()
     stage.forward(Microbatch(0, 0, 0), value, split=True)
     stage.backward(Microbatch(0, 0, 0), gradient)
-    [flat] = stage.holding.gradients()
-    grads = [parameter.grad for parameter in stage.holding.parameters().values()]
+    [flat] = stage.holding.flat_gradients()
+    grads = [parameter.grad for parameter in stage.holding.parameters_by_name().values()]
     assert torch.equal(flat, torch.cat([grad.flatten() for grad in grads if grad is not None]))
     flat.zero_()
     assert not any(grad is None or grad.any() for grad in grads)
@@ -351,7 +351,7 @@ def test_who_runs_a_microbatch_does_not_matter() -> None:
 def test_forms_are_what_layers_give(dtype: str, expected: torch.dtype) -> None:
     config = parse_run_config(MODEL, {"batch": 2, "dtype": dtype})
     stages = build_parts(config, PARTITIONS[2], 1)
-    found = forms(model_for(config.model, 0, parameter_dtype(config.training), CPU), config)
+    found = find_forms(build_model(config.model, 0, parameter_dtype(config.training), CPU), config)
     assert found[0] == TensorForm((2, 8), torch.int64)
     assert found[1] == TensorForm((2, 8, 16), expected)
     assert found[4].shape == (2, 8, 256)
@@ -364,11 +364,11 @@ def test_forms_are_what_layers_give(dtype: str, expected: torch.dtype) -> None:
 
 def test_a_slice_in_the_middle_of_a_holding_adds_to_its_gradients() -> None:
     """Two slices of the same layers, cut elsewhere, sum into the same gradients, which are laid out as it is said."""
-    model = model_for(CONFIG.model, CONFIG.training.seed, torch.float64, CPU)
+    model = build_model(CONFIG.model, CONFIG.training.seed, torch.float64, CPU)
     holding = build_holding(model, range(4), CONFIG.training)
-    holding.reduce_by([(2, 4), (0, 2)])
+    holding.set_reduced_ranges([(2, 4), (0, 2)])
     layers = {0: (0, 2), 1: (2, 4), 2: (0, 1), 3: (1, 4), 4: (0, 4)}
-    slices = Slices(holding, layers, model, loss_scale=1.0, config=CONFIG)
+    slices = WorkerSlices(holding, layers, model, loss_scale=1.0, config=CONFIG)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
 
     def run(microbatch: Microbatch, *route: int) -> list[Tensor]:
@@ -379,15 +379,15 @@ def test_a_slice_in_the_middle_of_a_holding_adds_to_its_gradients() -> None:
         gradient = None
         for number in reversed(route):
             gradient = slices.runners[number].backward(microbatch, gradient)
-        sums = [flat.clone() for number in (0, 1) for flat in holding.gradients(layers[number])]
-        slices.discard()
+        sums = [flat.clone() for number in (0, 1) for flat in holding.flat_gradients(layers[number])]
+        slices.discard_iteration()
         return sums
 
     expected = run(Microbatch(0, 0, 0), 0, 1)
     for route in ((2, 3), (4,)):
         for ours, theirs in zip(run(Microbatch(0, 0, 0), *route), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    assert all(flat.any() for flat in expected) and not any(flat.any() for flat in holding.gradients())
+    assert all(flat.any() for flat in expected) and not any(flat.any() for flat in holding.flat_gradients())
     assert slices.take_loss() == 0
 
 
@@ -395,13 +395,13 @@ def test_a_slice_in_the_middle_of_a_holding_adds_to_its_gradients() -> None:
 def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
     """Whoever holds a layer makes the same steps; one that is open can be undone where the layers have stayed."""
     config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "optimizer": optimizer, "momentum": 0.5})
-    model = model_for(config.model, 3, torch.float64, CPU)
+    model = build_model(config.model, 3, torch.float64, CPU)
     whole, left, right = (build_holding(model, layers, config.training) for layers in (range(4), (0, 1), (2, 3)))
 
-    def state(holding: Holding, layer: int) -> dict[str, torch.Tensor]:
+    def state(holding: HeldLayers, layer: int) -> dict[str, torch.Tensor]:
         return dict(holding.optimizer.own_states(layer)[0].tensors)
 
-    def step(iteration: int, *holdings: Holding) -> None:
+    def step(iteration: int, *holdings: HeldLayers) -> None:
         for holding in holdings:
             for layer in holding.modules:
                 draw = torch.Generator().manual_seed(10 * iteration + layer)
@@ -417,12 +417,13 @@ def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
     worker, parts = Worker(0, 0), left.optimizer.own_states(1)
     moved = {layer: (right if layer in right.modules else build_holding(model, [layer], config.training)).modules[layer]
              for layer in (1, 2, 3)}
-    cuts = {layers: cut(sum(elements_of(whole.modules[layer]).cut for layer in range(*layers)), [worker], (),
-                        sharded=False) for layers in ((0, 1), (1, 2), (2, 4))}
-    right.keep(moved, {layers: cuts[layers] for layers in ((1, 2), (2, 4))}, worker, parts, 2)
-    left.keep({0: left.modules[0]}, {(0, 1): cuts[0, 1]}, worker, [], 2)
-    assert left.modules.keys() == {0} and right.modules.keys() == {1, 2, 3} and len(right.gradients((2, 4))) == 1
-    assert not any(flat.any() for flat in right.gradients())
+    cuts = {layers: build_partition(sum(count_elements(whole.modules[layer]).cut for layer in range(*layers)), [worker],
+                                    (),
+                                    sharded=False) for layers in ((0, 1), (1, 2), (2, 4))}
+    right.hold_layers(moved, {layers: cuts[layers] for layers in ((1, 2), (2, 4))}, worker, parts, 2)
+    left.hold_layers({0: left.modules[0]}, {(0, 1): cuts[0, 1]}, worker, [], 2)
+    assert left.modules.keys() == {0} and right.modules.keys() == {1, 2, 3} and len(right.flat_gradients((2, 4))) == 1
+    assert not any(flat.any() for flat in right.flat_gradients())
     step(3, whole, left, right)
     before = {name: tensor.clone() for name, tensor in state(right, 3).items()}
     step(4, right)
@@ -462,5 +463,5 @@ def test_compiled_layers_leave_the_gradients_of_weights_to_w() -> None:
     for one in microbatches:
         for runner in (stage, plain):
             runner.backward_weight(one)
-    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+    for mine, other in zip(stage.holding.flat_gradients(), plain.holding.flat_gradients(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)

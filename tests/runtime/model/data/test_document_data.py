@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
-from slipstream.runtime.model.data.data import Microbatch, batch_form, load_corpus
-from slipstream.runtime.model.data.document_data import DocumentData, Packed
+from slipstream.runtime.model.data.data import Microbatch, batch_form, load_data
+from slipstream.runtime.model.data.document_data import DocumentData, PackedBatch
 from slipstream.runtime.model.data.token_data import BadTokenError
-from slipstream.runtime.model.layers.calling import LayerCall, on_device
-from slipstream.runtime.model.layers.layered_model import layer_randomness, model_for
-from slipstream.runtime.model.passed import form_of
+from slipstream.runtime.model.layer_values import form_of
+from slipstream.runtime.model.layers.calling import LayerCall, move_batch
+from slipstream.runtime.model.layers.layered_model import build_model, seeded_for_layer
 
 END, CONTEXT, COUNTS = 7, 16, (2, 3)
 
@@ -33,13 +33,13 @@ def path(tmp_path):
 
 def test_what_samples_hold(path):
     config = config_for(path)
-    data = load_corpus(config, COUNTS)
+    data = load_data(config, COUNTS)
     assert isinstance(data, DocumentData)
     lengths, counted, number = data.lengths(1), data.tokens(1), 0
     for pipeline, count in enumerate(COUNTS):
         for index in range(count):
             batch = data.batch(Microbatch(1, pipeline, index), 2, CONTEXT)
-            assert isinstance(batch, Packed) and form_of(batch) == batch_form(config)
+            assert isinstance(batch, PackedBatch) and form_of(batch) == batch_form(config)
             expected, ignored = [], []
             for row in batch.tokens.tolist():
                 place = 0
@@ -53,7 +53,7 @@ def test_what_samples_hold(path):
             assert sum(lengths[number]) == 2 * CONTEXT and max(lengths[number]) == max(expected) + 1
             assert counted[number] == (batch.targets != -100).sum() > 0
             number += 1
-    plain = load_corpus(config_for(path, document_end=None), COUNTS)
+    plain = load_data(config_for(path, document_end=None), COUNTS)
     assert plain.digest != data.digest
     assert torch.equal(plain.batch(Microbatch(1, 1, 2), 2, CONTEXT)[0], batch.tokens)
 
@@ -73,17 +73,17 @@ def test_each_document_is_as_if_it_were_alone(path, tmp_path, model):
         transformers.AutoConfig.for_model(model, vocab_size=256, **shape).save_pretrained(tmp_path)
         config = parse_run_config({"hugging_face": str(tmp_path / "config.json"), "context": CONTEXT}, {
             "tokens": str(path), "batch": 2, "document_end": END, "dtype": "float64", "shuffle": False})
-    made = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    made = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     layers = torch.nn.ModuleList(made.build(layer) for layer in range(made.layers))
-    data = load_corpus(config, COUNTS)
+    data = load_data(config, COUNTS)
 
     def run(value, batch):
         for index, layer in enumerate(layers):
-            with layer_randomness(0, 0, 0, 0, index, made.device):
+            with seeded_for_layer(0, 0, 0, 0, index, made.device):
                 value = LayerCall(layer)(value, batch)
         return value
 
-    batch = on_device(data.batch(Microbatch(0, 1, 0), 2, CONTEXT), made.device)
+    batch = move_batch(data.batch(Microbatch(0, 1, 0), 2, CONTEXT), made.device)
     assert (batch.position_ids == 0).sum() > 2
     whole = run(batch[0], batch)
     whole.square().sum().backward()
@@ -108,11 +108,11 @@ def test_each_document_is_as_if_it_were_alone(path, tmp_path, model):
     ({"data": "a:b"}, "own data give position_ids")])
 def test_what_is_refused(path, training, says):
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
-        load_corpus(config_for(path, **training), COUNTS)
+        load_data(config_for(path, **training), COUNTS)
 
 
 def test_a_micro_batch_without_targets_ends_the_run(tmp_path):
     np.full(200, END, "<u2").tofile(tmp_path / "data.bin")
-    data = load_corpus(config_for(tmp_path / "data.bin"), COUNTS)
+    data = load_data(config_for(tmp_path / "data.bin"), COUNTS)
     with pytest.raises(BadTokenError, match="has nothing but token 7"):
         data.batch(Microbatch(0, 0, 0), 2, CONTEXT)

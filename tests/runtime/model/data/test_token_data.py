@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.data.sample_order import permuted
+from slipstream.runtime.model.data.data import Microbatch, load_data
+from slipstream.runtime.model.data.sample_order import permute_places
 from slipstream.runtime.model.data.token_data import BadTokenError, TokenData
 
 COUNTS = (2, 3)
@@ -51,16 +51,16 @@ def first_tokens(data: TokenData, names: list[Microbatch]) -> list[int]:
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 64, 1000])
 def test_a_permutation_at_any_place(count: int) -> None:
     places = np.arange(count, dtype=np.uint64)
-    found = permuted(places, count, 7)
+    found = permute_places(places, count, 7)
     assert sorted(found.tolist()) == list(range(count))
-    assert permuted(places[-1:], count, 7).tolist() == [found[-1]]
+    assert permute_places(places[-1:], count, 7).tolist() == [found[-1]]
     if count >= 10:
-        other = permuted(places, count, 8)
+        other = permute_places(places, count, 8)
         assert (found == places).mean() < 0.3 and (found == other).mean() < 0.3
 
 
 def test_all_orders_are_as_likely() -> None:
-    orders = Counter(tuple(permuted(np.arange(4, dtype=np.uint64), 4, seed).tolist()) for seed in range(2400))
+    orders = Counter(tuple(permute_places(np.arange(4, dtype=np.uint64), 4, seed).tolist()) for seed in range(2400))
     assert len(orders) == 24 and max(abs(count - 100) for count in orders.values()) < 50
 
 
@@ -68,14 +68,14 @@ def test_all_orders_are_as_likely() -> None:
 def test_each_epoch_reads_each_sample_once(shuffle: bool, tmp_path: Path) -> None:
     """37 samples, 10 an iteration: epochs end within iterations and within micro-batches."""
     path = flat(tmp_path / "train.bin", np.arange(37 * CONTEXT + 3))
-    data = load_corpus(config_for(path, shuffle=shuffle), COUNTS)
+    data = load_data(config_for(path, shuffle=shuffle), COUNTS)
     assert data.samples == 37
     read = first_tokens(data, microbatches(range(15)))
     epochs = [read[start:start + 37] for start in range(0, 148, 37)]
     assert all(sorted(epoch) == list(range(0, 148, CONTEXT)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == (4 if shuffle else 1)
     # Whoever asks alone, and later, reads the same.
-    again = load_corpus(config_for(path, shuffle=shuffle), COUNTS)
+    again = load_data(config_for(path, shuffle=shuffle), COUNTS)
     assert first_tokens(again, [Microbatch(11, 1, 2)]) == read[11 * 10 + 8:11 * 10 + 10]
     tokens, targets = again.batch(Microbatch(11, 1, 2), BATCH, CONTEXT)
     assert torch.equal(tokens + 1, targets) and tokens.dtype is torch.int64
@@ -83,18 +83,18 @@ def test_each_epoch_reads_each_sample_once(shuffle: bool, tmp_path: Path) -> Non
 
 def test_the_seed_and_the_file_make_the_data(tmp_path: Path) -> None:
     path = flat(tmp_path / "train.bin", np.arange(400))
-    one, other = (load_corpus(config_for(path, seed=seed), COUNTS) for seed in (0, 1))
+    one, other = (load_data(config_for(path, seed=seed), COUNTS) for seed in (0, 1))
     names = microbatches(range(2))
     assert first_tokens(one, names) != first_tokens(other, names) and one.digest == other.digest
     changed = flat(tmp_path / "other.bin", np.arange(400) + 1)
-    assert load_corpus(config_for(changed), COUNTS).digest != one.digest
+    assert load_data(config_for(changed), COUNTS).digest != one.digest
 
 
 @pytest.mark.parametrize(("dtype", "code", "name"), [("<u2", 8, "uint16"), ("<i4", 4, "int32")])
 def test_megatrons_index_says_the_dtype(dtype: str, code: int, name: str, tmp_path: Path) -> None:
     path = megatron(tmp_path, np.arange(30), dtype, code, [10, 13, 7])
     for config in (config_for(path, shuffle=False), config_for(path, shuffle=False, token_dtype=name)):
-        assert load_corpus(config, COUNTS).batch(Microbatch(0, 0, 1), BATCH, CONTEXT)[0].tolist() == [
+        assert load_data(config, COUNTS).batch(Microbatch(0, 0, 1), BATCH, CONTEXT)[0].tolist() == [
             [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
@@ -114,16 +114,16 @@ def test_megatrons_index_says_the_dtype(dtype: str, code: int, name: str, tmp_pa
 ], ids=["none", "a folder", "short", "odd", "beyond", "negative", "another index", "floats", "another dtype"])
 def test_what_does_not_fit_is_refused_in_one_line(make, options, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_corpus(config_for(make(tmp_path), **options), COUNTS)
+        load_data(config_for(make(tmp_path), **options), COUNTS)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slipstream.runtime.model.data.token_data.BLOCK", 8)
-    monkeypatch.setattr("slipstream.runtime.model.data.token_data.LOOKED_THROUGH", 24)
+    monkeypatch.setattr("slipstream.runtime.model.data.token_data.BLOCK_TOKENS", 8)
+    monkeypatch.setattr("slipstream.runtime.model.data.token_data.CHECKED_TOKENS", 24)
     tokens = np.arange(100) % 50
     tokens[21] = 1000
-    data = load_corpus(config_for(flat(tmp_path / "a.bin", tokens), shuffle=False), COUNTS)
+    data = load_data(config_for(flat(tmp_path / "a.bin", tokens), shuffle=False), COUNTS)
     with pytest.raises(BadTokenError, match=r"token 21 is 1000; expected 0 to 999"):
         first_tokens(data, microbatches(range(1)))
 
@@ -135,13 +135,13 @@ def test_a_model_of_transformers_says_its_vocabulary(tmp_path: Path) -> None:
         path = flat(tmp_path / f"{last}.bin", [*range(9), last])
         config = parse_run_config(model, {"tokens": str(path)})
         if last == 299:
-            assert load_corpus(config).samples == 2
+            assert load_data(config).samples == 2
             continue
         with pytest.raises(ConfigError, match="token 9 is 300; expected 0 to 299, as the model's vocabulary is 300"):
-            load_corpus(config)
+            load_data(config)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"its vocab_size is None; expected a whole number"):
-        load_corpus(config)
+        load_data(config)
 
 
 @pytest.mark.parametrize(("training", "said"), [

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
 from slipstream.runtime.model.data import tokenized_text
-from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.data.data import Microbatch, load_data
 
 TEXT = "the cat sat on the mat\n" * 40 + "the dog sat on the log\n" * 40
 
@@ -26,21 +26,21 @@ def config(tmp_path: Path, monkeypatch) -> RunConfig:
 
 
 def test_tokens_are_the_tokenizers_and_kept(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tokenized_text, "PIECE", 100)  # characters: the text is read in several pieces
+    monkeypatch.setattr(tokenized_text, "PIECE_CHARACTERS", 100)  # characters: the text is read in several pieces
     expected = Tokenizer.from_file(config.training.tokenizer).encode(TEXT).ids
-    data = load_corpus(config)
+    data = load_data(config)
     assert data.batch(Microbatch(2, 0, 0), 1, 8)[0].tolist() == [expected[16:24]]
     (kept,) = (tmp_path / "cache" / "slipstream" / "tokens").iterdir()
     assert kept.stat().st_size == 2 * len(expected)
-    monkeypatch.setattr(tokenized_text, "_pieces", None)  # it is not tokenized again
-    assert load_corpus(config).digest == data.digest
+    monkeypatch.setattr(tokenized_text, "_tokenize_pieces", None)  # it is not tokenized again
+    assert load_data(config).digest == data.digest
 
 
 def test_where_nothing_can_be_kept(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    digest = load_corpus(config).digest
+    digest = load_data(config).digest
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert load_corpus(config).digest == digest
+    assert load_data(config).digest == digest
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -52,7 +52,7 @@ def test_where_nothing_can_be_kept(config: RunConfig, tmp_path: Path, monkeypatc
 def test_what_cannot_be_used_is_refused(change, said: str, config: RunConfig, tmp_path: Path) -> None:
     change(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        load_corpus(config)
+        load_data(config)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -60,4 +60,4 @@ def test_the_model_must_have_the_tokens(config: RunConfig) -> None:
     small = parse_run_config({"context": 8, "vocabulary": 256}, {
         "text": config.training.text, "tokenizer": config.training.tokenizer})
     with pytest.raises(ConfigError, match=r"of \d+ tokens; expected at most 256, the model's vocabulary"):
-        load_corpus(small)
+        load_data(small)

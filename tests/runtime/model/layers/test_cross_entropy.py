@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.runtime.model.layers.cross_entropy import IGNORED, cross_entropy
+from slipstream.runtime.model.layers.cross_entropy import IGNORED_TARGET, cross_entropy
 
 
 def case(dtype: torch.dtype, tokens: int = 7, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,7 +18,7 @@ def case(dtype: torch.dtype, tokens: int = 7, vocabulary: int = 11) -> tuple[tor
 @pytest.mark.parametrize("ignored", [(), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
 def test_it_is_torchs(rows, ignored):
     logits, target = case(torch.float64)
-    target[0, list(ignored)] = IGNORED
+    target[0, list(ignored)] = IGNORED_TARGET
     expected = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     found = cross_entropy(logits, target, chunk=rows * logits.shape[-1])
     assert torch.equal(found.isnan(), expected.isnan())

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.layers.calling import LayerCall
-from slipstream.runtime.model.state.holding import built
+from slipstream.runtime.model.state.held_layers import built
 from slipstream.runtime.model.layers.worker_group import enter_group
 from tests.runtime.parallelized import Parallelized
 

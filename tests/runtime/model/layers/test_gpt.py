@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from slipstream.runtime.config import ModelConfig
-from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.layered_model import build_model
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(blocks=2, width=16, heads=2, context=8)
 
 
 def whole(config: ModelConfig = SMALL, seed: int = 0) -> nn.Sequential:
-    model = model_for(config, seed, torch.float64, CPU)
+    model = build_model(config, seed, torch.float64, CPU)
     return nn.Sequential(*(model.build(layer) for layer in range(model.layers)))
 
 
@@ -21,7 +21,7 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_one_layer_a_block() -> None:
-    model = model_for(SMALL, 0, torch.float32, CPU)
+    model = build_model(SMALL, 0, torch.float32, CPU)
     assert model.layers == 4
     assert [type(model.build(layer)).__name__ for layer in range(4)] == ["Embedding", "Block", "Block", "Head"]
     for layer in (-1, 4):
@@ -30,7 +30,7 @@ def test_one_layer_a_block() -> None:
 
 
 def test_a_layer_is_the_same_whoever_builds_it() -> None:
-    model, other = model_for(SMALL, 7, torch.float64, CPU), model_for(SMALL, 7, torch.float64, CPU)
+    model, other = build_model(SMALL, 7, torch.float64, CPU), build_model(SMALL, 7, torch.float64, CPU)
     torch.manual_seed(1)
     expected = torch.rand(2)
     forwards = [state(model.build(layer)) for layer in range(4)]
@@ -43,9 +43,9 @@ def test_a_layer_is_the_same_whoever_builds_it() -> None:
 
 
 def test_layers_and_seeds_differ() -> None:
-    model = model_for(SMALL, 0, torch.float64, CPU)
+    model = build_model(SMALL, 0, torch.float64, CPU)
     weights = [model.build(1).up.weight, model.build(2).up.weight,
-               model_for(SMALL, 1, torch.float64, CPU).build(1).up.weight]
+               build_model(SMALL, 1, torch.float64, CPU).build(1).up.weight]
     assert not any(torch.equal(weights[i], weights[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
@@ -62,7 +62,7 @@ def test_a_token_sees_only_itself_and_those_before() -> None:
 
 def test_an_untrained_model_knows_nothing() -> None:
     tokens = torch.randint(256, (4, 8), generator=torch.Generator().manual_seed(0))
-    loss = model_for(SMALL, 0, torch.float64, CPU).loss(whole()(tokens), tokens)
+    loss = build_model(SMALL, 0, torch.float64, CPU).loss(whole()(tokens), tokens)
     assert loss.shape == ()
     assert loss.item() == pytest.approx(math.log(256), abs=0.05)
 

@@ -3,10 +3,10 @@ import torch
 
 from slipstream.runtime.config import ConfigError, ModelConfig, TrainingConfig
 from slipstream.runtime.model.layers.layered_model import (
-    autocast,
-    layer_randomness,
-    model_for,
+    autocast_context,
+    build_model,
     parameter_dtype,
+    seeded_for_layer,
     split_layers,
 )
 from slipstream.runtime.model.seeds import derive_seed, seeded
@@ -41,7 +41,7 @@ def test_split_layers_refuses(stages: int) -> None:
 
 def test_unknown_model() -> None:
     with pytest.raises(ConfigError, match=r"^model\.name is 'bert'; expected one of 'gpt', or 'module:function'$"):
-        model_for(ModelConfig(name="bert"), 0, torch.float32, CPU)
+        build_model(ModelConfig(name="bert"), 0, torch.float32, CPU)
 
 
 def test_dtypes() -> None:
@@ -49,10 +49,10 @@ def test_dtypes() -> None:
     assert parameter_dtype(bf16) is torch.float32 and parameter_dtype(masters) is torch.bfloat16
     assert parameter_dtype(TrainingConfig(dtype="float64")) is torch.float64
     product = torch.ones(2, 2)
-    with autocast(bf16, CPU):
+    with autocast_context(bf16, CPU):
         assert (product @ product).dtype is torch.bfloat16
     for config in (TrainingConfig(), masters):
-        with autocast(config, CPU):
+        with autocast_context(config, CPU):
             assert (product @ product).dtype is torch.float32
 
 
@@ -78,7 +78,7 @@ def test_seeded_leaves_the_global_state_alone() -> None:
 
 def test_layer_randomness_is_addressed_by_microbatch_and_layer() -> None:
     def draw(*address: int) -> float:
-        with layer_randomness(*address, device=CPU):
+        with seeded_for_layer(*address, device=CPU):
             return torch.rand(()).item()
 
     address = (0, 1, 2, 3, 4)

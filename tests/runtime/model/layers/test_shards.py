@@ -6,8 +6,8 @@ from torch import distributed
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
-from slipstream.runtime.model.layers.shards import Shard, cut_state, whole_state
-from slipstream.runtime.model.layers.worker_group import WorkerGroup, standing_in, worker_group
+from slipstream.runtime.model.layers.shards import Shard, cut_state, gather_state
+from slipstream.runtime.model.layers.worker_group import WorkerGroup, simulating_rank, worker_group
 from slipstream.runtime.torch_private import HashStore
 
 
@@ -44,15 +44,15 @@ def test_all_ranks_gather_in_the_same_order_whatever_that_of_their_states(monkey
         gathered.append(given.flatten()[0].item()), gather(output, given, opts))[1])
     state = {f"optimizer.{slot}.a": torch.full((2,), float(slot)) for slot in (2, 0, 1)}
     for one in (state, dict(reversed(state.items()))):
-        assert whole_state(one, {"a": Shard(0)}, group).keys() == state.keys()
+        assert gather_state(one, {"a": Shard(0)}, group).keys() == state.keys()
     assert gathered[:3] == gathered[3:] and sorted(gathered[:3]) == [0, 1, 2]
 
 
 def test_a_rank_that_stands_for_all_gives_the_shapes_of_all():
     assert worker_group() is None
-    with standing_in(4):
+    with simulating_rank(4):
         group = worker_group()
-        whole = whole_state({"model.a": torch.ones(2, 3)}, {"a": Shard(1)}, group)
+        whole = gather_state({"model.a": torch.ones(2, 3)}, {"a": Shard(1)}, group)
         scattered = torch.empty(2)
         distributed.reduce_scatter_single(scattered, torch.arange(8.0), group=group)
     assert whole["model.a"].shape == (2, 12) and scattered.tolist() == [0, 1] and worker_group() is None
@@ -63,7 +63,7 @@ def test_a_thread_stands_for_ranks_also_where_the_program_has_process_groups_of_
     try:
         theirs, mesh = distributed.new_group([0]), init_device_mesh("cpu", (1,))
         for _ in range(2):
-            with standing_in(2):
+            with simulating_rank(2):
                 assert init_device_mesh("cpu", (2,)).size() == distributed.get_world_size() == 2
         assert distributed.get_world_size() == 1 and distributed.get_backend() == "gloo"
         for group in (None, theirs, mesh.get_group(), distributed.new_group([0])):

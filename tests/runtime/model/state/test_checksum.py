@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.runtime.model.state.checksum import BLOCK, SMALL_BYTES, checksum
+from slipstream.runtime.model.state.checksum import BLOCK_WORDS, SMALL_BYTES, compute_checksum
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex128]
 
@@ -17,37 +17,37 @@ def drawn(size, dtype):
 def test_equal_bits_have_equal_sums_wherever_they_lie(dtype, size):
     mine, larger = drawn(size, dtype), torch.zeros(size + 5, dtype=dtype)
     larger[3:3 + size] = mine
-    assert checksum([mine]) == checksum([larger[3:3 + size]]) == checksum([mine.view(1, size)])
+    assert compute_checksum([mine]) == compute_checksum([larger[3:3 + size]]) == compute_checksum([mine.view(1, size)])
 
 
-@pytest.mark.parametrize("size", [5, 2 * BLOCK + 3])
+@pytest.mark.parametrize("size", [5, 2 * BLOCK_WORDS + 3])
 def test_each_bit_counts(size):
     mine = drawn(size, torch.float64)
-    right, words = checksum([mine]), mine.view(torch.int64)
+    right, words = compute_checksum([mine]), mine.view(torch.int64)
     for place in {0, size // 2, size - 1}:
         for bit in range(64):
             flip = torch.tensor(1).bitwise_left_shift(bit)
             words[place] ^= flip
-            assert checksum([mine]) != right
+            assert compute_checksum([mine]) != right
             words[place] ^= flip
-    assert checksum([mine]) == right
+    assert compute_checksum([mine]) == right
 
 
 def test_places_and_signs_count():
-    mine = torch.arange(1.0, 2 * BLOCK + 1)
-    right = checksum([mine])
-    for one, other in ((0, 2), (1, BLOCK * 2 - 1), (3, 4)):
+    mine = torch.arange(1.0, 2 * BLOCK_WORDS + 1)
+    right = compute_checksum([mine])
+    for one, other in ((0, 2), (1, BLOCK_WORDS * 2 - 1), (3, 4)):
         changed = mine.clone()
         changed[[one, other]] = changed[[other, one]]
-        assert checksum([changed]) != right
-    assert checksum([-mine]) != right
+        assert compute_checksum([changed]) != right
+    assert compute_checksum([-mine]) != right
     signs = torch.ones(len(mine))
     signs[[1, 3]] = -1  # two top bits of words, which a sum times odd weights would lose
-    assert checksum([mine * signs]) != right
+    assert compute_checksum([mine * signs]) != right
 
 
 def test_the_order_of_tensors_counts_and_no_number_is_changed():
     one, other = drawn(3, torch.float32), drawn(4, torch.float32)
     before = one.clone(), other.clone()
-    assert checksum([one, other]) != checksum([other, one])
+    assert compute_checksum([one, other]) != compute_checksum([other, one])
     assert torch.equal(one, before[0]) and torch.equal(other, before[1])

@@ -6,7 +6,7 @@ from torch import nn
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.state import layer_sizes
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.held_layers import HeldLayers
 
 SIZE = 6
 
@@ -24,9 +24,9 @@ def test_it_is_known_what_an_optimizer_remembers(training):
     """Of each element; a counter of steps is one number a tensor."""
     config = parse_run_config({}, {"learning_rate": 0.1, "device": "cpu", **training}).training
     layer = nn.Linear(SIZE, 1, bias=False)
-    holding = Holding({0: layer}, config)
+    holding = HeldLayers({0: layer}, config)
     holding.optimizer.step(0)
     (part,) = holding.optimizer.own_states(0)
     kept = [tensor for key, tensor in part.tensors.items() if key.startswith("optimizer.")]
-    assert layer_sizes.slots_of(config, by_muon=config.optimizer == "muon") == sum(
+    assert layer_sizes.slots_per_element(config, by_muon=config.optimizer == "muon") == sum(
         tensor.numel() for tensor in kept if tensor.numel() == SIZE) / SIZE

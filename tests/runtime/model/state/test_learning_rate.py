@@ -5,7 +5,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.state.learning_rate import is_scheduled, learning_rate
+from slipstream.runtime.model.state.learning_rate import is_scheduled, learning_rate_at
 
 PEAK, FINAL, WARMUP, END = 0.02, 0.003, 4, 15
 
@@ -40,19 +40,19 @@ def test_equal_to_torchs(name: str, decay: int | None) -> None:
     schedule = torch_schedule(optimizer, name, decay or 0)
     ours = config(name) if decay is None else config(name, decay_iterations=decay)
     for iteration in range(END):
-        assert learning_rate(ours, iteration) == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), iteration
+        assert learning_rate_at(ours, iteration) == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), iteration
         optimizer.step()
         schedule.step()
-    assert learning_rate(ours, END) == learning_rate(ours, END + 99) == pytest.approx(
+    assert learning_rate_at(ours, END) == learning_rate_at(ours, END + 99) == pytest.approx(
         PEAK if name == "constant" else FINAL)
 
 
 def test_what_is_not_said() -> None:
     assert not is_scheduled(TrainingConfig()) and not is_scheduled(TrainingConfig(warmup_iterations=1))
-    assert [learning_rate(TrainingConfig(learning_rate=0.1), one) for one in (0, 7)] == [0.1, 0.1]
+    assert [learning_rate_at(TrainingConfig(learning_rate=0.1), one) for one in (0, 7)] == [0.1, 0.1]
     # A tenth of the iterations decay, to zero; the schedule may be longer than the run, or shorter.
     wsd = TrainingConfig(learning_rate=1.0, learning_rate_schedule="wsd", iterations=5, schedule_iterations=40)
-    assert [learning_rate(wsd, one) for one in (0, 36, 38, 40)] == [1.0, 1.0, 0.5, 0.0]
+    assert [learning_rate_at(wsd, one) for one in (0, 36, 38, 40)] == [1.0, 1.0, 0.5, 0.0]
     # Warm-up alone may take all there is.
     full = TrainingConfig(learning_rate=1.0, learning_rate_schedule="cosine", iterations=4, warmup_iterations=4)
-    assert [learning_rate(full, one) for one in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [learning_rate_at(full, one) for one in range(4)] == [0.25, 0.5, 0.75, 1.0]

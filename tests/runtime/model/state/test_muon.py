@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from slipstream.runtime.config import ConfigError, MuonConfig, TrainingConfig, parse_run_config
-from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.sharing import Place, Sharing
-from slipstream.runtime.model.state.layer_sizes import state_bytes
-from slipstream.runtime.model.state.muon import made_orthogonal
+from slipstream.runtime.model.layers.layered_model import build_model
+from slipstream.runtime.model.layers.sharing import LayerParameter, Sharing
+from slipstream.runtime.model.state.layer_sizes import estimate_layer_bytes
+from slipstream.runtime.model.state.muon import orthogonalize
 from slipstream.runtime.model.state.parameter_groups import is_stepped_by_muon
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, optimizer_factory
 
@@ -47,10 +47,10 @@ def test_each_matrix_of_a_stack_is_stepped_by_itself() -> None:
     """As torch would step it; a product of many matrices may round otherwise than one of two."""
     config = TrainingConfig(optimizer="muon", learning_rate=0.05, muon=MuonConfig(dtype="float32"))
     stack = torch.randn((3, 6, 4), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    together = made_orthogonal(stack, config.muon)
+    together = orthogonalize(stack, config.muon)
     assert together.shape == stack.shape
     for one, alone in zip(together, stack, strict=True):
-        torch.testing.assert_close(one, made_orthogonal(alone, config.muon), rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, orthogonalize(alone, config.muon), rtol=0, atol=1e-5)
         singular = torch.linalg.svdvals(one)
         assert singular.min() > 0.5 and singular.max() < 1.5
 
@@ -64,7 +64,7 @@ def test_float32_is_closer_to_what_the_polynomial_gives() -> None:
     for _ in range(options.steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    off = {dtype: (made_orthogonal(matrix, MuonConfig(dtype=dtype)).double() - x).abs().max().item()
+    off = {dtype: (orthogonalize(matrix, MuonConfig(dtype=dtype)).double() - x).abs().max().item()
            for dtype in ("float32", "bf16")}
     assert off["float32"] < 1e-5 < 1e-3 < off["bf16"]
 
@@ -86,8 +86,8 @@ def test_what_it_steps() -> None:
 
 
 def test_a_tied_head_is_an_embedding() -> None:
-    sharing = Sharing(((Place(0, "weight"), Place(2, "weight")),), 2)
-    assert not is_stepped_by_muon(str(sharing.first(2, "weight")), nn.Parameter(torch.zeros(2, 2)),
+    sharing = Sharing(((LayerParameter(0, "weight"), LayerParameter(2, "weight")),), 2)
+    assert not is_stepped_by_muon(str(sharing.first_of_group(2, "weight")), nn.Parameter(torch.zeros(2, 2)),
                                   TrainingConfig(optimizer="muon"), sharing.last)
 
 
@@ -113,7 +113,7 @@ def test_what_would_cut_matrices_is_refused() -> None:
 def test_a_layer_that_muon_steps_is_smaller_to_move() -> None:
     """By one of AdamW's two numbers of each element of a matrix."""
     model = {"blocks": 1, "width": 8, "heads": 2, "context": 8}
-    sizes = [state_bytes(model_for(config.model, 0, torch.float32, torch.device("cpu")), config.training)
+    sizes = [estimate_layer_bytes(build_model(config.model, 0, torch.float32, torch.device("cpu")), config.training)
              for name in ("adamw", "muon") for config in [parse_run_config(model, {"optimizer": name})]]
     (embedding, block, head), (same_embedding, smaller, same_head) = sizes
     matrices = 8 * 8 * (3 + 1 + 4 + 4)

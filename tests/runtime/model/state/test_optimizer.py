@@ -8,9 +8,9 @@ from torch import nn
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
 from slipstream.runtime.model.state.clipping import clip_factor
-from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.held_layers import HeldLayers
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
-from slipstream.runtime.model.state.part_state import as_parts, whole
+from slipstream.runtime.model.state.part_state import as_whole_part, assemble_state
 
 OWN = """
 import torch
@@ -66,7 +66,7 @@ def config(request, tmp_path_factory, monkeypatch) -> TrainingConfig:
 
 def build_optimizer(layers: dict[int, nn.Module], config: TrainingConfig) -> PartOptimizer:
     """One that steps all of some layers."""
-    found = Holding(layers, config).optimizer
+    found = HeldLayers(layers, config).optimizer
     assert isinstance(found, PartOptimizer)
     return found
 
@@ -98,7 +98,7 @@ class Rig:
                 for name, tensor in self.layer_state(layer).items()}
 
     def layer_state(self, layer: int) -> dict[str, torch.Tensor]:
-        return whole(self.layers[layer], self.optimizer.own_states(layer))
+        return assemble_state(self.layers[layer], self.optimizer.own_states(layer))
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -145,8 +145,8 @@ def test_layers_move_with_their_state(config) -> None:
     for parameter in newcomer.layers[4].parameters():
         nn.init.zeros_(parameter)
     veteran.run(range(3))
-    newcomer.optimizer.load([as_parts(newcomer.layers[4], 4, veteran.layer_state(4))])
-    newcomer.optimizer.as_after(2)
+    newcomer.optimizer.load_parts([as_whole_part(newcomer.layers[4], 4, veteran.layer_state(4))])
+    newcomer.optimizer.set_version(2)
     veteran.run(range(3, 6))
     newcomer.run(range(3, 6))
     newcomer.optimizer.undo()
@@ -163,7 +163,7 @@ def test_a_foreign_state_is_refused() -> None:
                          ({**good, "optimizer.sum.9": torch.ones(5)}, "'optimizer.sum.9'; expected none"),
                          ({**good, "model.1.bias": torch.ones(4)}, "4 elements of 'model.1.bias'; expected 5")):
         with pytest.raises(ValueError, match=message):
-            as_parts(rig.layers[3], 3, bad)
+            as_whole_part(rig.layers[3], 3, bad)
 
 
 def test_undo_takes_what_is_written(config) -> None:
@@ -187,7 +187,7 @@ def test_only_matrices_decay(name: str) -> None:
 def test_a_stage_without_vectors_or_without_parameters() -> None:
     for layer in (nn.Linear(2, 2, bias=False), nn.ReLU()):
         optimizer = build_optimizer({0: layer}, TrainingConfig())
-        assert optimizer.squares() == {0: 0}
+        assert optimizer.layer_squares() == {0: 0}
         optimizer.step(0)
         optimizer.undo()
 
@@ -209,7 +209,7 @@ def test_squares_do_not_depend_on_the_stage_or_its_buffers() -> None:
         assert parameter.grad is not None
         room = torch.empty(parameter.numel() + 1, dtype=parameter.dtype)[1:].view(parameter.shape)
         parameter.grad = room.copy_(parameter.grad)
-    assert whole.optimizer.squares()[4] == part.optimizer.squares()[4]
+    assert whole.optimizer.layer_squares()[4] == part.optimizer.layer_squares()[4]
 
 
 def test_clip_factor() -> None:

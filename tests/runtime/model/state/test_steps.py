@@ -13,9 +13,9 @@ from torch import nn
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.state.clipping import ADDED, clip_factor
-from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.steps import UNCLIPPED, Steps
+from slipstream.runtime.model.state.clipping import NORM_EPSILON, clip_factor
+from slipstream.runtime.model.state.held_layers import HeldLayers
+from slipstream.runtime.model.state.steps import UNCLIPPED_TO_GUESS, StepController
 from slipstream.runtime.model.state.version import Version
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import reference_run
@@ -40,10 +40,10 @@ class Wires:
         self.given.append(list(values))
         return self
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         return self.open
 
-    def take(self) -> Sequence[float]:
+    def wait_for_sums(self) -> Sequence[float]:
         assert self.open
         return [sum(column) for column in zip(*self.given[-2:], strict=True)]
 
@@ -54,8 +54,8 @@ class Pair:
     def __init__(self, config: TrainingConfig, *, staggered: bool = True) -> None:
         self.wires = Wires()
         self.layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
-        self.workers = [Steps(Holding({index: layer}, config), config,
-                              layers=2, share=self.wires.share, staggered=staggered)
+        self.workers = [StepController(HeldLayers({index: layer}, config), config,
+                                       layers=2, share=self.wires.share, staggered=staggered)
                         for index, layer in enumerate(self.layers)]
         self.validated: list[int] = []
         for layer in self.layers:
@@ -70,7 +70,7 @@ class Pair:
     def validate(self) -> None:
         self.wires.open = True
         for steps in self.workers:
-            steps.poll()
+            steps.validate_if_arrived()
 
     @property
     def weights(self) -> list[float]:
@@ -81,7 +81,8 @@ CLIP = 5.1
 CLIPPED = TrainingConfig(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, clip_norm=CLIP, skip_nonfinite=True)
 
 
-@pytest.mark.parametrize(("gradients", "factor"), [((3.0, 4.0), 1.0), ((4.5, 4.5), CLIP / (math.sqrt(40.5) + ADDED))])
+@pytest.mark.parametrize(("gradients", "factor"),
+                         [((3.0, 4.0), 1.0), ((4.5, 4.5), CLIP / (math.sqrt(40.5) + NORM_EPSILON))])
 def test_a_guess_is_validated(gradients, factor) -> None:
     """Alone, neither worker's gradient is too large."""
     pair = Pair(CLIPPED)
@@ -90,21 +91,21 @@ def test_a_guess_is_validated(gradients, factor) -> None:
     assert not pair.validated, "but not for good"
     pair.validate()
     assert pair.weights == [-gradient * factor for gradient in gradients] and pair.validated == [0, 1]
-    assert [steps.void for steps in pair.workers] == [factor != 1.0] * 2
+    assert [steps.is_void for steps in pair.workers] == [factor != 1.0] * 2
     assert all(not layer.weight.grad.any() for layer in pair.layers)
     assert [list(steps.losses) for steps in pair.workers] == [[(0, 3.0)]] * 2, "each knows the loss of both"
 
 
-@pytest.mark.parametrize(("gradient", "weight"), [(10.0, -10 * (CLIP / (10 + ADDED))), (math.nan, 0.0)])
+@pytest.mark.parametrize(("gradient", "weight"), [(10.0, -10 * (CLIP / (10 + NORM_EPSILON))), (math.nan, 0.0)])
 def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     pair = Pair(CLIPPED)
     pair.wires.given.append([0.0, 0.0, 0.0])
     pair.wires.open = True
     pair.step(0, (gradient, 0.0))
-    assert pair.workers[0].void and not pair.workers[1].void, "the second has guessed, and not heard yet"
+    assert pair.workers[0].is_void and not pair.workers[1].is_void, "the second has guessed, and not heard yet"
     assert pair.weights[0] == weight and pair.validated == [0]
     pair.validate()
-    assert pair.workers[1].void and pair.weights == [weight, 0.0]
+    assert pair.workers[1].is_void and pair.weights == [weight, 0.0]
 
 
 @pytest.mark.parametrize(("own", "others"), [(math.nan, 0.0), (1.0, math.inf)])
@@ -112,16 +113,16 @@ def test_a_step_that_is_left_out_is_one_whose_parameters_are_still_to_come(own: 
     """Others may have guessed a step, and give their parts of it: what is held counts as whole only after that."""
     pair = Pair(CLIPPED)
     steps, optimizer = pair.workers[0], pair.workers[0]._holding.optimizer
-    optimizer.as_after(-1)
-    optimizer.gathered(-1)
+    optimizer.set_version(-1)
+    optimizer.mark_gathered(-1)
     pair.wires.given.append([0.0, others, 0.0])
     pair.wires.open = True
     pair.layers[0].weight.grad.fill_(own)
     steps.step(0, loss=0.0)
-    steps.poll()
+    steps.validate_if_arrived()
     assert steps.validated == (0, None) and pair.weights[0] == 0.0
     assert optimizer.version == Version(0) and optimizer.parameters == Version(0, whole=False)
-    steps.go_back(-1, None)
+    steps.return_to(-1, None)
     assert optimizer.version == Version(-1) and not optimizer.parameters.whole
 
 
@@ -132,8 +133,8 @@ def test_gradients_stay_until_no_other_worker_reads_them(watched: bool) -> None:
     wires, layer = Wires(), nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(layer.weight)
     config = CLIPPED if watched else replace(CLIPPED, clip_norm=None, skip_nonfinite=False)
-    steps = Steps(Holding({0: layer}, config), config, layers=1,
-                  share=wires.share if watched else None, staggered=True)
+    steps = StepController(HeldLayers({0: layer}, config), config, layers=1,
+                           share=wires.share if watched else None, staggered=True)
     layer.weight.grad.fill_(3.0)
     steps.step(0, 0.0, lambda: seen.append((layer.weight.item(), layer.weight.grad.item())))
     assert seen == [(0.0 if watched else -3.0, 3.0)]
@@ -145,15 +146,15 @@ def test_gradients_stay_until_no_other_worker_reads_them(watched: bool) -> None:
 def test_no_guess_for_a_while_after_a_wrong_one() -> None:
     pair = Pair(CLIPPED)
     guessed = []
-    for iteration in range(2 * UNCLIPPED):
+    for iteration in range(2 * UNCLIPPED_TO_GUESS):
         pair.wires.open = iteration > 0
         gradient = 4.5 if iteration < 2 else 0.0
         pair.wires.given.append([0.0, gradient**2, 0.0])  # for the first, that of the second, in case it waits
         pair.step(iteration, (gradient, gradient))
         guessed.append(len(pair.validated) == 2 * iteration)
         pair.validate()
-        assert all(steps.void == (iteration == 0) for steps in pair.workers)
-    assert guessed == [True, *[False] * (UNCLIPPED + 1), *[True] * (UNCLIPPED - 2)]
+        assert all(steps.is_void == (iteration == 0) for steps in pair.workers)
+    assert guessed == [True, *[False] * (UNCLIPPED_TO_GUESS + 1), *[True] * (UNCLIPPED_TO_GUESS - 2)]
 
 
 @pytest.mark.parametrize(("failed", "mode"), [([], "staggered"), (["1.1"], "staggered"), (["1.1"], "synchronous")])
@@ -186,7 +187,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
     monkeypatch.setattr("slipstream.runtime.tools.reference.clip_factor", spy)
     reference_run(tiny(clip_norm=RARELY, **SAME), (2, 2, 2), 20)
     clipped = [iteration for iteration, factor in enumerate(factors) if factor != 1.0]
-    assert len(clipped) == 1 and UNCLIPPED <= clipped[0] < 20 - 2 * UNCLIPPED
+    assert len(clipped) == 1 and UNCLIPPED_TO_GUESS <= clipped[0] < 20 - 2 * UNCLIPPED_TO_GUESS
 
 
 SPIKY = textwrap.dedent("""

@@ -1,0 +1,42 @@
+"""End the program with one line and an exit status when a run cannot begin, fails or is interrupted."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+from slipstream.cli.shared.console import err, exit_negative, refuse
+from slipstream.planner.job.file import JobError
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.processes.stop_signals import RunStopped
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.run_folder import FolderError
+from slipstream.schedules.codec import ScheduleError
+
+
+@contextmanager
+def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
+    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143).
+
+    `goes_on` returns a clause that says how to resume the run.
+    """
+    try:
+        yield
+    except (JobError, ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError,
+            ScheduleError) as error:
+        refuse(error)
+    except OSError as error:
+        refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
+    except (RunError, NoPlanError) as error:
+        exit_negative(f"{error}{goes_on()}")
+    except RunStopped as stopped:
+        err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
+                  style="yellow", soft_wrap=True)
+        raise typer.Exit(128 + stopped.number) from None
+    except KeyboardInterrupt:
+        err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
+        raise typer.Exit(130) from None

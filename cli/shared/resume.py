@@ -1,0 +1,193 @@
+"""Resume a run in `slipstream train`: choose the checkpoint, tell the command, or find that nothing is left to do."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import typer
+from torch import Tensor
+
+from slipstream.cli.shared.console import err, print_json
+from slipstream.cli.shared.error_exits import exit_on_errors
+from slipstream.cli.shared.train_inputs import find_checkpoint, find_checkpoint_or_refuse
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    find_complete,
+    find_newest_undamaged,
+    identity_of,
+    open_checkpoint,
+    open_latest,
+    rename_damaged,
+    require_job,
+    verify_checkpoint,
+)
+from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer
+from slipstream.runtime.model.state.digest import combined_digest, tensor_digest
+from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.run_folder import (
+    CHECKPOINTS,
+    count_iterations_done,
+    hold_folder_lock,
+    list_saved,
+    raise_unless_free,
+    read_takeover_record,
+)
+from slipstream.schedules.codec import read
+from slipstream.schedules.document import DocumentError
+
+
+def describe_resuming(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:
+    """Return a clause that says how to resume a run that ended early.
+
+    It names the newest checkpoint of the run, or else the one it started from.
+    """
+    with suppress(CheckpointError):
+        newest = open_latest(folder / CHECKPOINTS)
+        if newest is not None and (resumed is None or newest.path.resolve() != resumed.path.resolve()):
+            return f"; go on from its checkpoint of iteration {newest.iteration}: {_resume_command(ctx, folder)}"
+        if resumed is not None:
+            source = folder if newest is not None else resumed.path
+            return (f"; it has saved no checkpoint of its own: go on from that of iteration {resumed.iteration} again: "
+                    f"{_resume_command(ctx, source)}")
+    return "; there is no checkpoint to go on from"
+
+
+def _resume_command(ctx: typer.Context, source: Path) -> str:
+    """Return the command line of this run with another --resume."""
+    return shlex.join(["slipstream", "train", str(ctx.params["job"]), "--resume", str(source), *_given_options(ctx)])
+
+
+def _given_options(ctx: typer.Context) -> Iterator[str]:
+    for option in ctx.command.params:
+        name, value = str(option.name), ctx.params.get(str(option.name))
+        source = ctx.get_parameter_source(name)
+        if name in ("job", "resume", "force") or source is None or source.name != "COMMANDLINE":
+            continue
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            yield option.opts[0]
+            if not isinstance(item, bool):
+                yield str(item)
+
+
+def is_in_place(resume: Path | None, folder: Path) -> bool:
+    """Return whether a run resumes in its own folder.
+
+    Schedulers repeat commands, also those of runs that have hardly begun.
+    """
+    return resume is not None and resume.resolve() == folder.resolve()
+
+
+def find_start(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
+    """Return the checkpoint to start from, or None if a run resumes in its own folder and has saved nothing there.
+
+    If a checkpoint is `needed`, it must be whole: damaged checkpoints are reported, and those in the run's own folder
+    are set aside. Exits 2 if all are damaged.
+    """
+    if needed:
+        checkpoint = _find_whole_or_refuse(resume, folder)
+        if checkpoint is not None:
+            return checkpoint
+    if is_in_place(resume, folder) and not list_saved(folder):
+        completed = count_iterations_done(folder)
+        if needed:
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {completed} "
+                                       "iterations again, from iteration 0" if completed else
+                                       "nothing is there to go on from; starts with iteration 0"),
+                      style="yellow", soft_wrap=True)
+        return None
+    if needed:
+        return find_checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
+
+
+def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint in a folder, or the newest whole one below it, or None. Exits 2 if all are damaged."""
+    with exit_on_errors():
+        if (resume / MANIFEST).exists():
+            return verify_checkpoint(open_checkpoint(resume))
+        source = next((path for path in (resume / CHECKPOINTS, resume) if find_complete(path)), resume)
+        return find_whole_checkpoint(source, folder, lambda line: err.print(line, style="yellow", soft_wrap=True))
+
+
+def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
+    """Return the newest whole checkpoint for a run in `folder`, or None if there is no checkpoint.
+
+    Damaged checkpoints are reported, and those in the run's own folder are set aside. Raises CheckpointError if all are
+    damaged, and FolderError while another run writes there.
+    """
+    whole, damaged = find_newest_undamaged(source)
+    if whole is None and damaged:
+        raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start anew with "
+                              "another --out")
+    if damaged and source.resolve() == (folder / CHECKPOINTS).resolve():
+        with hold_folder_lock(folder, 0):
+            damaged = {rename_damaged(path): error for path, error in damaged.items()}
+    for path, error in damaged.items():
+        say(f"{error}; it is kept as {path}, and training goes on from {whole and whole.path}")
+    return whole
+
+
+def require_usable(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
+    """Raise what `run` will raise about the folder, before time is spent on planning."""
+    if resume is not None:
+        require_job(resume, identity_of(config, len(resume.manifest.layers)))
+    if folder.is_dir():
+        with hold_folder_lock(folder, 0):
+            raise_unless_free(folder, resume, config, force=force, again=again)
+
+
+def warn_if_done(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
+    """Report if a checkpoint has seen all iterations. Returns True if its parameters are written, too."""
+    if resume.iteration < iterations:
+        return False
+    answer = answer_if_done(folder, resume, iterations)
+    err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
+              f"{'' if answer else ' but to write the parameters'}; --iterations trains further", style="yellow",
+              soft_wrap=True)
+    if answer is not None and json:
+        print_json(answer)
+    return answer is not None
+
+
+def is_done_without_node(folder: Path, resume: Path | None, iterations: int) -> bool:
+    """Return whether the files that this node sees show a finished run, so that node 0 will not come."""
+    with suppress(CheckpointError, OSError):
+        checkpoint = None if resume is None or read_takeover_record(folder) is not None else find_checkpoint(resume)
+        return checkpoint is not None and is_run_done(folder, checkpoint, iterations)
+    return False
+
+
+def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
+    """Return whether the run in a folder has done all iterations and written its parameters. Raises CheckpointError."""
+    newest = open_latest(folder / CHECKPOINTS)
+    return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
+            and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
+
+
+def answer_if_done(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
+    """Return the answer of `train --json` for a run that has nothing left to do, or None if something is left.
+
+    A run whose iterations are all done still has something to do if its parameters are missing.
+    """
+    with suppress(CheckpointError, DocumentError, TensorError, OSError):
+        if not is_run_done(folder, resume, iterations):
+            return None
+        layers = range(len(resume.manifest.layers))
+        schedule = read(folder / "schedule.json")
+        digests = {name: tensor_digest(name, tensor) for layer in layers
+                   for name, tensor in _load_named_layer(layer, folder).items()}
+        return {"iterations": 0, "losses": [], "parameter_digest": combined_digest(digests),
+                "first_iteration": resume.iteration, "recoveries": [], "slow_workers": [],
+                "measured_period": None, "planned_period": schedule.seconds(schedule.period_ticks)}
+    return None
+
+
+def _load_named_layer(layer: int, folder: Path) -> dict[str, Tensor]:
+    return {f"{layer}.{name}": tensor for name, tensor in load_layer(folder, layer).items()}

@@ -1,0 +1,253 @@
+"""Plan jobs with more micro-batches than can be planned at once: a plan of fewer of them is repeated.
+
+The micro-batches of an iteration are divided into nearly equal blocks. Each different block is planned like a job of
+its own, and the blocks follow each other on every worker. That keeps every rule: a micro-batch lies within one block; a
+worker begins a block when it has run all of the one before, and holds no activation then. The cost is that the pipeline
+fills and drains once in every block.
+
+How much fits into the time is measured: a small part of the job is planned first, and timed. Its processor time counts,
+so that a busy machine refuses nothing that an idle one plans.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.planner.budget import Clock
+from slipstream.planner.compiled import load_kernel
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.loops import is_plain_python
+from slipstream.planner.model.problem import Bound
+from slipstream.planner.params import DEFAULTS, BlockParams
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import (
+    COMPUTE_KINDS,
+    Program,
+    ProgramOp,
+    Schedule,
+    Seat,
+    Worker,
+    compute_period_ticks,
+    place_ops,
+)
+
+OpsOf = Callable[[Job], int]
+"""Function that returns the number of compute ops of the different pieces of a job."""
+
+PlanBlock = Callable[[Job, float], Schedule]
+"""Function that returns a checked schedule of a job in this many seconds; layers stay in place and no stage is cut."""
+
+
+class TooLargeError(JobError):
+    """Error for a job that cannot be planned in the given time. The message says what can."""
+
+
+class Pace(NamedTuple):
+    """Processor seconds for each compute op on this machine."""
+
+    plan: float
+    """Seconds to find a first plan, put it together and check it."""
+    join: float
+    """Seconds to join blocks and check the whole."""
+
+
+class Speed:
+    """Pace of this machine, measured at its first use, and the processor time that a plan has left."""
+
+    def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
+        self._pace: Pace | None = None
+        self.clock, self.params = clock, params
+        self._end = clock.process_seconds() + seconds
+
+    @property
+    def processor_seconds_left(self) -> float:
+        """Processor seconds until the time limit; negative after it."""
+        return self._end - self.clock.process_seconds()
+
+    def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
+        """Return the pace measured on a part of this job, or of the job of an earlier call."""
+        if self._pace is None:
+            sample = sample_of(job, ops_of, self.params.sample)
+            self._pace = measure_pace(sample, ops_of(sample), plan_block, self.clock)
+        return self._pace
+
+
+class Blocks(NamedTuple):
+    """Number of blocks in which to plan a job, and the time for their plans."""
+
+    number: int
+    seconds: float
+    """Seconds for all different blocks together; the rest of the time limit joins them."""
+
+
+def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
+                  grace: bool = True) -> Blocks | None:
+    """Return how to plan a job in blocks within `seconds`; None if it can be planned as a whole.
+
+    With `grace`, the plan may take somewhat longer. Raises TooLargeError if the plan could not even be put together and
+    checked in that time.
+    """
+    ops, params = ops_of(job), speed.params
+    if ops <= (params.certain if grace else params.quick):
+        return None
+    began = speed.clock.thread_seconds()
+    pace = speed.pace_for(job, ops_of, plan_block)
+    left = seconds - (speed.clock.thread_seconds() - began)
+    if pace.plan * ops * params.whole_margin < left:
+        return None
+    joining = pace.join * ops
+    allowed = left - pace.plan * params.sample
+    if grace:
+        allowed += max(params.grace_seconds, params.grace_share * seconds) + max(0.0,
+                                                                                 speed.processor_seconds_left - left)
+    planning = max(0.0, left - joining)
+    size = max(params.sample, params.share * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
+    number = _even_block_count(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), job)
+    if min(job.microbatches) // number < 2 * job.depth:  # each pipeline would hardly be full before it drains
+        if pace.plan * ops < allowed:
+            return None
+        joining = pace.plan * ops
+    if joining * params.margin > allowed:
+        raise TooLargeError(_too_large_message(job, ops, ops * allowed / (joining * params.margin),
+                                               joining * params.margin))
+    return Blocks(number, planning)
+
+
+def _even_block_count(number: int, job: Job) -> int:
+    """Return a number of blocks near this one that divides the micro-batches evenly, so that one plan does for all
+    blocks. If no near number does, return this one."""
+    common = math.gcd(*(total // job.chains for total in job.microbatches))
+    near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
+    return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
+
+
+def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
+    """Return a part of a job with about this many compute ops, if possible.
+
+    If workers failed, fewer micro-batches are shared by fewer pipelines, so that a sample has fewer ops to plan than
+    its share. A sample that is too small would spend its time on other things than ops.
+    """
+    blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
+    sample = next(blocks_of(job, blocks))
+    ops = ops_of(sample)
+    return sample if 2 * ops >= size or blocks <= 2 else next(blocks_of(job, max(2, blocks * ops // size)))
+
+
+def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
+    """Measure the pace of this machine on a part of the job with this many ops."""
+    if not is_plain_python():
+        load_kernel()
+    began = clock.thread_seconds()
+    schedule = plan_block(sample, 0.0)
+    planned = clock.thread_seconds()
+    join_blocks(sample, [schedule], Bound(0, schedule.scope))
+    return Pace((planned - began) / ops, (clock.thread_seconds() - planned) / ops)
+
+
+def blocks_of(job: Job, count: int) -> Iterator[Job]:
+    """Divide the job into blocks.
+
+    If the numbers do not divide, the first blocks have one micro-batch more (with several chains, one of each); a rest
+    smaller than one micro-batch of each chain goes to the last block.
+    """
+    whole = [divmod(total // job.chains, count) for total in job.microbatches]
+    for block in range(count):
+        sizes = [job.chains * (size + (block < more)) for size, more in whole]
+        if block == count - 1:
+            sizes = [size + total % job.chains for size, total in zip(sizes, job.microbatches, strict=True)]
+        yield msgspec.structs.replace(job, microbatches=tuple(sizes))
+
+
+def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
+    """Return the checked schedule of a job in blocks. The `bound` is proven for the whole job."""
+    blocks = list(blocks_of(job, how.number))
+    different = {block.microbatches: block for block in blocks}
+    plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
+    return join_blocks(job, [plans[block.microbatches] for block in blocks], bound)
+
+
+def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
+    """Return one iteration of the job that runs these blocks one after the other.
+
+    Raises AssertionError if the schedule does not pass the checker.
+    """
+    shifts = _block_shifts(blocks)
+    before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
+              for pipeline in range(job.pipelines)]
+    numbers: dict[tuple[object, ...], int] = {}
+    programs: list[Program] = []
+    seats: list[Seat] = []
+    for row, seat in enumerate(blocks[0].seats):
+        own = [block.programs[block.seats[row].program] for block in blocks]
+        key = (*map(id, own), *before[seat.role.pipeline])
+        if key not in numbers:
+            numbers[key] = len(programs)
+            programs.append(_join_programs(own, shifts, before, seat.role.pipeline))
+        seats.append(msgspec.structs.replace(seat, program=numbers[key]))
+    whole = msgspec.structs.replace(
+        blocks[0], grid=msgspec.structs.replace(blocks[0].grid, microbatches=job.microbatches), seats=tuple(seats),
+        programs=tuple(programs))
+    period = compute_period_ticks(op for seat in seats
+                                  for op in place_ops(_boundary_ops(programs[seat.program]), seat, whole.times))
+    whole = msgspec.structs.replace(whole, period_ticks=period).with_bound(bound.ticks, bound.scope)
+    violations = check(whole)
+    if violations:
+        raise AssertionError(f"a repeated schedule breaks a rule: {violations[0]}")
+    return whole
+
+
+def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
+    """Return how many ticks later than in its own plan each block runs: when every worker has finished those before."""
+    spans = {id(block): _worker_spans(block) for block in blocks}
+    free: dict[Worker, int] = {}
+    shifts = []
+    for block in blocks:
+        span = spans[id(block)]
+        shift = max((free[worker] - first for worker, (first, _) in span.items() if worker in free), default=0)
+        free |= {worker: shift + last for worker, (_, last) in span.items() if last is not None}
+        shifts.append(shift)
+    return shifts
+
+
+def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
+    """Return the start of the first op of each worker, and the end of its last compute op; None if it has none."""
+    spans: dict[Worker, tuple[int, int | None]] = {}
+    for seat in block.seats:
+        program = block.programs[seat.program]
+        compute = [op for op in place_ops(_boundary_ops(program), seat, block.times) if op.kind in COMPUTE_KINDS]
+        spans[seat.worker] = program[0].start_ticks, compute[-1].end_ticks if compute else None
+    return spans
+
+
+def _boundary_ops(program: Program) -> Program:
+    """Return the first op of a program, its last compute op, and its last op."""
+    last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
+    return program[0], last, program[-1]
+
+
+def _join_programs(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
+                   pipeline: int) -> Program:
+    """Return one worker's ops of all blocks. The value `before[pipeline][block]` is the number of that pipeline's
+    micro-batches in earlier blocks."""
+    ops: list[ProgramOp] = []
+    for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
+        own, closing = before[pipeline][block], block == len(blocks) - 1
+        for op in program:
+            if op.microbatch is not None:
+                first = own if op.pipeline is None else before[op.pipeline][block]
+                ops.append(ProgramOp(op.kind, op.slice, op.microbatch + first, op.start_ticks + shift, op.pipeline))
+            elif closing:
+                ops.append(ProgramOp(op.kind, op.slice, None, op.start_ticks + shift))
+    return tuple(ops)
+
+
+def _too_large_message(job: Job, ops: int, fitting: float, seconds: float) -> str:
+    most = max(job.microbatches)
+    fits = int(fitting / ops * most)
+    less = f"about {fits:,} micro-batches a pipeline fit into the time limit" if fits > 0 else "use fewer"
+    return (f"{job.pipelines} x {job.stages} workers with {most:,} micro-batches a pipeline are {ops:,} ops to place. "
+            f"This machine takes about {seconds:.1f} s to put such a schedule together and check it: {less}, or "
+            f"--time-limit {math.ceil(2 * seconds) + 1} is enough")

@@ -1,0 +1,128 @@
+"""Join planning: fetches of layers while training continues, and whether all layers have arrived.
+
+Layers are fetched for workers that join, or only for members, to change to a better schedule (`settling`). What is
+fetched are parts of layers (`part_moves`).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
+
+import msgspec
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator.decisions.effects import EffectCollector
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
+from slipstream.runtime.protocol.to_worker import Addresses, Fetch, LayerMove
+from slipstream.schedules.schedule import Schedule, Speeds, Worker
+
+FETCH_RETRY_SECONDS = 0.5
+"""Time from a failed fetch to the next one."""
+FETCHES_PER_ORDER = 1000
+"""Fetches of an order are numbered from its number times this constant. A coordinator that takes over continues the
+numbers of orders, so it never reuses the number of a fetch that workers may still answer."""
+MAX_FETCH_FAILURES = 3
+"""Number of consecutive failed fetches after which layers are moved while all members wait."""
+
+
+class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Planned change of members or layers, made when all members have stopped before the same iteration."""
+
+    schedule: Schedule
+    order: int
+    """Number of the order during which the change is prepared."""
+    fetch: int = 0
+    """Number of the fetch; 0: the layers are moved while all members wait."""
+    began: int
+    """First iteration that was not committed when the fetch began."""
+    moves: tuple[LayerMove, ...] = ()
+    """Parts of layers that are fetched."""
+    lacking: Mapping[Worker, int] = {}
+    """Number of layers that each worker has not fetched yet, for workers that have not fetched all of theirs."""
+    layers: int = 0
+    """Number of layers to fetch, over all workers."""
+    speeds: Speeds | None = None
+    """Speeds of workers for which the schedule was planned."""
+    settles: bool = False
+    """True if the members stay the same and only their layers change."""
+
+
+class FetchState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the fetch in progress, if any; a worker that is ready after its start waits for the next."""
+
+    number: int = 0
+    """Number of the last fetch."""
+    join: LayerFetch | None = None
+    failures: int = 0
+    not_before: float = 0.0
+    """Time of `time.monotonic` before which no fetch may begin."""
+
+    def can_begin(self, at: float) -> bool:
+        """Return whether a change may be planned."""
+        return self.join is None and at >= self.not_before
+
+    @property
+    def is_preemptible(self) -> bool:
+        """True if workers that want to join may cancel the change: it only settles and is not complete."""
+        return self.join is not None and self.join.settles and not self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all workers have the layers that the pending change gives them."""
+        return self.join is not None and not self.join.lacking
+
+    @property
+    def completed_fetch(self) -> LayerFetch | None:
+        """Pending change, if it is complete; otherwise None."""
+        return self.join if self.is_complete else None
+
+    def begin_fetch(self, join: LayerFetch, addresses: Addresses, told: Collection[Worker],
+                    to: EffectCollector) -> "FetchState":
+        """Tell the targets of the moves to fetch their layers from the sources; `told` are all connected workers.
+
+        If fetches have failed too often, a change for joining workers is complete at once and nothing is fetched; a
+        change for members only is not begun.
+        """
+        if self.failures >= MAX_FETCH_FAILURES:
+            return self if join.settles else replace(self, join=replace(join, moves=()))
+        lacking = Counter(target for target, _ in {(move.target, move.layer) for move in join.moves})
+        number, layers = max(self.number, join.order * FETCHES_PER_ORDER) + 1, lacking.total()
+        to.add_effect(FetchBegun(fetch=number, purpose="settle" if join.settles else "join", layers=layers,
+                                 workers=tuple(sorted(lacking))))
+        to.send(told, Fetch(number=number, order=join.order, moves=join.moves, addresses=addresses))
+        return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
+
+    def with_target_ready(self, worker: Worker, fetch: int, to: EffectCollector) -> "FetchState":
+        """Record that a target has fetched its layers."""
+        join = self.join
+        if join is None or join.fetch != fetch or worker not in join.lacking:
+            return self
+        lacking = {target: number for target, number in join.lacking.items() if target != worker}
+        to.add_effect(FetchProgressed(fetch=fetch, share=1 - sum(lacking.values()) / join.layers))
+        return replace(self, join=replace(join, lacking=lacking))
+
+    def with_failure(self, fetch: int, told: Collection[Worker], to: EffectCollector) -> "FetchState":
+        """Cancel a fetch of which a target cannot get its layers; another one may begin after a pause."""
+        if self.join is None or self.join.fetch != fetch:
+            return self
+        return replace(self.cancel_fetch("a worker could not get its layers", told, to),
+                       not_before=to.at + FETCH_RETRY_SECONDS, failures=self.failures + 1)
+
+    def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":
+        """Cancel the pending change if workers of its schedule are lost."""
+        gone = sorted(workers & self.join.schedule.seat_of.keys()) if self.join is not None else []
+        return self.cancel_fetch(f"worker {gone[0]} is gone", told, to) if gone else self
+
+    def with_order(self, to: EffectCollector) -> "FetchState":
+        """Return the state at the start of an order, which either carries out the pending change or abandons it."""
+        if not self.is_complete and self.join is not None:
+            to.add_effect(FetchAbandoned(fetch=self.join.fetch, reason="the workers that take part have changed"))
+        return FetchState(number=self.number, failures=0 if self.is_complete else self.failures)
+
+    def cancel_fetch(self, reason: str, told: Collection[Worker], to: EffectCollector) -> "FetchState":
+        """Abandon the pending change, and tell all connected workers to end its fetch."""
+        if self.join is None:
+            return self
+        if self.join.fetch:
+            to.add_effect(FetchAbandoned(fetch=self.join.fetch, reason=reason))
+        to.send(told, Fetch(number=self.number + 1, order=self.join.order))
+        return replace(self, number=self.number + 1, join=None)

@@ -1,0 +1,143 @@
+"""Values that pass from layer to layer: a tensor, or a tuple of tensors, sent between workers as one tensor."""
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, ...]
+"""Tensor or tuple of tensors. Floating-point tensors of a tuple get gradients; all others are passed on without."""
+_ALIGNMENT = 16
+"""Alignment, in bytes, of each tensor within the one that carries several."""
+
+
+class TensorForm(NamedTuple):
+    """Shape and dtype of a tensor, from which a receive can be posted without a handshake."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TupleForm(NamedTuple):
+    """Shapes and dtypes of a tuple of tensors."""
+
+    tensors: tuple[TensorForm, ...]
+    fields: tuple[str, ...] = ()
+    """Field names of a named tuple; empty for a plain one."""
+
+
+Form = TensorForm | TupleForm
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """Return the tensors of a value as a tuple."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
+    """Return a value of the same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return tensors[0]
+    return _build_tuple(getattr(value, "_fields", ()), tensors)
+
+
+def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """Return a value with a function applied to each of its tensors."""
+    return change(value) if isinstance(value, Tensor) else with_tensors(value, list(map(change, value)))
+
+
+def as_layer_input(value: Value) -> Value:
+    """Return a value as the next layer takes it: a named tuple becomes one of the runtime's own class for these fields.
+
+    So layers get the same class whether the layer before ran on this worker or on another.
+    """
+    return with_tensors(value, tensors_of(value))
+
+
+def form_of(value: Value) -> Form:
+    """Return the form of a value."""
+    forms = tuple(TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value))
+    return forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
+
+
+def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
+    """Build a value of a form from its tensors."""
+    return tensors[0] if isinstance(form, TensorForm) else _build_tuple(form.fields, tensors)
+
+
+def allocate_value(form: Form, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Value:
+    """Build a value of a form whose tensors a function makes from their shapes and dtypes."""
+    if isinstance(form, TensorForm):
+        return make(*form)
+    return _build_tuple(form.fields, [make(*tensor) for tensor in form.tensors])
+
+
+def has_gradient(of: Tensor | TensorForm) -> bool:
+    """Return whether a tensor that passes between layers gets a gradient."""
+    return of.dtype.is_floating_point or of.dtype.is_complex
+
+
+def gradient_form(form: Form) -> Form:
+    """Return the form of a value's gradient: for a tuple, a plain tuple with its floating-point tensors."""
+    return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
+
+
+def carrier_form(form: Form) -> TensorForm:
+    """Return the form of the one tensor that carries a value from worker to worker."""
+    if isinstance(form, TensorForm):
+        return form
+    if len(form.tensors) == 1:
+        return form.tensors[0]
+    return TensorForm((_tensor_offsets(form)[-1],), torch.uint8)
+
+
+def pack_value(value: Value) -> Tensor:
+    """Return the one tensor that carries a value. A single tensor is returned as it is, not copied."""
+    if isinstance(value, Tensor):
+        return value
+    if len(value) == 1:
+        return value[0]
+    form = form_of(value)
+    assert isinstance(form, TupleForm)
+    carrier = torch.empty(_tensor_offsets(form)[-1], dtype=torch.uint8, device=value[0].device)
+    for tensor, view in zip(value, _carrier_views(carrier, form), strict=True):
+        view.copy_(tensor)
+    return carrier
+
+
+def unpack_value(carrier: Tensor, form: Form) -> Value:
+    """Return the value that a tensor carries. Its tensors are views of the carrier."""
+    if isinstance(form, TensorForm):
+        return carrier
+    if len(form.tensors) == 1:
+        return _build_tuple(form.fields, [carrier])
+    return _build_tuple(form.fields, _carrier_views(carrier, form))
+
+
+def _carrier_views(carrier: Tensor, form: TupleForm) -> list[Tensor]:
+    """Return the tensors of a tuple as views of the tensor that carries them."""
+    return [carrier.narrow(0, offset, _tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
+            for tensor, offset in zip(form.tensors, _tensor_offsets(form), strict=False)]
+
+
+def _tensor_offsets(form: TupleForm) -> list[int]:
+    """Return the offset in bytes at which each tensor begins in the carrier, and then the length of the carrier."""
+    return list(accumulate((-(-_tensor_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for tensor in form.tensors),
+                           initial=0))
+
+
+def _tensor_bytes(form: TensorForm) -> int:
+    return torch.Size(form.shape).numel() * form.dtype.itemsize
+
+
+def _build_tuple(fields: tuple[str, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return _tuple_class(fields)(*tensors) if fields else tuple(tensors)
+
+
+@functools.cache
+def _tuple_class(fields: tuple[str, ...]) -> Callable[..., Any]:
+    return namedtuple("Passed", fields)  # the user's model names the fields

@@ -1,0 +1,210 @@
+"""The backward in two: I computes the gradient of the input, and W computes those of the weights.
+
+While a stage's forward runs under `deferring_weights`, every matrix product with a parameter is recorded as a product
+whose backward computes the gradient of its input only, and leaves its weight gradient as work for later. I is then an
+ordinary backward, and frees the graph as one; W runs the work that I left. Nothing else is changed: a parameter used in
+any other way (norms, embeddings, inside `nn.MultiheadAttention`) gets its gradient in I, earlier than necessary but
+exactly.
+
+The idea of the split is from Zero Bubble (Qi et al., ICLR 2024, arXiv 2401.10241). torch's own stage_backward_input and
+stage_backward_weight keep the graph alive from I to W, and refuse outputs that are views.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from slipstream.runtime.torch_private import has_gradient_hooks, run_backward
+
+WeightWork = deque[Callable[[], None]]
+"""Calls that W has to run, in the order in which I left them."""
+
+
+_CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
+
+
+@contextmanager
+def deferring_weights(work: WeightWork) -> Iterator[None]:
+    """Defer weight gradients of the forward that runs within the context: its backward appends them to `work`.
+
+    Parameters that carry hooks are not deferred, so that the hooks get the gradients that they expect.
+    """
+    before = _CURRENT.set(work)
+    try:
+        with _DeferringMode(work):
+            yield
+    finally:
+        _CURRENT.reset(before)
+
+
+def weight_work() -> WeightWork | None:
+    """Return the list to which a user's autograd.Function can append the work of W; None if its backward must do it.
+
+    To be called in the function's forward. Its backward appends calls that add to `.grad`.
+    """
+    return _CURRENT.get()
+
+
+def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
+    """Run I: an ordinary backward from outputs computed under `deferring_weights(work)`, each with its gradient.
+
+    Activation checkpointing works, reentrant or not. Its recomputation must run under the same mode as the forward, so
+    the mode has to be active within the backward. torch.autograd.backward would suspend the mode; the engine that it
+    calls, which is used here, does not.
+    """
+    with deferring_weights(work):
+        run_backward(outputs, gradients)
+
+
+def backward_weight(work: WeightWork) -> None:
+    """Run W: add the deferred weight gradients to the parameters' `.grad`, and free each entry when it is done."""
+    while work:
+        work.popleft()()
+
+
+class _Product(NamedTuple):
+    """Product of a value with a parameter: value @ weight^T + bias, or value @ weight + bias if `transposed`."""
+
+    value: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    transposed: bool = False
+
+
+def _parse_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Product:
+    return _Product(input, weight, bias)
+
+
+def _parse_matmul(input: Tensor, other: Tensor) -> _Product:
+    return _Product(input, other, transposed=True)
+
+
+def _parse_mm(input: Tensor, mat2: Tensor) -> _Product:
+    return _Product(input, mat2, transposed=True)
+
+
+def _parse_addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> _Product:
+    return _Product(mat1, mat2, input, transposed=True)
+
+
+PRODUCTS: Mapping[Callable[..., Any], Callable[..., _Product]] = {
+    functional.linear: _parse_linear,
+    torch.matmul: _parse_matmul, Tensor.matmul: _parse_matmul, Tensor.__matmul__: _parse_matmul,
+    torch.mm: _parse_mm, Tensor.mm: _parse_mm,
+    torch.addmm: _parse_addmm,
+}
+"""Functions of torch whose weight gradients are deferred, each with a function that parses its arguments."""
+
+
+_DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
+
+
+def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
+    """Register an op of compiled backwards: when I calls it, `work` makes a call for W from the op's arguments."""
+    _DEFERRED_OPS[op] = work
+
+
+class _DeferringMode(TorchFunctionMode):
+    def __init__(self, work: WeightWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DEFERRED_OPS and type(args[0]) is Tensor:  # otherwise it is being compiled
+            self._work.append(_DEFERRED_OPS[func](*args))
+        elif func in PRODUCTS and torch.is_grad_enabled():
+            try:
+                product = PRODUCTS[func](*args, **kwargs)
+            except TypeError:  # a less usual argument (out, alpha, ...)
+                return func(*args, **kwargs)
+            if _is_deferrable(product):
+                return _DeferredProduct.apply(  # type: ignore[no-untyped-call]
+                    _cast_operand(product.value), product.weight, product.bias, product.transposed, self._work)
+        return func(*args, **kwargs)
+
+
+def _is_deferrable(product: _Product) -> bool:
+    """Return whether the weight gradient of a product can be deferred."""
+    value, weight, bias, _ = product
+    return (isinstance(value, Tensor) and _is_trained(weight) and weight.dim() == 2 and value.dim() >= 1
+            and (bias is None or (_is_trained(bias) and bias.dim() == 1)))
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Return whether a gradient may be added to `tensor.grad` directly, without autograd."""
+    return (isinstance(tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.requires_grad
+            and not tensor.is_complex() and not has_gradient_hooks(tensor))
+
+
+def _cast_operand(tensor: Tensor) -> Tensor:
+    """Return a matrix product's operand, cast as autocast would cast it."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+class _DeferredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool,
+                work: WeightWork) -> Tensor:
+        used = _cast_operand(weight)
+        ctx.save_for_backward(value, used)
+        ctx.weight, ctx.bias, ctx.transposed, ctx.work = weight, bias, transposed, work
+        product = multiply(value, used, bias, transposed)
+        # With three or more dimensions it is a view of a matrix, which an in-place op after it would refuse. `.data`,
+        # unlike `.detach()`, is not a view.
+        return product.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        value, used = ctx.saved_tensors
+        work = ProductWork(value, gradient, ctx.weight, ctx.bias, ctx.transposed)
+        ctx.work.append(work.add_gradients)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        return gradient @ (used.t() if ctx.transposed else used), None, None, None, None
+
+
+def multiply(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Compute a `_Product` whose operands have the same dtype."""
+    if not transposed:
+        return functional.linear(value, weight, bias)
+    return value @ weight if bias is None else torch.addmm(bias, value, weight)
+
+
+class ProductWork(NamedTuple):
+    """Deferred weight gradient of one product: its input, the gradient of its output, and the parameters."""
+
+    value: Tensor
+    gradient: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Compute the gradients of the weight and the bias, and add them to `.grad`."""
+        value = self.value.reshape(-1, self.value.shape[-1])
+        gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
+        _add_gradient(self.weight, value.t() @ gradient if self.transposed else gradient.t() @ value)
+        if self.bias is not None:
+            _add_gradient(self.bias, gradient.sum(0))
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to `.grad` as autograd would: rounded before it is added, so the sums are equal bit for bit."""
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

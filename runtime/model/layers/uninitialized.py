@@ -1,0 +1,52 @@
+"""Layers built to be filled with received or stored state: no initial values are drawn or read for them.
+
+Their parameters have arbitrary values. Buffers are computed as usual, since a state may lack some.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_CURRENT: ContextVar[bool] = ContextVar("unfilled", default=False)
+
+
+def is_uninitialized() -> bool:
+    """Return whether a model that builds a layer may leave its parameters uninitialized."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def building_uninitialized() -> Iterator[None]:
+    """Build layers without initial values within the context: no call changes a parameter in place."""
+    before = _CURRENT.set(True)
+    try:
+        with _SkipInPlaceMode():
+            yield
+    finally:
+        _CURRENT.reset(before)
+
+
+def move_uninitialized(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move an uninitialized layer to a device. The values of its parameters are not copied."""
+    for parameter in module.parameters():
+        if parameter.device != device:
+            parameter.data = torch.empty_like(parameter, device=device)
+    return module.to(device)
+
+
+class _SkipInPlaceMode(TorchFunctionMode):
+    """Mode that skips in-place changes of parameters, because drawing billions of numbers takes seconds."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else kwargs.get("tensor")
+        if isinstance(target, nn.Parameter) and name.endswith("_") and not name.endswith(("__", "requires_grad_")):
+            return target
+        return func(*args, **kwargs)

@@ -1,0 +1,43 @@
+"""Buffers for the gradient sums of the parts that a worker keeps copies of: two for each part (`late_steps`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.model.state.late_steps import GRADIENT_BUFFERS
+from slipstream.runtime.model.state.parts import Span, StatePartition, split_by_layer
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
+
+CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
+"""Buffers of each part of a layer that is a copy."""
+
+
+class CopyGradients:
+    """Gradient buffers of one worker's copies, for all ranges that it reduces."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
+
+    def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """Allocate buffers for the parts of a range that a worker keeps copies of."""
+        self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
+                                        for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
+
+    def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
+        """Return one of the two buffers of each copied part of a range."""
+        return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
+
+    def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
+        """Return all buffers by parts of layers; `elements` returns the number of cut elements of a layer."""
+        sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
+        for layers, spans in self._buffers.items():
+            for span, buffers in spans.items():
+                start = 0
+                for layer, part in split_by_layer(span, layers, elements):
+                    end = start + part[1] - part[0]
+                    sums[layer, part] = [buffer[start:end] for buffer in buffers]
+                    start = end
+        return sums

@@ -1,0 +1,362 @@
+"""Layers that a worker holds, their gradients, and one optimizer over all of them.
+
+Nothing here depends on stages: the layers are those that a schedule assigns to the worker, and change with it.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, parameter_dtype
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, LayerParameter, Sharing, sharing_of
+from slipstream.runtime.model.layers.step_rules import require_stepped_by_rules, step_rules
+from slipstream.runtime.model.layers.uninitialized import building_uninitialized
+from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.model.seeds import GENERATOR_LOCK
+from slipstream.runtime.model.state.clipping import sum_of_squares
+from slipstream.runtime.model.state.copy_gradients import CopyGradients
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import (
+    PartState,
+    copy_to_module,
+    count_elements,
+    mark_uncut,
+    trained_parameters,
+    uncut_names,
+)
+from slipstream.runtime.model.state.parts import ElementCounts, Parts, Span, StatePartition, parts_of_worker, subtract
+from slipstream.runtime.model.state.version import Version, VersionError
+from slipstream.schedules.layers import LayerRange, merge_ranges
+from slipstream.schedules.schedule import Worker
+
+
+def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
+    """Return the dtype in which gradients are accumulated; None for that of each parameter."""
+    if not config.master_weights:
+        return None
+    return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
+
+
+class HeldLayers:
+    """Layers of a model with gradients and optimizer. Each `.grad` is a view of a flat tensor, to be summed in place.
+
+    `keep` selects the parts of their state that are stored; before that, and if a process trains alone, all are.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
+        self._config = config
+        self.sharing = sharing
+        self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
+        sharing.tie_parameters(self.modules)
+        self.cuts: dict[LayerRange, StatePartition] = {}
+        """Partition of each range that is reduced."""
+        self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self._sums = CopyGradients()
+        self.optimizer = self._build_full_optimizer(self.modules)
+        self._gradients: dict[LayerRange, list[Tensor]] = {}
+        self.shared_gradients: dict[str, list[Tensor]] = {}
+        """Gradients of each parameter that layers share, by its first name, to be summed in place over all holders of a
+        copy."""
+        self.set_reduced_ranges(merge_ranges((layer, layer + 1) for layer in self.modules))
+
+    def clear(self) -> None:
+        """Release all layers."""
+        self.modules, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopyGradients()
+        self.optimizer = self._build_full_optimizer({})
+        self.set_reduced_ranges(())
+
+    def hold_layers(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
+                    parts: Sequence[PartState], after: int, built: Collection[int] = ()) -> None:
+        """Hold exactly these layers, and of their optimizer's state the parts that `cuts` assigns to a worker.
+
+        All of that state, and all missing elements of the parameters, must be in `parts` or already held, as they are
+        after the iteration `after`. Newly built layers, listed in the last argument, are in their initial state, which
+        is that after `after`. Raises VersionError, before anything has changed, if some state is missing. If layers and
+        partitions are as before, the memory stays in place, which is usual for workers of stages without a change.
+        """
+        before, held = self.optimizer, self.modules
+        self._require_all(modules, cuts, worker, parts, after, built)
+        same_layout = held == modules and _flat_lengths(self.cuts) == _flat_lengths(cuts)
+        same_parts = same_layout and (self.cuts == cuts or not any(cut.sharded for cut in cuts.values()))
+        if same_parts:  # the owner may still differ: unsharded state is stored by all members
+            self.cuts = dict(sorted(cuts.items()))
+            before.own = self._parts_by(worker, StatePartition.own_parts)
+        if not same_parts:
+            self.modules, self.cuts = dict(sorted(modules.items())), dict(sorted(cuts.items()))
+            self._sums = CopyGradients()
+        if not same_layout:
+            self.sharing.tie_parameters(self.modules)
+            self._gradients = {}
+            self.set_reduced_ranges(self.cuts)
+            self._flatten_parameters()
+        if not same_parts:
+            for layers, cut in self.cuts.items():
+                for parameter in self._reduced_parameters(layers, whole=False)[:1]:
+                    self._sums.allocate(layers, cut, worker, gradient_dtype(self._config) or parameter.dtype,
+                                        parameter.device)
+        for layer, module in self.modules.items():
+            copy_to_module(module, [part for part in parts if part.layer == layer],
+                           untrained_too=held.get(layer) is not module)
+        if not same_parts:
+            self.optimizer = self._build_optimizer(worker)
+            self.optimizer.adopt_state(before, parts)
+        self.optimizer.set_version(after)
+        self.mark_gathered(after)
+
+    def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
+                     parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
+        """Raise VersionError unless all state that `keep` needs is available, as it is after an iteration."""
+        before, held = self.optimizer, self.modules
+        for part in parts:
+            part.require_version(after)
+        needed = parts_of_worker(worker, cuts, lambda layer: count_elements(modules[layer]))
+        staying = [layer for layer, module in modules.items() if layer not in built and held.get(layer) is module]
+        if staying:
+            before.require_version(after)
+        for layer, module in modules.items():
+            if layer in built:
+                continue
+            states = [*(before.kept.get(layer, ()) if layer in staying else ()),
+                      *((part.start, part.stop) for part in parts if part.layer == layer and part.state)]
+            others = [(part.start, part.stop) for part in parts if part.layer == layer]
+            whole = layer in staying and before.parameters == Version(after)
+            absent = [missing for span in needed.get(layer, ()) for missing in subtract(span, states)]
+            absent += () if whole else subtract((0, count_elements(module).total), [*states, *others])
+            if absent:
+                start, stop = absent[0]
+                raise VersionError(f"worker {worker} lacks elements {start} to {stop} of layer {layer} as they are "
+                                   f"after iteration {after}")
+
+    def _flatten_parameters(self) -> None:
+        """Move the parameters of each range with sharded state into one flat tensor, in which they can be gathered."""
+        self._flat_parameters = {layers: _flatten_parameters(self._reduced_parameters(layers, whole=False),
+                                                             cut.padded_length)
+                                 for layers, cut in self.cuts.items() if cut.sharded}
+
+    def _build_optimizer(self, worker: Worker) -> PartOptimizer:
+        """Build the optimizer of the parts that the partitions assign to a worker."""
+        kept, own = self._parts_by(worker, StatePartition.stored_parts), self._parts_by(worker,
+                                                                                        StatePartition.own_parts)
+        return PartOptimizer(self.modules, self._config, kept, own, self.sharing,
+                             self._sums.by_layer(lambda layer: count_elements(self.modules[layer]).cut))
+
+    def _parts_by(self, worker: Worker, which: Callable[[StatePartition, Worker], tuple[Span, ...]]) -> Parts:
+        """Return the spans of each layer that `which` selects for a worker, such as those it stores."""
+        return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
+
+    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+        """Make or skip an iteration's step; see `PartOptimizer.step`."""
+        self.optimizer.step(iteration, factor)
+
+    def undo(self) -> None:
+        """Undo the open step."""
+        self.optimizer.undo()
+
+    def return_to(self, committed: int) -> None:
+        """Undo the open step if its iteration is later than the last committed one; otherwise make it final."""
+        self.optimizer.return_to(committed)
+
+    @property
+    def last_final(self) -> int:
+        """Last iteration whose step can no longer be undone, of those stepped in this order; -1 if none."""
+        return self.optimizer.last_final
+
+    def sharded_partition(self, layers: LayerRange) -> StatePartition | None:
+        """Return the partition of a range if its optimizer's state is sharded, otherwise None."""
+        cut = self.cuts.get(layers)
+        return cut if cut is not None and cut.sharded else None
+
+    def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
+        """Return the copied parts of a range, each with the buffer for its gradient sums of the next step."""
+        return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
+
+    def start_copy_steps(self) -> None:
+        """Start the steps of copies, after other workers' parameters of a step, which may be a guess, have arrived."""
+        self.optimizer.start_copy_steps()
+
+    def mark_gathering(self, iteration: int) -> None:
+        """Mark the parameters as being received from other workers, with arbitrary values until `gathered`."""
+        self.optimizer.mark_gathering(iteration)
+
+    def mark_gathered(self, iteration: int) -> None:
+        """Mark all elements of the parameters as those after an iteration."""
+        self.optimizer.mark_gathered(iteration)
+
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
+        """Return each range with sharded state, its parameters as one flat, padded tensor, and its partition."""
+        return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
+
+    def set_reduced_ranges(self, ranges: Iterable[LayerRange]) -> None:
+        """Set the ranges, which tile the layers, by which gradients are summed; zero the gradients if they changed."""
+        ranges = sorted(ranges)
+        if ranges == list(self._gradients):
+            return
+        assert [layer for one in ranges for layer in range(*one)] == list(self.modules), "ranges tile the layers"
+        self._gradients = {}
+        for parameter in self.parameters_by_name().values():
+            parameter.grad = None  # the memory is freed before new memory is allocated
+        self._gradients = {one: self._zero_gradients(one) for one in ranges}
+        self.shared_gradients = {str(first): self._zero_shared_gradients(places[0])
+                                 for first, places in self.sharing.groups_in(self.modules)}
+
+    def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
+        """Allocate zero gradients for the parameters that are reduced with a range."""
+        kind = gradient_dtype(self._config)
+        ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
+                 for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
+        return [*_flatten_gradients(self._reduced_parameters(layers, whole=False), kind, self.cuts.get(layers)),
+                *_flatten_gradients(self._reduced_parameters(layers, whole=True), kind), *_flatten_gradients(ruled)]
+
+    def _zero_shared_gradients(self, mine: LayerParameter) -> list[Tensor]:
+        """Allocate zero gradients for a parameter that layers share."""
+        return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
+
+    def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
+        """Return the gradients of a range of `set_reduced_ranges`, without shared parameters: one flat tensor a dtype.
+
+        Without an argument, all gradients are returned, including those of shared parameters.
+        """
+        if layers is not None:
+            return self._gradients[layers]
+        return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
+
+    def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
+        """Return the gradients of a range, or of a shared parameter by its first name, to be summed in place."""
+        return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
+
+    def layer_squares(self) -> dict[int, float]:
+        """Return the sum of squares of the gradients of each layer's own parts: `PartOptimizer.layer_squares`."""
+        return self.optimizer.layer_squares()
+
+    def sum_squares(self) -> float:
+        """Return the sum of squares of own gradients, for display: its bits depend on the layout."""
+        # Ranks of a group share some parameters, members may own parts, and parameters with rules do not count.
+        if worker_group() is not None or any(one.sharded for one in self.cuts.values()) or any(
+                map(step_rules, self.modules.values())):
+            return math.fsum(self.layer_squares().values())
+        layers = {layer for layer, spans in self.optimizer.own.items() if spans}
+        found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
+        found += [flat for first, _ in self.sharing.groups_in(self.modules) if first.layer in layers
+                  for flat in self.shared_gradients[str(first)]]
+        return float(torch.stack([sum_of_squares(flat) for flat in found]).sum().item()) if found else 0.0
+
+    def _build_full_optimizer(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
+        """Build an optimizer that stores and owns all elements."""
+        everything = {layer: ((0, count_elements(module).total),) for layer, module in modules.items()}
+        return PartOptimizer(modules, self._config, everything, everything, self.sharing)
+
+    def _reduced_parameters(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
+        """Return the uncut parameters that are reduced with a range, or the others; without those with rules."""
+        return [parameter for layer in range(*layers) for name,
+                parameter in trained_parameters(self.modules[layer]).items()
+                if (name in uncut_names(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)
+                and name not in step_rules(self.modules[layer])]
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero, after the optimizer's step."""
+        for flat in self.flat_gradients():
+            flat.zero_()
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by "layer.name"; a parameter that layers share has its first name."""
+        return {str(self.sharing.first_of_group(layer, name)): parameter for layer, module in self.modules.items()
+                for name, parameter in module.named_parameters()}
+
+
+def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
+    """Build a layer on the model's device. Another thread may compute meanwhile; its random numbers are not affected.
+
+    If it is not `filled`, its parameters have arbitrary values in host memory that is never accessed; its state is
+    loaded after `moved` has put it on the device.
+    """
+    if not filled:
+        with building_uninitialized(), torch.no_grad():
+            return with_local_parameters(model.build(layer))
+    with GENERATOR_LOCK, torch.no_grad():
+        module = with_local_parameters(model.build(layer))
+        for name, first in sharing_of(model).copies_in(layer).items():
+            other = with_local_parameters(model.build(first.layer))
+            module.get_parameter(name).copy_(other.get_parameter(first.name))
+        return module.to(model.device)
+
+
+def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
+    """Build a layer on the meta device, for its shapes and dtypes only."""
+    with torch.device("meta"):
+        return with_local_parameters(model.build(layer))
+
+
+def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
+    """Build a layer as `built` does, and mark the parameters that are not cut, so that a `HeldLayers` can hold it."""
+    module = build_on_device(model, layer, filled=filled)
+    _mark_uncut(layer, module, config, sharing_of(model))
+    return module
+
+
+def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
+                  ) -> HeldLayers:
+    """Build the given layers in their state before the first iteration."""
+    return HeldLayers({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
+
+
+def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
+    """Mark a layer's parameters that are not cut: shared by other layers, of another dtype, or stepped by rules.
+
+    Raises ConfigError if a rule belongs to no parameter.
+    """
+    rules, parameters = step_rules(module), trained_parameters(module)
+    require_stepped_by_rules(layer, rules, {name: sharing.is_shared(layer, name) for name in parameters})
+    mark_uncut(module, [name for name, parameter in parameters.items() if sharing.is_shared(layer, name)
+                        or parameter.dtype != parameter_dtype(config) or name in rules])
+
+
+def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[ElementCounts, ...]:
+    """Return the numbers of trained elements of each layer."""
+    elements, sharing = [], sharing_of(model)
+    for layer in range(model.layers):
+        module = build_on_meta(model, layer)
+        _mark_uncut(layer, module, config, sharing)
+        elements.append(count_elements(module))
+    return tuple(elements)
+
+
+def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
+                       cut: StatePartition | None = None) -> list[Tensor]:
+    """Give parameters zero gradients that are views of one flat tensor for each dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(dtype or parameter.dtype, []).append(parameter)
+    flats = []
+    for kind, group in by_dtype.items():
+        sizes = [parameter.numel() for parameter in group]
+        length = sum(sizes) if cut is None else max(sum(sizes), cut.padded_length)
+        flat = torch.zeros(length, dtype=kind, device=group[0].device)
+        for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
+            if kind != parameter.dtype:
+                parameter.grad_dtype = kind
+            parameter.grad = view.view_as(parameter)
+        flats.append(flat)
+    return flats
+
+
+def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:
+    """Return the properties of partitions that determine the flat tensors of ranges."""
+    return {layers: (cut.padded_length, cut.sharded) for layers, cut in cuts.items()}
+
+
+def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
+    """Move parameters of one dtype into one flat tensor of the given length, as views."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    start = 0
+    for parameter in parameters:
+        view = flat[start:start + parameter.numel()].view_as(parameter)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        start += parameter.numel()
+    return flat

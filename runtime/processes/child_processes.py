@@ -1,0 +1,116 @@
+"""Run tasks in parallel, each in a process of its own, and collect their results."""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 0.5
+"""Time that the other processes may take to end after one has failed: the error of another process may be the cause."""
+
+
+class ChildError(RuntimeError):
+    """Error for a process that has failed. The message is the last line of its log, or its exit status."""
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """Task of one process, as JSON, with the function to call."""
+    target: str
+    content: str
+    answer: str
+    """Path of the file that the result is written to."""
+
+
+_TASK = msgspec.json.Decoder(_Task)
+
+
+class ChildProcesses:
+    """Group of processes, one for each task. They start when the object is created and end when it is closed.
+
+    Raises ChildError if a process cannot be started.
+
+    Parameters
+    ----------
+    target
+        `module:function` that takes the task as JSON and returns the result as bytes.
+    fork_server
+        Fork server that is used before and afterwards, too. None: start a new one, which takes seconds to import torch.
+    """
+
+    def __init__(self, target: str, tasks: Sequence[msgspec.Struct], fork_server: ForkServer | None = None) -> None:
+        self._names = [str(number) for number in range(len(tasks))]
+        self._status: dict[str, int] = {}
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
+            self.fork_server = fork_server or stack.enter_context(ForkServer())
+            stack.callback(self.fork_server.kill_all)
+            with suppress(ForkServerError):  # starting the first task raises the same error
+                self.fork_server.register_cleanup("shutil:rmtree", self._folder)
+            for name, task in zip(self._names, tasks, strict=True):
+                content = msgspec.json.encode(task).decode()
+                encoded_task = msgspec.json.encode(_Task(target, content, str(self._result_path(name)))).decode()
+                try:
+                    self.fork_server.start_process(ProcessSpec(name, f"{__name__}:run", encoded_task,
+                                                               str(self._log_path(name))))
+                except ForkServerError as error:
+                    raise ChildError(str(error)) from None
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes that are still alive."""
+        self._stack.close()
+
+    def collect_results(self, timeout: float) -> list[bytes]:
+        """Wait for all tasks, and return their results in order. Raises ChildError if a process fails, and TimeoutError
+        after `timeout` seconds."""
+        try:
+            deadline = time.monotonic() + timeout
+            while not any(self._status.values()) and any(map(self.fork_server.is_alive, self._names)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                self._record_ended(POLL_SECONDS)
+            if any(self._status.values()):
+                deadline = time.monotonic() + GRACE_SECONDS
+                while time.monotonic() < deadline:
+                    self._record_ended(POLL_SECONDS)
+        except ForkServerError as error:
+            raise ChildError(str(error)) from None
+        for name in self._names:
+            if self._status.get(name):
+                lines: list[str] = []
+                with suppress(FileNotFoundError):  # the process ended before it opened its log
+                    lines = self._log_path(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                raise ChildError(lines[-1] if lines else f"a process ended with status {self._status[name]}")
+        return [self._result_path(name).read_bytes() for name in self._names]
+
+    def _record_ended(self, seconds: float) -> None:
+        for ended in self.fork_server.poll(seconds):
+            self._status[ended.name] = ended.status
+
+    def _result_path(self, name: str) -> Path:
+        return self._folder / f"answer-{name}"
+
+    def _log_path(self, name: str) -> Path:
+        return self._folder / f"log-{name}"
+
+
+def run_task(data: bytes) -> int:
+    """Run one task in this process, and write the result to the task's file."""
+    task = _TASK.decode(data)
+    target: Callable[[bytes], Any] = load_target(task.target)
+    Path(task.answer).write_bytes(target(task.content.encode()))
+    return 0

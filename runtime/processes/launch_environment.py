@@ -1,0 +1,191 @@
+"""Read this node's number, the number of nodes and node 0's address, as torchrun, srun or mpirun have set them.
+
+Each process that is started so becomes a *node* of `runtime.launch`, with its share of the workers: one worker if there
+are as many processes as workers. The node's process outlives its workers, and can start them again.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import DistError, DistStoreError
+
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
+
+PROGRESS_SECONDS = 30.0
+"""Interval between the lines that a waiting node prints."""
+DEFAULT_PORT = 29500
+"""Default port of torch, used only if MASTER_PORT is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalProcess:
+    """Rank of this process among the processes of its machine, which share the GPUs."""
+
+    rank: int = 0
+    processes: int = 1
+
+
+ONLY_PROCESS = LocalProcess()
+
+
+class GpuShare(NamedTuple):
+    """GPUs of a machine that one process may use."""
+
+    first: int
+    """Index of the first GPU of this process. GPUs before it belong to the workers of other processes."""
+    workers: int
+    """Number of workers of all processes of the machine, and so of GPUs that give each worker one of its own."""
+
+
+def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
+    """Return the GPUs that the workers of a node use. `shares` is the number of workers of each node.
+
+    Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
+    """
+    first = max(0, node - local.rank)
+    return GpuShare(sum(shares[first:node]), sum(shares[first:first + local.processes]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchInfo:
+    """Values that torchrun, srun, mpirun or a user has set for this process. The defaults describe a single process."""
+
+    node: int = 0
+    nodes: int = 1
+    local: LocalProcess = ONLY_PROCESS
+    master: Rendezvous | None = None
+    """Address of node 0. Node 0 listens at its port, unless torchrun's agent does (`agent`). None: a single node."""
+    agent: bool = False
+    """True if torchrun's store exists, which holds the address where node 0 listens."""
+    tied: bool = False
+    """True if an agent of torchrun or a daemon of mpirun has started this process. Such a parent gives no warning when
+    it is killed."""
+    attempt: str = "0"
+    """Number of torchrun's attempt to run the job."""
+
+
+_MAX_PROCESSES = 2**20
+"""Largest number of processes in a run."""
+_SLURM_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,5})\))?")
+_VARIABLE_FAMILIES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Variables of torchrun (also of users who set its names by hand), of mpirun (Open MPI), and of srun.
+
+The first family that is set counts: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit
+the daemon's variables.
+"""
+
+
+def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
+    """Read this process's place in the run from the environment. Return None if it names no process, or a single one.
+    Raises ValueError, naming the variable, if a variable is missing or invalid."""
+    for rank, size, local_rank, local_size in _VARIABLE_FAMILIES:
+        if rank not in environment or size not in environment:
+            continue
+        nodes = _read_number(environment, size, 1, _MAX_PROCESSES)
+        if nodes == 1:
+            continue
+        host = environment.get("MASTER_ADDR")
+        if not host:
+            raise ValueError(f"{rank} and {size} say that this is one of {nodes} processes: set MASTER_ADDR to the "
+                             "address of the first one, or say --nodes 1")
+        master = Rendezvous(host, _read_number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
+        index = _read_number(environment, local_rank, 0, nodes - 1, 0)
+        local_processes = max(index + 1, _read_local_size(environment, local_size))
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return LaunchInfo(node=_read_number(environment, rank, 0, nodes - 1), nodes=nodes,
+                          local=LocalProcess(rank=index, processes=local_processes), master=master, agent=agent,
+                          tied=agent or rank.startswith("OMPI"),
+                          attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return None
+
+
+def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
+    """Return the node formed by `ranks` consecutive processes that were started for one worker.
+
+    The first of these processes is the node, and starts all ranks of the worker. Returns None for the others, which
+    have nothing to do. Raises ValueError unless all ranks of each worker are on one machine.
+    """
+    if here.nodes % ranks or here.local.processes % ranks:
+        raise ValueError(f"{here.nodes} processes were started, {here.local.processes} of them on this machine; "
+                         f"expected a multiple of --ranks-per-worker, {ranks}, on each")
+    node, rank = divmod(here.node, ranks)
+    local = LocalProcess(rank=here.local.rank // ranks, processes=here.local.processes // ranks)
+    return None if rank else replace(here, node=node, nodes=here.nodes // ranks, local=local)
+
+
+def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
+    """Put node 0's address into torchrun's store, if there is one. Raises RendezvousError."""
+    if here.agent:
+        assert here.master is not None
+        try:
+            connect_store(here.master).set(_store_key(here), str(opened))
+        except DistError as error:
+            raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
+
+
+def find_node_0(here: LaunchInfo, timeout_seconds: float,
+                waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
+    """Return the address where node 0 listens, waiting until it is known. Raises RendezvousError. `waiting` is called
+    with a line of text repeatedly while this waits."""
+    assert here.master is not None
+    if not here.agent:
+        return here.master
+    deadline = time.monotonic() + timeout_seconds
+    store = connect_store(here.master, timedelta(seconds=timeout_seconds))
+    try:
+        while not store.check([_store_key(here)]):
+            waiting(f"waiting for node 0 to say to torchrun at {here.master} where it is")
+            left = deadline - time.monotonic()
+            with suppress(DistStoreError):
+                store.wait([_store_key(here)], timedelta(seconds=max(0.001, min(left, PROGRESS_SECONDS))))
+            if left <= 0:
+                raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is, in "
+                                      f"{timeout_seconds:.0f} s")
+        return Rendezvous.parse(store.get(_store_key(here)).decode())
+    except (DistError, ValueError) as error:
+        raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is: "
+                              f"{first_line(error)}") from None
+
+
+def choose_listen_address(here: LaunchInfo) -> Rendezvous | None:
+    """Return the address at which node 0 listens: its own, with a free port if torchrun's agent uses the given one.
+    Returns None for loopback."""
+    return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
+
+
+def _store_key(here: LaunchInfo) -> str:
+    return f"slipstream/{here.attempt}"
+
+
+def _read_local_size(environment: Mapping[str, str], name: str) -> int:
+    """Return the number of processes on this machine. srun has one text for all machines: `4(x2),3` for 4, 4 and 3
+    processes."""
+    if not name.startswith("SLURM"):
+        return _read_number(environment, name, 1, _MAX_PROCESSES, 1)
+    text = environment.get(name, "1")
+    parts = [_SLURM_COUNT.fullmatch(part) for part in text.split(",")]
+    sizes = [size for part in parts if part for size in [int(part[1])] * int(part[2] or 1)]
+    if not all(parts) or 0 in sizes:
+        raise ValueError(f"{name} is {text!r}; expected the number of processes of each machine, such as '4(x2),3'")
+    machine = _read_number(environment, "SLURM_NODEID", 0, len(sizes) - 1, 0)
+    return sizes[machine]
+
+
+def _read_number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise ValueError(f"{name} is {text!r}; expected a whole number from {least} to {most}")
+    return int(text)

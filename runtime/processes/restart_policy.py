@@ -1,0 +1,78 @@
+"""Decide whether and when a worker that has crashed is started again.
+
+Most faults are transient: a flipped bit, a network link that was down, memory that other programs had taken. A worker
+with broken code or a broken device would crash forever, and each return costs the other workers a moment. So each pause
+before a restart is twice the one before. A worker with too many faults in an hour stays out, and so do all workers of a
+node with too many.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from slipstream.schedules.schedule import Worker
+
+FAULTS_PER_HOUR = 6
+"""Number of faults that a worker may have in an hour, unless the user sets another."""
+HOUR_SECONDS = 3600.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
+SAME_FAULT_SECONDS = 10.0
+"""Interval within which crashes of several workers of a node count as a single fault, that of the node."""
+NODE_FAULT_FACTOR = 2
+"""Ratio of the number of faults that a node may have to the number that a worker may have."""
+
+
+class RestartDecision(NamedTuple):
+    """Decision about a worker that has crashed."""
+
+    pause_seconds: float | None
+    """Time until the worker is started again. None: the worker stays out."""
+    reason: str
+
+
+CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
+"""Times at which each worker has crashed in the last hour, in seconds since 1970, for a node 0 that is restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultHistory:
+    """Faults of all workers in the last hour, by `time.monotonic`. `limit` is the number of faults that a worker may
+    have. With 0, no worker is started again."""
+
+    limit: int
+    of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def from_crashes(cls, limit: int, crashes: CrashTimes) -> "FaultHistory":
+        """Return a history that begins with the crashes recorded by a previous node 0."""
+        epoch_offset = time.time() - time.monotonic()
+        return cls(limit, {worker: tuple(at - epoch_offset for at in times) for worker, times in crashes})
+
+    @property
+    def crash_times(self) -> CrashTimes:
+        """Crash times to record for a later node 0."""
+        epoch_offset = time.time() - time.monotonic()
+        return tuple((worker, tuple(round(at + epoch_offset, 3) for at in times)) for worker, times in self.of.items())
+
+    def with_fault(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["FaultHistory",
+                                                                                         RestartDecision]:
+        """Return the history with one more fault of `worker` at time `now`, and the decision that follows. `mates` are
+        all workers of its node."""
+        since = now - HOUR_SECONDS
+        own_faults = (*(at for at in self.of.get(worker, ()) if at > since), now)
+        after = FaultHistory(self.limit, {**self.of, worker: own_faults})
+        node_faults = sorted(at for mate in {worker, *mates} for at in after.of.get(mate, ()) if at > since)
+        distinct = 1 + sum(later - at > SAME_FAULT_SECONDS for at, later in pairwise(node_faults))
+        count_text = f"{len(own_faults)} fault{'s' if len(own_faults) > 1 else ''} within an hour"
+        if not self.limit:
+            return self, RestartDecision(None, "")
+        if len(own_faults) > self.limit:
+            return after, RestartDecision(None, f"worker {worker} stays out: {count_text}")
+        if distinct > NODE_FAULT_FACTOR * self.limit:
+            return after, RestartDecision(None,
+                                          f"worker {worker} stays out: its node has had {distinct} faults within an "
+                                          f"hour")
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (len(own_faults) - 1), LONGEST_PAUSE_SECONDS)
+        return after, RestartDecision(pause, f"worker {worker} is started again in {pause:g} s: {count_text}")

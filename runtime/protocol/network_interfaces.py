@@ -1,0 +1,97 @@
+"""Choose the network interface by which workers pass tensors and layers to each other.
+
+It is the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; by default, the one by which this machine
+reaches node 0. Gloo's own default is the address of the host's name, which on many machines other machines cannot
+reach.
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+
+GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_IPV6 = Path("/proc/net/if_inet6")
+_GET_ADDRESS = 0x8915
+"""Request code SIOCGIFADDR of Linux."""
+
+
+class Interface(NamedTuple):
+    """Address of this machine, and the interface that has it."""
+
+    name: str
+    address: str
+
+
+def find_address_towards(rendezvous: Rendezvous) -> str:
+    """Return this machine's address on the network of node 0. Raises OSError if none of node 0's addresses has a
+    route."""
+    first: OSError | None = None
+    for family, kind, _, _, address in socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                first = first or error
+    raise first or OSError(f"{rendezvous.host} has no address")
+
+
+def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
+    """Make gloo and NCCL use one interface, unless their variables name others. Return its address, for moving layers.
+    Raises OSError if this machine has no address on the network of node 0."""
+    towards = find_address_towards(rendezvous)
+    chosen = choose_interface(list_interfaces(), environment, towards)
+    name = "" if chosen is None else chosen.name
+    environment.setdefault(GLOO_VARIABLE, name)
+    if name:
+        environment.setdefault(NCCL_VARIABLE, f"={name}")  # without the sign NCCL takes the first with this prefix
+    return towards if chosen is None else chosen.address
+
+
+def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
+    """Return the interface named by gloo's variable, else by NCCL's, else the one with address `towards`, or None.
+
+    If an interface has several addresses, one of the same family as `towards` is chosen.
+    """
+    known = sorted(known, key=lambda interface: (":" in interface.address) != (":" in towards))
+    exact = environment.get(GLOO_VARIABLE, "").split(",")
+    by_nccl = environment.get(NCCL_VARIABLE, "")
+    prefixes = [] if by_nccl.startswith("^") else by_nccl.removeprefix("=").split(",")
+    for name in filter(None, exact):
+        for interface in known:
+            if interface.name == name:
+                return interface
+    for prefix in filter(None, prefixes):
+        for interface in known:
+            if interface.name == prefix or (not by_nccl.startswith("=") and interface.name.startswith(prefix)):
+                return interface
+    return next((interface for interface in known if interface.address == towards), None)
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the addresses of this machine's interfaces, except link-local ones. Empty on systems other than Linux."""
+    found: list[Interface] = []
+    if not sys.platform.startswith("linux"):
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text(encoding="utf-8").splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if not address.is_link_local:
+                found.append(Interface(name, str(address)))
+    return found

@@ -1,0 +1,109 @@
+"""Build the objects that a worker needs before it is ready: device, model, data, and what lasts from order to order."""
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+import torch
+
+from slipstream.runtime.model.data.data import load_data, load_validation_data
+from slipstream.runtime.model.layers.layered_model import build_model, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.layers.worker_group import enter_group
+from slipstream.runtime.model.state.held_layers import build_holding, build_layer
+from slipstream.runtime.model.state.received_part import SteppedPart
+from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.network_interfaces import configure_interface
+from slipstream.runtime.protocol.node_reports import ReportSender
+from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
+from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
+from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.replay.group_cache import GroupCache
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.worker.checkpointer import Checkpointer
+from slipstream.runtime.worker.context import WorkerContext, WorkerLink
+from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.schedule import Worker
+
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Time limit for reaching the store of a coordinator, which either listens or is gone."""
+
+
+def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
+    """Build the context of this process's worker. Errors end the worker."""
+    setup, settings = channel.setup, spec.settings
+    config = settings.config
+    training, device = config.training, _claim_device(setup.device, spec.card)
+    torch.set_num_threads(training.threads)
+    group = enter_group(spec.rank, training.tensor_parallel)
+    model = build_model(config.model, training.seed, parameter_dtype(training), device)
+    sharing = sharing_of(model)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
+    layer_store = LayerStore(partial(build_layer, model, config=training), checkpointer.load,
+                             build_holding(model, (), training), model.device)
+    injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
+    return WorkerContext(
+        worker=spec.worker, group=group, channel=channel, store=_connect_to_store(spec, channel),
+        reporter=ReportSender(spec.rank, channel.send, settings.reports),
+        links=GroupCache(setup.transport), setup=channel.setup,
+        config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
+        corpus=load_data(config, setup.microbatches, setup.read),
+        validation=load_validation_data(config, setup.microbatches),
+        forms=[one.to_form() for one in setup.forms], layer_store=layer_store, injector=injector,
+        memory=DeviceMemory(spec.worker, device),
+        checkpointer=checkpointer,
+        layer_receiver=LayerReceiver(
+            layer_store.get_module,
+            partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
+            _FetchReporter(spec.worker, channel, injector)),
+        layer_sender=LayerSender(configure_interface(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
+
+
+def _connect_to_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
+    """Connect to node 0's store; to that of another node 0 if the first has died. Raises RendezvousError."""
+    deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
+    hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank)
+    while True:
+        try:
+            return connect_store(link.setup.store, STORE_TIMEOUT)
+        except RendezvousError:
+            if time.monotonic() > deadline:
+                raise
+        with suppress(RendezvousError):
+            store = link.follow_new_coordinator(hello, Leave, lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+            if isinstance(store, TCPStore):
+                return store
+            deadline = 0.0  # the new coordinator continues without this worker
+
+
+class _FetchReporter(ReceiverCallbacks):
+    """Callbacks that report the progress of fetches to the coordinator."""
+
+    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._injector = injector
+
+    def on_part_loaded(self, iteration: int) -> None:
+        self._injector.fail_if_due(iteration, "loaded")
+
+    def on_up_to_date(self, fetch: FetchRequest) -> None:
+        self._injector.fail_if_due(fetch.order, "followed")
+        self._channel.send(FetchUpToDate(self._worker, fetch.number))
+
+    def on_fetch_failed(self, fetch: FetchRequest) -> None:
+        self._channel.send(FetchFailed(self._worker, fetch.number))
+
+
+def _claim_device(kind: str, card: int | None) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    assert card is not None
+    torch.cuda.set_device(card)
+    return torch.device("cuda", card)

@@ -1,0 +1,105 @@
+"""Report the iterations of an order to the coordinator, and wait for acknowledgements."""
+
+import math
+import queue
+
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.protocol.node_reports import AGENT_ANSWER_SECONDS
+from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, StepValidated
+from slipstream.runtime.protocol.to_worker import Acknowledged, StepFactor
+from slipstream.runtime.replay.group_cache import GenerationEndedError
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.activity import WAITING_PREFIX
+from slipstream.runtime.worker.context import OrderContext
+
+ANSWER_SECONDS = 600.0
+"""Time limit for an acknowledgement. The coordinator usually acknowledges an iteration in a millisecond."""
+
+
+class OrderStoppedError(Exception):
+    """Exception that ends an order before an iteration of which nothing has been passed on."""
+
+
+class IterationReports:
+    """Reports of an order's iterations, and their acknowledgements."""
+
+    def __init__(self, part: OrderContext) -> None:
+        self._part = part
+        self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
+        self._open: IterationReport | None = None
+        """Report that has not been acknowledged."""
+        self.reached = part.order.first_iteration - 1
+        """Last iteration that this worker may have stepped. Its evaluation or report may have begun."""
+        self.save_before: int | None = None
+        """Iteration of this order before whose step all members save, if node 0 has chosen one."""
+
+    def handle_acknowledgement(self, message: Acknowledged) -> None:
+        """Pass the coordinator's acknowledgement on to the waiting thread."""
+        self._acknowledged.put(message)
+
+    def cancel_wait(self) -> None:
+        """End the wait for an acknowledgement: it would need the reports of other workers, which may be gone."""
+        self._acknowledged.put(None)
+
+    def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
+                    evaluation: float | None,
+                    checksums: tuple[Checksum, ...]) -> None:
+        """Report an iteration. The first member also reports how all members stepped it, as soon as that is known."""
+        context, number = self._part.context, self._part.order.order
+        self.reached = iteration
+        self._open = IterationReport(context.worker, number, iteration, finite_or_none(loss), recorder.window_seconds(),
+                                     recorder.op_times(), recorder.traced_ops(), finite_or_none(steps.squares),
+                                     None if evaluation is None else finite_or_none(evaluation), checksums)
+        context.reporter.send(self._open)
+        if context.worker == self._part.schedule.members[0] and needs_gradient_norm(context.config.training):
+            steps.when_validated(lambda: self._send_validated(steps))
+
+    def wait_until_acknowledged(self) -> None:
+        """Wait until the last report is acknowledged, before anything of the next iteration is passed on.
+
+        A worker can step an iteration only after all others have passed on something of it. So it then knows that their
+        reports of the iteration before have arrived, even those of workers that have died since. Raises
+        OrderStoppedError if the order ends before the next iteration, and CommunicationError if no answer comes.
+        """
+        if self._open is None:
+            return
+        report, self._open = self._open, None
+        iteration = report.iteration
+        context, activity = self._part.context, self._part.activity
+        doing = activity.doing
+        activity.set_activity(f"{WAITING_PREFIX} for node 0 to acknowledge iteration {iteration}")
+        answer = self._wait_for_answer(report)
+        if answer is None:
+            raise GenerationEndedError("the order is over, or node 0 is gone")
+        assert answer.iteration == iteration
+        if answer.save:
+            self.save_before = iteration + 1
+        context.injector.fail_if_due(iteration, "reported")
+        if answer.stop:
+            raise OrderStoppedError
+        activity.set_activity(doing)
+
+    def _wait_for_answer(self, report: IterationReport) -> Acknowledged | None:
+        """Wait for the answer to a report. Return None if the order is over. Raises CommunicationError."""
+        reporter = self._part.context.reporter
+        while True:
+            try:
+                answer = self._acknowledged.get(timeout=AGENT_ANSWER_SECONDS if reporter.gathered else ANSWER_SECONDS)
+            except queue.Empty:
+                if not reporter.gathered:
+                    raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+                reporter.send_directly(report)
+            else:
+                if answer is None or answer.iteration >= report.iteration:
+                    return answer  # answers to earlier reports are skipped: a report sent both ways gets two
+
+    def _send_validated(self, steps: StepController) -> None:
+        assert steps.validated is not None
+        self._part.context.channel.send(StepValidated(self._part.order.order, StepFactor(*steps.validated)))
+
+
+def finite_or_none(number: float) -> float | None:
+    """Return a number in a form that JSON can represent: None if it is not finite."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,228 @@
+"""Run a worker's iterations of one order: it runs its program, steps, evaluates if that is due, and reports."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+from torch import Tensor
+
+from slipstream.runtime.model.computing.slices import WorkerSlices
+from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, require_form
+from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.data.token_data import BadSampleError
+from slipstream.runtime.model.layers.calling import Batch, move_batch
+from slipstream.runtime.model.state.clipping import needs_gradient_norm
+from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
+from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.protocol.to_coordinator import Checksum, TrainingStarted
+from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.worker.iteration_reports import IterationReports, OrderStoppedError
+from slipstream.runtime.worker.slowed_recorder import create_recorder
+from slipstream.schedules.schedule import OpKind, Schedule
+
+
+class TrainingLoop:
+    """Iterations of an order, with the layers that it needs, over the connections that were made for it. It holds no
+    reference to the executor, which calls it back: both are freed as soon as the order is over."""
+
+    def __init__(self, part: OrderContext, reports: IterationReports) -> None:
+        context, schedule = part.context, part.schedule
+        training = context.config.training
+        self._part = part
+        self._session = part.session
+        self._reports = reports
+        self._form = None if context.setup.data is None else context.setup.data.to_form()
+        self.evaluation_mode = EvaluationMode()
+        self._holds = weakref.WeakSet[WorkerSlices | Exchange]()
+        """Objects that hold tensors of micro-batches."""
+        self._checksums: Callable[[], tuple[Checksum, ...]] = _no_checksums
+        """Function that returns the checksums of the state before the iteration's step, if copies are compared."""
+        self._writers = context.placement.choose_writers(schedule, part.worker)
+        self.steps = StepController(
+            context.layer_store.holding, training, layers=context.model.layers,
+            share=part.session.start_sum_over_all if needs_gradient_norm(training) else None,
+            staggered=schedule.optimizer == "staggered", stepped=partial(_queue_step, context))
+
+    def run(self) -> None:
+        """Run all iterations of the order, or those before it stops. Raises CommunicationError."""
+        part, context, setup = self._part, self._part.context, self._part.context.setup
+        first, steps = part.order.first_iteration, self.steps
+        recorder = create_recorder(setup.slowdowns, context.device, context.group)
+        if part.samples.is_dealing:
+            recorder.costs = part.samples.relative_duration
+        exchange = self._build_exchange(part.schedule, self._until_evaluation(first))
+        weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
+        slices = WorkerSlices(context.layer_store.holding, context.placement.slice_layers(part.schedule, part.worker),
+                              context.model, loss_scale=weights, config=context.config)
+        self._holds.add(slices)
+        if self._session.ordered:
+            self._rehearse_ops(slices, first)
+        executor = Executor(
+            part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
+            feed=partial(self._read_batch, context.corpus), recorder=recorder, before_op=self._before_op,
+            before_exchange=self._reports.wait_until_acknowledged, before_step=self._before_step,
+            sample_of=part.samples)
+        evaluate = self._build_evaluation(slices, executor, weights)
+        context.channel.send(TrainingStarted(part.worker, part.order.order))
+        first_traced = max(first, setup.iterations - setup.traced)
+        with contextlib.suppress(OrderStoppedError):
+            for iteration in range(first, setup.iterations):
+                part.samples.start_dealing(iteration)
+                if iteration == first_traced and setup.nodes > 1:
+                    # Comparing clocks takes many round trips between nodes, and no recovery should wait for them.
+                    self._reports.wait_until_acknowledged()
+                    part.activity.set_activity("compares clocks")
+                    recorder.offset_seconds = self._session.measure_clock_offset()
+                recorder.start_iteration(iteration, traced=iteration >= first_traced)
+                loss = executor.run(iteration)
+                context.injector.fail_if_due(iteration, "stepped")
+                evaluation = None
+                if is_evaluated(context.config.training, iteration):
+                    evaluation = evaluate(iteration)
+                    exchange.add_iterations(len(self._until_evaluation(iteration + 1)))
+                self._reports.send_report(iteration, loss, steps, recorder, evaluation, self._checksums())
+                self._checksums = _no_checksums
+            self._reports.wait_until_acknowledged()
+        part.activity.set_activity("ends its last iteration")
+        self._validate_last_step(executor)
+        exchange.flush()
+
+    def _rehearse_ops(self, slices: WorkerSlices, iteration: int) -> None:
+        """Run each kind of op once, before NCCL keeps the device busy. Start the order's first checksums for the same
+        reason."""
+        part, context = self._part, self._part.context
+        for number, runner in slices.runners.items():
+            first, end = part.schedule.layers_of(number)
+            context.rehearsal.run(runner, context.forms[first], context.forms[end],
+                                  partial(self._read_batch, context.corpus), Microbatch(iteration, 0, 0))
+        slices.discard_iteration()
+        context.rehearsal.run_step(context.layer_store.holding.modules.values(), context.config.training)
+        self._checksums = context.layer_store.start_checksums(iteration - 1)
+
+    def free_microbatches(self) -> None:
+        """Free the tensors of micro-batches after the thread that runs the program has been abandoned."""
+        for holder in self._holds:
+            holder.free_microbatches()
+
+    def _until_evaluation(self, first: int) -> range:
+        """Return the iterations from `first` up to the next evaluation. Tensors of later ones are not received before
+        it."""
+        context = self._part.context
+        every, end = context.config.training.evaluate_every, context.setup.iterations
+        return range(first, end if every is None else min(end, (first // every + 1) * every))
+
+    def _build_exchange(self, schedule: Schedule, iterations: range) -> Exchange:
+        context = self._part.context
+        exchange = Exchange(schedule, self._session, context.forms, iterations)
+        self._holds.add(exchange)
+        return exchange
+
+    def _validate_last_step(self, executor: Executor) -> None:
+        """Make sure that the last step is right, if no forward of the next iteration has been run to check it."""
+        self.steps.validate()
+        if self.steps.is_void:
+            executor.regather_parameters()
+            self.steps.is_void = False
+
+    def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights) -> Callable[[int],
+                                                                                                            float]:
+        """Return the function that evaluates after an iteration. What it needs is built at its first call, so that no
+        recovery waits for that."""
+        part, context, evaluations = self._part, self._part.context, list[Evaluation]()
+        validation = None if context.validation is None else LossWeights(
+            context.validation, context.config.training, context.setup.microbatches,
+            context.config.training.evaluation_iterations)
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            reached = self._reports.reached
+            part.activity.set_activity(f"evaluates after iteration {reached}: {kind} {place} of round {iteration}")
+            self._session.raise_if_ended()
+            context.injector.fail_if_due(reached, "evaluating")
+
+        def evaluate(iteration: int) -> float:
+            self._validate_last_step(executor)
+            self._reports.reached = iteration
+            assert context.validation is not None and validation is not None and part.whole is not None
+            if not evaluations:
+                evaluations.append(Evaluation(
+                    part.whole, session=self._session, slices=slices, steps=self.steps,
+                    exchange=self._build_exchange, feed=partial(self._read_batch, context.validation),
+                    before_op=before_op,
+                    iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
+            slices.set_loss_scale(validation)
+            try:
+                return evaluations[0].run()
+            finally:
+                slices.set_loss_scale(weights)
+
+        return evaluate
+
+    def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
+        """Stop if the order is over, and inject failures that are due. Called before each op."""
+        context = self._part.context
+        self._part.activity.set_activity((iteration, place))
+        self._session.raise_if_ended()
+        context.injector.fail_if_due(iteration, place)
+        if kind in (OpKind.A, OpKind.O):
+            context.injector.fail_if_due(iteration, "A" if kind is OpKind.A else "O")
+
+    def _before_step(self, iteration: int) -> None:
+        """Copy the state that a step overwrites, if a checkpoint or another worker needs it, and start its checksums if
+        due. The step before must be committed."""
+        context, activity, require = self._part.context, self._part.activity, self._session.raise_if_ended
+        if saves := context.checkpointer.is_due(iteration, self._reports.save_before):
+            doing = activity.doing
+            activity.set_activity(f"saves the state before iteration {iteration}")
+            context.checkpointer.save(iteration, partial(self._gather_whole_states, iteration - 1), require)
+            activity.set_activity(doing)
+        # so that saved state is verified, too
+        if saves or (self._checksums is _no_checksums and self._are_copies_compared(iteration)):
+            self._checksums = context.layer_store.start_checksums(iteration - 1)
+        context.layer_sender.wait_for_room(require)
+        if context.layer_sender.has_requests:
+            context.injector.fail_if_due(iteration, "asked")
+            context.layer_sender.send_state_before_step(iteration, context.layer_store)
+
+    def _are_copies_compared(self, iteration: int) -> bool:
+        """Return whether copies of the state before an iteration are compared. They are compared at the first iteration
+        of an order, before the last step, and at a fixed interval."""
+        setup = self._part.context.setup
+        return iteration in (self._part.order.first_iteration, setup.iterations - 1) \
+            or (setup.verify_every > 0 and iteration % setup.verify_every == 0)
+
+    def _gather_whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
+        """Return the layers that this worker saves, as they are after an iteration. If states are sharded, all members
+        send their own parts to the worker that saves."""
+        store, me, received = self._part.context.layer_store, self._part.worker, list[PartState]()
+        for layers, cut in store.holding.cuts.items():
+            for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
+                writer = self._writers[layer]
+                if me == writer != member:
+                    received += unpack_parts(self._session.receive_bytes(layers, member))
+                elif me == member != writer:
+                    self._session.send_bytes(pack_parts(store.holding.optimizer.own_states(layer)), layers, writer)
+        return store.gather_whole_layers([layer for layer, writer in self._writers.items() if writer == me], received,
+                                         after)
+
+    def _read_batch(self, data: Data, microbatch: Microbatch) -> Batch:
+        config, device = self._part.context.config, self._part.context.device
+        try:
+            batch = data.batch(microbatch, config.training.batch, config.model.context)
+        except StopIteration:  # happens at all workers alike
+            raise BadSampleError(f"the data have no samples left for iteration {microbatch.iteration}") from None
+        if self._form is not None and data is self._part.context.corpus:
+            require_form(batch, self._form, microbatch)
+        return move_batch(batch, device)
+
+
+def _no_checksums() -> tuple[Checksum, ...]:
+    return ()
+
+
+def _queue_step(context: WorkerContext, iteration: int) -> None:
+    context.layer_sender.queue_step(iteration, context.layer_store)
