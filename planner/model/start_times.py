@@ -14,7 +14,7 @@ NEVER = -2**60
 def compute_earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     """Return the earliest start tick of every op that the order allows."""
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    kernel_loops().earliest(arrays.ops, order, start, free)
+    kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
     return start
 
 
@@ -30,7 +30,7 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
     if arrays.problem.can_reduce_early:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
-    kernel_loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
+    kernel_loops().set_latest_starts(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
 def compute_group_ends(*pieces: Solution) -> Ints:
@@ -98,7 +98,7 @@ def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
-    kernel_loops().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
+    kernel_loops().run_reductions(sharers, ticks, done, begin, np.zeros_like(ticks))
     return begin, done
 
 
@@ -107,7 +107,8 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
     late = np.array(ends, dtype=np.int64)
     if not arrays.problem.can_reduce_early:
         sharers, ticks, *_ = arrays.reductions
-        kernel_loops().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
+        kernel_loops().delay_deadlines(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks),
+                                       np.zeros_like(ticks))
     return late
 
 
@@ -137,12 +138,12 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks
-    kernel_loops().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
+    kernel_loops().run_reductions(sharers, ticks, done, np.zeros_like(ticks), turn)
     last = max((done[arrays.group] + arrays.ticks_after_group).max(), ends.max() + step)
     allowed = np.full_like(ends, last)
     allowed[arrays.group] = last - arrays.ticks_after_group
     late = allowed.copy()
-    kernel_loops().put_off(sharers, ticks, turn, late)
+    kernel_loops().set_latest_compute_ends(sharers, ticks, turn, late)
     late = np.minimum(late, last - step)
     if (place_reductions(arrays, late)[1] > allowed).any():
         late = ends
@@ -156,7 +157,7 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     shortens the windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    kernel_loops().earliest(arrays.ops, order, start, free)
+    kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
     ends = _ends_by_group(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period_of_windows(arrays, np.zeros_like(free), ends), start
