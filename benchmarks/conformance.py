@@ -184,10 +184,10 @@ def sums_over_all(team: Team) -> None:
 
     found = team.each(two_sums, sessions, [1.0, 2.0, 4.0])
     _expect(found == [[[7, 3], [14]]] * len(WORKERS), "sums over all are wrong")
-    alone = sessions[1].sum_over_all([1.0])
-    begun = team.begin(team.members[1], alone.take)
+    alone = sessions[1].start_sum_over_all([1.0])
+    begun = team.begin(team.members[1], alone.wait_for_sums)
     time.sleep(HELD_UP_SECONDS)
-    _expect(not alone.arrived() and not begun.done(), "it did not wait for the others")
+    _expect(not alone.has_arrived() and not begun.done(), "it did not wait for the others")
     sessions[1].abort()
     _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it")
 
@@ -417,7 +417,8 @@ def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) 
         exchange.start_gather(LAYERS[0], mine, one)()
 
     first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sessions))
-    team.each(lambda exchange, mine, there: exchange.reduce(LAYERS[0], mine, one, there), exchanges, first, copies)
+    team.each(lambda exchange, mine, there: exchange.reduce_gradients(LAYERS[0], mine, one, there), exchanges, first,
+              copies)
     team.each(PartExchange.wait_for_copies, exchanges)
     close = partial(torch.allclose, rtol=1e-2, atol=1e-6 if dtype is torch.bfloat16 else 1e-12)
     for worker, mine, theirs in zip(WORKERS, first, copies, strict=True):

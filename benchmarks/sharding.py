@@ -198,7 +198,7 @@ def step_parts(data: bytes) -> bytes:
             _reduce_and_step(PartExchange(session), holding, one, layers, iteration)
             stepped = time.perf_counter()
             time.sleep(task.compute_seconds)
-            holding.copies(layers)  # waits for their step, as the next A does
+            holding.copy_buffers(layers)  # waits for their step, as the next A does
             times.append(_Times(stepped - began, time.perf_counter() - began))
     session.wait_for_all()
     return msgspec.json.encode([[statistics.median(some) for some in zip(*times[STEPS // 4:], strict=True)]

@@ -333,7 +333,7 @@ def layer_held_that_it_does_not_reduce(draw, schedule):
 
 def layer_that_nobody_holds(draw, schedule):
     lost = draw(st.integers(0, schedule.grid.layer_count - 1))
-    seats = tuple(replace(seat, holds=merge_ranges((layer, layer + 1) for layers in schedule.holds_of(seat)
+    seats = tuple(replace(seat, holds=merge_ranges((layer, layer + 1) for layers in schedule.held_layers_of_seat(seat)
                                                    for layer in range(*layers) if layer != lost))
                   for seat in schedule.seats)
     return replace(schedule, seats=seats)

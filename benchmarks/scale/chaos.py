@@ -145,7 +145,7 @@ class ProcessesOfNode0(NoProcesses):
         ended, self._ended = self._ended, []
         return list(ended)
 
-    def do(self, command: object) -> None:
+    def execute_command(self, command: object) -> None:
         if isinstance(command, StartWorker):
             self._world.start(command.worker)
         elif isinstance(command, KillWorker):

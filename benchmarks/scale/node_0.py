@@ -74,10 +74,10 @@ class NoProcesses:
         """Return no ended process."""
         return []
 
-    def do(self, command: object) -> None:
+    def execute_command(self, command: object) -> None:
         """Ignore requests to start or kill processes."""
 
-    def running(self, **_: object) -> contextlib.AbstractContextManager[None]:
+    def run_workers(self, **_: object) -> contextlib.AbstractContextManager[None]:
         """Return no process."""
         return contextlib.nullcontext()
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from benchmarks.scale.shapes import job_of, shares_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.runtime.coordinator.records.run_log import DIGEST_LENGTH
+from slipstream.runtime.coordinator.decisions.orders import DIGEST_CHARACTERS
 from slipstream.runtime.events import (
     EVENTS,
     LOSSES,
@@ -91,7 +91,7 @@ class Folder:
         """Plan a schedule, write it, and return its digest."""
         made = plan_only(PlanOptions(method="greedy", steps=10_000), self.job, down)
         data = codec.encode(made.schedule)
-        digest = hashlib.sha256(data).hexdigest()[:DIGEST_LENGTH]
+        digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         (self.folder / SCHEDULES / f"{digest}.json").write_bytes(data)
         return digest
 

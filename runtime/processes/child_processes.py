@@ -58,7 +58,7 @@ class ChildProcesses:
                 content = msgspec.json.encode(task).decode()
                 encoded_task = msgspec.json.encode(_Task(target, content, str(self._result_path(name)))).decode()
                 try:
-                    self.fork_server.start_process(ProcessSpec(name, f"{__name__}:run", encoded_task,
+                    self.fork_server.start_process(ProcessSpec(name, f"{__name__}:run_task", encoded_task,
                                                                str(self._log_path(name))))
                 except ForkServerError as error:
                     raise ChildError(str(error)) from None

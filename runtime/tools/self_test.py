@@ -47,7 +47,7 @@ class SelfTest(ChildProcesses):
     def __init__(self) -> None:
         self._store, opened = host_store()
         tasks = [_MeetingTask(worker, opened) for worker in WORKERS]
-        super().__init__("slipstream.runtime.tools.self_test:meet", tasks)
+        super().__init__("slipstream.runtime.tools.self_test:run_test_process", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
         """Wait for both processes, and return the result that the second one measured. Raises SelfTestError."""

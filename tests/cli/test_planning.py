@@ -31,7 +31,7 @@ def not_compiled(tmp_path, monkeypatch):
     """As on a new installation; what is compiled in truth is used."""
     made = []
     monkeypatch.setattr(compiled, "is_compiled", lambda: bool(made))
-    monkeypatch.setattr(compiled, "load", lambda: made.append(True))
+    monkeypatch.setattr(compiled, "load_kernel", lambda: made.append(True))
 
 
 @pytest.mark.parametrize("arguments", [

@@ -33,7 +33,7 @@ def order(phase, live, period):
 def commit(progress, *seconds):
     for second in seconds:
         progress.clock[0] += second
-        progress.committed(progress.iteration)
+        progress.record_commit(progress.iteration)
         progress.iteration += 1
 
 

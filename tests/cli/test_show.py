@@ -313,8 +313,8 @@ def test_no_name_of_a_worker_is_cut(schedule):
     assert len(names) == schedule.grid.pipelines * schedule.grid.columns
     assert all(left <= end - 6 * len(name) for name, end in names.items())  # 6: of a letter of this size
     for seat in schedule.seats:
-        if schedule.holds_others(seat):
-            held = compact_layers_text(schedule.holds_of(seat))
+        if schedule.has_moved_layers(seat):
+            held = compact_layers_text(schedule.held_layers_of_seat(seat))
             assert worker_label(seat.worker, schedule).endswith(f"[{held}]" if len(held) <= 12 else f"[{held[:11]}…]")
 
 

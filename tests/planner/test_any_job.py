@@ -62,7 +62,7 @@ def assert_claims_hold(data, job, options):
         assert schedule.lower_bound_ticks <= proven_bound(schedule, Budget.of_steps(PROOF)).ticks <= \
             schedule.period_ticks
         for other, claim in made.items():
-            if claim.scope.holds_for(QUESTIONS[name][0]):
+            if claim.scope.is_valid_for(QUESTIONS[name][0]):
                 bound = seconds(claim, claim.lower_bound_ticks)
                 assert bound <= period(schedule), f"{other} claims a bound that {name} is below"
     for narrow, wide in WIDER:

@@ -21,15 +21,15 @@ USE = """
 from slipstream.planner import compiled, kernel, loops
 import numpy as np
 
-compiled.load = lambda: kernel.anneal(np.array([5], dtype=np.uint64), 1000)
-compiled.ready(lambda line: print("#", line))
+compiled.load_kernel = lambda: kernel.anneal(np.array([5], dtype=np.uint64), 1000)
+compiled.ensure_compiled(lambda line: print("#", line))
 print(int(kernel.anneal(np.array([5], dtype=np.uint64), 1000)), loops.is_compiled())
 """
 SMALL = """
 
 @jit
 def anneal(random, bound):
-    return below(random, bound)
+    return random_below(random, bound)
 """
 
 
@@ -61,7 +61,7 @@ def test_compiled_before_it_is_used_and_again_when_its_source_differs(tmp_path):
     (first, answer), second = run(tmp_path), run(tmp_path)
     assert first and second == (False, answer) and answer.endswith("True") and not answer.startswith("999 ")
     code = source.read_text()
-    source.write_text(code.replace("return np.int64(_bits(random) % np.uint64(bound))", "return bound - 1"))
+    source.write_text(code.replace("return np.int64(_random_bits(random) % np.uint64(bound))", "return bound - 1"))
     assert run(tmp_path) == (True, "999 True")
 
 

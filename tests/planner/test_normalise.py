@@ -32,7 +32,7 @@ def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):
     job = SMALL["deep"]
     made = plan_only(GREEDY, job, [Worker(0, 1)])
     monkeypatch.setattr(normalise, "normal_form", lambda *_, **__: msgspec.structs.replace(made, interrupted=True))
-    monkeypatch.setattr(normalise.WindowBounds, "least", lambda *_: Bound(0, Scope.ROLES))
+    monkeypatch.setattr(normalise.WindowBounds, "failures_bound", lambda *_: Bound(0, Scope.ROLES))
     plan = normalised(job, [Worker(0, 1)], GREEDY)
     assert plan.interrupted and not plan.schedule.moves
 
@@ -80,7 +80,7 @@ def test_the_programme_finds_the_least_window(failures):
 
 
 def test_equal_windows_are_filled_evenly(monkeypatch):
-    monkeypatch.setattr(normalise.WindowBounds, "bound", lambda self, column, down: 10)
+    monkeypatch.setattr(normalise.WindowBounds, "column_bound", lambda self, column, down: 10)
     *_, counts = window_bounds_of(grid(8, 4, 2), GREEDY).best_distributions(6)[0]
     assert counts == (1, 1, 2, 2)
 

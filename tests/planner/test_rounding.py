@@ -43,7 +43,7 @@ def shortened(schedule, below):
     assume(per_tick.denominator == 1)
 
     def of_slices(*names):
-        return {name: below.costs.of_slices(name, schedule.layers_by_slice) for name in names}
+        return {name: below.costs.sum_over_slices(name, schedule.layers_by_slice) for name in names}
 
     times = msgspec.structs.replace(
         below.times, overlap=schedule.times.overlap,

@@ -82,11 +82,11 @@ def first(job: Job, failed: list[Worker], what: Callable[[Schedule], bool], **mo
     (LINEAR, [Worker(1, 2)], floats, {}),
     (LINEAR, [Worker(1, 2)], floats, {"backward": "fused", "optimizer": "synchronous"}),
     (LINEAR, [Worker(1, 0)], reduces_early, {}),
-    (LINEAR, [Worker(0, 1), Worker(1, 3)], lambda one: one.slices and sum(map(one.holds_others, one.seats)) >= 4,
+    (LINEAR, [Worker(0, 1), Worker(1, 3)], lambda one: one.slices and sum(map(one.has_moved_layers, one.seats)) >= 4,
      {"backward": "fused"}),
-    (LINEAR, [Worker(1, 2)], lambda one: sum(map(one.holds_others, one.seats)) == 7, {"optimizer": "synchronous"}),
-    (V, [Worker(0, 1)], lambda one: one.slices and any(map(one.holds_others, one.seats)), {}),
-    (V, [Worker(0, 1)], lambda one: any(map(one.holds_others, one.seats)), {"backward": "fused"}),
+    (LINEAR, [Worker(1, 2)], lambda one: sum(map(one.has_moved_layers, one.seats)) == 7, {"optimizer": "synchronous"}),
+    (V, [Worker(0, 1)], lambda one: one.slices and any(map(one.has_moved_layers, one.seats)), {}),
+    (V, [Worker(0, 1)], lambda one: any(map(one.has_moved_layers, one.seats)), {"backward": "fused"}),
 ], ids=["floating", "floating-fused-synchronous", "reduced early", "two down-fused", "one cut for all", "v", "v-fused"])
 def test_layers_that_have_moved(job, failed, what, modes, fork_server, tmp_path):
     schedule = first(job, failed, what, **modes)

@@ -47,7 +47,7 @@ def spans(schedule):
     def of(worker):
         return [(op.kind, op.slice, op.start_ticks, op.end_ticks) for op in schedule.ops(worker)]
 
-    return schedule.of_each(of), {seat.worker: of(seat.worker) for seat in schedule.seats}
+    return schedule.compute_for_each(of), {seat.worker: of(seat.worker) for seat in schedule.seats}
 
 
 @given(schedules())

@@ -68,7 +68,7 @@ def run(name, *changes, **how):
 def spans(result):
     """[(cause, seconds)] of a run."""
     return [(list(Cause)[number].name, pytest.approx(float(seconds)))
-            for number, seconds in zip(result.cause, result.seconds[1:] - result.seconds[:-1], strict=True)]
+            for number, seconds in zip(result.cause_indices, result.seconds[1:] - result.seconds[:-1], strict=True)]
 
 
 def failing(mtbf, *more, **kind):

@@ -82,7 +82,7 @@ def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
 
 def round_robin(throughputs, down):
     """Whether ReCycle's rule was tried."""
-    return any(key[:2] == ("round robin", down) for key in throughputs._kept)
+    return any(key[:2] == ("round robin", down) for key in throughputs._cache)
 
 
 @pytest.mark.parametrize("down", [(1, 0, 1), (0, 3, 0), (2, 1, 1)])
@@ -101,9 +101,9 @@ def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypat
 
 def test_no_failure_makes_a_job_faster(monkeypatch):
     throughputs = Throughputs(job(pipelines=4, stages=3))
-    monkeypatch.setattr(throughputs._rebalanced_plans, "answer", lambda failures,
+    monkeypatch.setattr(throughputs._rebalanced_plans, "find_best", lambda failures,
                         slow=NO_SLOW_WORKERS: RebalancedPlan(20.0 - failures, 1.0))
-    monkeypatch.setattr(throughputs._periods, "planned", lambda down: (22.0 - sum(down), True))
+    monkeypatch.setattr(throughputs._periods, "planned_period", lambda down: (22.0 - sum(down), True))
     assert [throughputs.rebalanced_answer(count)[0] for count in (3, 0)] == pytest.approx([24 / 20] * 2)
     assert throughputs.rebalanced_answer(1, SlowWorkerCount(1, 2.0))[0] == pytest.approx(24 / 20)
     assert throughputs.in_place_rate((1, 1, 0)) == throughputs.in_place_rate((0, 0, 0)) < throughputs.whole_rate

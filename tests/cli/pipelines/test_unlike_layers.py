@@ -18,8 +18,8 @@ COUNTED = {"gemma-2b": 2.51, "gemma-7b": 8.54, "gemma-2-27b": 27.2}
 def test_models_have_the_parameters_that_their_makers_count(model):
     """In billions. Gemma's head is its embedding."""
     named = COUNTED.get(model.name) or float(model.name.rpartition("-")[2].rstrip("b"))
-    counted = sum(model.shape(kind).parameters for kind in model.kinds) \
-        - (model.name in COUNTED) * model.shape("E").parameters
+    counted = sum(model.shape_of_layer(kind).parameters for kind in model.kinds) \
+        - (model.name in COUNTED) * model.shape_of_layer("E").parameters
     assert counted / 1e9 == pytest.approx(named, rel=0.13)
 
 

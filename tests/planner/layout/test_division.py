@@ -19,8 +19,8 @@ def least_load(given):
     """The least longest load over every way to give the tasks (layer, micro-batch) to live workers."""
     tasks = [layer for layer in range(given.grid.layer_count) for _ in range(given.grid.total_microbatches)]
     best = given.ample_ticks * 4
-    for workers in itertools.product(given.live, repeat=len(tasks)):
-        load = dict.fromkeys(given.live, 0)
+    for workers in itertools.product(given.live_workers, repeat=len(tasks)):
+        load = dict.fromkeys(given.live_workers, 0)
         for layer, worker in zip(tasks, workers, strict=True):
             load[worker] += given.slice_ticks((layer, layer + 1), worker)
         for layer, worker in set(zip(tasks, workers, strict=True)):

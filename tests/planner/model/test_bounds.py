@@ -89,7 +89,8 @@ def test_one_list_schedule_meets_the_bound_at_published_settings(model, stages, 
 def _end(solved, worker):
     """Ticks from the first op of a worker to the end of its last."""
     solution, = solved.solutions
-    spans = [(start, start + solved.problem.cost(key[0], key[1], worker)) for key, start in solution.starts.items()
+    spans = [(start, start + solved.problem.op_ticks(key[0], key[1], worker)) for key,
+             start in solution.start_by_key.items()
              if key[1] == worker.column]
     return max(end for _, end in spans) - min(start for start, _ in spans)
 

@@ -76,7 +76,7 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
 
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
-    known = improve_by_list_schedules(divide_problem(problem, Bound(1, problem.scope)), Budget.of_steps(12_000))
+    known = improve_by_list_schedules(divide_problem(problem, Bound(1, problem.bound_scope)), Budget.of_steps(12_000))
     schedule = known.make_schedule("greedy")
     assert schedule.period_ticks == known.period
     return schedule

@@ -125,11 +125,11 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
 def _window(problem, hosts, sequence, ends, column, period):
     """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
     if problem.optimizer == "staggered":
-        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_closing(column) - period)
-                for op in ends[problem.tied[column]]]
+        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_closing_ticks(column) - period)
+                for op in ends[problem.reduction_root[column]]]
     found = []
     for other, ops in ends.items():
-        closing = max(problem.column_closing(other), max(problem.times.optimizer))
+        closing = max(problem.column_closing_ticks(other), max(problem.times.optimizer))
         found += [(op, "begin", _cost(problem, hosts, op) + closing - period) for op in ops]
     return found
 

@@ -44,7 +44,7 @@ def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
         known = found(one)
         return replace(known, committed=known.committed - 1, losses=known.losses[:-1])
 
-    monkeypatch.setattr(RejoiningPhase, "found", forgets)
+    monkeypatch.setattr(RejoiningPhase, "build_result", forgets)
     monkeypatch.setattr(chaos, "FAULTS", {"node 0": 1})
     with pytest.raises(chaos.BrokenError, match=r"is committed after|has stepped|losses"):
         chaos.chaos(WORKERS, 4, 0, tmp_path)

@@ -78,7 +78,7 @@ class Compared(Run):
 
 def goes_back(run, readable):
     run.pauses()
-    for worker in sorted(run.state.everyone):
+    for worker in sorted(run.state.available_workers):
         run.can_read(worker, *readable)
 
 

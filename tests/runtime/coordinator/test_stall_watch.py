@@ -49,7 +49,7 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
     (stall,) = world.look(1)
     assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
                           "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)")
-    assert [one.worker for one in stall.culprits(HELD)] == [B]
+    assert [one.worker for one in stall.find_culprits(HELD)] == [B]
     assert world.look(10) == [] and world.look(3), "said again after the next timeout"
 
 
@@ -59,7 +59,7 @@ def test_nobody_is_given_up_where_all_of_some_layers_are_busy_for_so_long(world)
         world.watch.answered(WorkerStatus(worker, "iteration 0, F", 10.5, waits=False))
     world.watch.answered(WorkerStatus(C, "waits", 10.5, waits=True))
     (stall,) = world.look(1)
-    assert stall.culprits(HELD) == []
+    assert stall.find_culprits(HELD) == []
 
 
 def test_who_does_not_answer_is_waited_for_only_a_moment(world):
@@ -71,7 +71,7 @@ def test_who_does_not_answer_is_waited_for_only_a_moment(world):
 
 def test_progress_and_time_in_which_this_process_did_not_run_count_as_none(world):
     world.look(8)
-    world.watch.progressed()
+    world.watch.restart_timeout()
     assert world.look(9) == [] == world.asked
     world.now += 500
     assert world.look(9) == [] == world.asked

@@ -83,7 +83,7 @@ def let_others_run(*_) -> None:
 
 
 class BackgroundQueue:
-    """As `runtime.background_queue.Beside`: in a fiber of its own."""
+    """As `runtime.background_queue.BackgroundQueue`: in a fiber of its own."""
 
     def __init__(self, *_, **__) -> None:
         self._works, self._fiber, self._error, self.thread = deque(), None, None, None

@@ -101,7 +101,7 @@ def test_a_channel_says_who_it_is_and_reads_what_was_pushed(coordinator):
     channel = Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
     asking, frames = accepting.accepted()
     with asking:
-        (hello,) = frames.feed(asking.connection.recv(1000))
+        (hello,) = frames.parse_messages(asking.connection.recv(1000))
         assert to_coordinator.decode(hello) == JoinWorker(WORKER)
         send(asking, Acknowledged(1, 2), EndOrder(1), Leave())
         assert channel.read_first(Acknowledged) == Acknowledged(1, 2)
@@ -125,7 +125,7 @@ def test_any_thread_may_send_and_no_message_is_torn(coordinator):
     found = []
     with asking:
         while len(found) < 9:
-            found += frames.feed(asking.connection.recv(2**16))
+            found += frames.parse_messages(asking.connection.recv(2**16))
     assert sorted(to_coordinator.decode(body).text for body in found[1:]) == texts
     channel.close()
 
@@ -247,7 +247,7 @@ def test_a_coordinator_that_never_listens_is_named():
 
 @pytest.mark.parametrize(("tells", "waits", "most"), [(60.0, 0.2, 1), (0.3, 1.5, 6)], ids=["at once", "now and then"])
 def test_who_waits_says_for_whom_at_once_and_now_and_then(tells, waits, most, monkeypatch):
-    monkeypatch.setattr(channel_module, "TELL_SECONDS", tells)
+    monkeypatch.setattr(channel_module, "PROGRESS_SECONDS", tells)
     said = []
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -28,7 +28,7 @@ def node(monkeypatch):
             with monkeypatch.context() as other_process:
                 other_process.setattr("os.getpid", lambda number=number: number)
                 made.append(ReportSender(rank, direct.append, agent.address))
-            stack.callback(made[-1].sockets()[0].close)
+            stack.callback(made[-1].list_sockets()[0].close)
         yield SimpleNamespace(agent=agent, direct=direct, reporters=made)
 
 
@@ -39,11 +39,11 @@ def ran(worker: Worker, iteration: int, **more) -> IterationReport:
 def test_what_comes_while_node_0_answers_is_one_message(node):
     first, second, third = node.reporters
     first.send(ran(ONE, 7))
-    assert node.agent.gathered() == [GatheredReports((RankReport(0, ran(ONE, 7)),))]
+    assert node.agent.collect_reports() == [GatheredReports((RankReport(0, ran(ONE, 7)),))]
     third.send(ran(OTHER, 7))
     second.send(ran(ONE, 7))
-    assert node.agent.gathered() == []
-    node.agent.answered(ReportsAcknowledged(()))  # a worker is acknowledged once all of its processes have reported
+    assert node.agent.collect_reports() == []
+    node.agent.forward_answer(ReportsAcknowledged(()))  # a worker is acknowledged once all of its processes have reported
     assert node.agent.gathered() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
     go_on = Acknowledged(3, 7)
     node.agent.answered(ReportsAcknowledged((((ONE, OTHER), go_on),)))
@@ -55,7 +55,7 @@ def test_what_comes_while_node_0_answers_is_one_message(node):
 def test_a_report_that_no_datagram_holds_goes_to_node_0(node):
     ops = (MeasuredOp(ONE, OpKind.F, 0, 0, 0, 0.0, 1.0),) * 10_000
     node.reporters[0].send(ran(ONE, 7, ops=ops))
-    assert [len(one.ops) for one in node.direct] == [10_000] and not node.agent.gathered()
+    assert [len(one.ops) for one in node.direct] == [10_000] and not node.agent.collect_reports()
 
 
 def test_without_an_agent_reports_go_to_node_0(node):

@@ -258,9 +258,9 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
 
 def pass_on(exchange, iteration, op, kind, takes, gives):
     if takes:
-        exchange.take(iteration, TensorName(kind, op.slice, op.pipeline, op.microbatch))
+        exchange.take_input(iteration, TensorName(kind, op.slice, op.pipeline, op.microbatch))
     if gives is not None:
-        exchange.give(iteration, TensorName(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
+        exchange.put_output(iteration, TensorName(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
 
 
 @settings(max_examples=40)

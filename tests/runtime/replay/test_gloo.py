@@ -29,7 +29,7 @@ def test_the_collector_does_not_wait_for_a_sum_in_which_another_member_takes_no_
 
     def meet(rank):
         found[rank] = GlooGroup(InterruptibleCalls())
-        found[rank].meet(GroupRendezvous(store, store, "", rank, 2), open_gloo_devices())
+        found[rank].join_members(GroupRendezvous(store, store, "", rank, 2), open_gloo_devices())
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for one in threads:

@@ -33,7 +33,7 @@ def blocked_receive(team):
 def receive_from_one_that_is_gone(team):
     """Worker 1.1 leaves meanwhile; torch says at once that the receive is completed."""
     sessions, arriving = blocked_receive(team)
-    for end in sessions[2].groups().values():
+    for end in sessions[2].groups_by_name().values():
         end.abort()
     while not arriving.work.is_completed():
         time.sleep(0.001)
@@ -43,11 +43,11 @@ def receive_from_one_that_is_gone(team):
 def test_the_device_answers_and_not_torch(team):
     """A peer is gone, torch says at once that the receive is completed, and its watchdog does not know why yet."""
     sessions, arriving = receive_from_one_that_is_gone(team)
-    assert not sessions[1].over() and sessions[1].errored() is None
+    assert not sessions[1].is_quiescent() and sessions[1].failure_reason() is None
     sessions[1].abort()
     arriving.work.wait()
     sessions[1].drain()
-    assert sessions[1].over()
+    assert sessions[1].is_quiescent()
 
 
 def test_what_fails_before_the_order_ends_is_aborted_all_the_same(team):
@@ -57,14 +57,14 @@ def test_what_fails_before_the_order_ends_is_aborted_all_the_same(team):
         sessions[1].receive((1,), torch.float64, WORKERS[2], 0)
     sessions[1].abort()
     sessions[1].drain()
-    assert sessions[1].over()
+    assert sessions[1].is_quiescent()
 
 
 def test_who_asks_whether_all_is_over_does_not_wait_for_the_device(team):
     sessions, _ = blocked_receive(team)
     began = time.monotonic()
     for _ in range(100):
-        assert not sessions[1].over()
+        assert not sessions[1].is_quiescent()
     sessions[1].abort()
     assert time.monotonic() - began < 1
 
@@ -88,7 +88,7 @@ def test_a_member_that_hangs_while_others_connect_holds_up_nobody(team, early, m
     hang.set()
     for one in made:
         one.drain()
-        assert one.over()
+        assert one.is_quiescent()
 
 
 def test_who_leaves_a_meeting_after_all_have_come_still_connects(team, monkeypatch):

@@ -139,6 +139,6 @@ def test_layers_that_pass_tuples_read_batches_add_losses_and_share_parameters(sc
 @pytest.mark.parametrize("make", [layers_moved, floating_layer])
 def test_layers_that_moved_or_float(make, clip_norm):
     schedule = make()
-    held = [schedule.holds(seat.worker) for seat in schedule.seats]
+    held = [schedule.held_layers(seat.worker) for seat in schedule.seats]
     assert any(before[-1][1] > after[0][0] for before, after in pairwise(held)), "nobody holds what a neighbour holds"
     compare(schedule, clip_norm, skip=True)

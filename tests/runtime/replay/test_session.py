@@ -30,7 +30,7 @@ def test_what_every_transport_promises(team, check):
     check(team)
 
 
-@pytest.mark.parametrize("name", ["commit_point", "abort", "wait_for_all"])
+@pytest.mark.parametrize("name", ["reach_commit_point", "abort", "wait_for_all"])
 def test_a_session_that_breaks_a_promise_does_not_conform(monkeypatch, name):
     monkeypatch.setattr(conformance, "HELD_UP_SECONDS", 0.05)
     monkeypatch.setattr(conformance, "RELEASED_SECONDS", 0.2)
@@ -52,8 +52,8 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(team, monkeypa
     monkeypatch.setattr(session, "BUCKET_BYTES", 64)
     summed = []
     for one in sessions[1:]:
-        allreduce = one.sharers_of(LAYERS[1]).allreduce
-        monkeypatch.setattr(one, "_sharing", lambda _, allreduce=allreduce: SimpleNamespace(
+        allreduce = one.sharer_group(LAYERS[1]).allreduce
+        monkeypatch.setattr(one, "_open_sharer_group", lambda _, allreduce=allreduce: SimpleNamespace(
             allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
 
     def gradients(factor, device):
@@ -91,9 +91,9 @@ def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, m
     monkeypatch.setattr(sum_tree, "MAX_CHILDREN", 2)
     team = Team(GLOO, [Worker(pipeline, 0) for pipeline in range(size)])
     sessions = team.each(lambda one: one.connect(pairs=(), sums=True), list(map(team.session, team.members)))
-    assert [len(one.groups()) for one in sessions] == {1: [0], 2: [1, 1], 7: [2, 3, 3, 1, 1, 1, 1]}[size]
+    assert [len(one.groups_by_name()) for one in sessions] == {1: [0], 2: [1, 1], 7: [2, 3, 3, 1, 1, 1, 1]}[size]
     values = [0.1 * number for number in range(size)]
-    found = team.each(lambda one, value: one.sum_over_all([value, 0.1]).take(), sessions, values)
+    found = team.each(lambda one, value: one.start_sum_over_all([value, 0.1]).wait_for_sums(), sessions, values)
     assert found == [found[0]] * size and found[0] == pytest.approx([0.05 * size * (size - 1), 0.1 * size])
     team.close()
 

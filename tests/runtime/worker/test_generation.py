@@ -23,9 +23,9 @@ def stuck(monkeypatch):
     monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
     made, told = GenerationRunner.__new__(GenerationRunner), []
     made._ended_at, made._thread = time.monotonic() - 5, SimpleNamespace(ident=THREAD)
-    made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"),
-                                    threads_beside=list)
-    made._training = SimpleNamespace(let_go=lambda: told.append("freed"))
+    made._session = SimpleNamespace(is_quiescent=lambda: made.over, release=lambda: told.append("released"),
+                                    reduction_threads=list)
+    made._training = SimpleNamespace(free_microbatches=lambda: told.append("freed"))
     made._send_paused, made.over, made.told = told.append, True, told
     yield made
     OPEN_CALLS._abandoned.discard(THREAD)
@@ -53,7 +53,7 @@ def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
     made = GenerationRunner.__new__(GenerationRunner)
     made._session, made._context = SimpleNamespace(abort=lambda: None), SimpleNamespace(group=None)
     made._reports = IterationReports(SimpleNamespace(
-        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", begins=lambda _: None),
+        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", set_activity=lambda _: None),
         context=SimpleNamespace(reporter=SimpleNamespace(gathered=False))))
     made._reports._open = IterationReport(Worker(0, 0), 1, 7, 1.0, 0.1)
     made.end_order()

@@ -20,7 +20,8 @@ from tests.jobs import failures, grid, jobs
 def together(schedule, nodes):
     """Pairs of workers that hold the same layers on one machine."""
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
-    held = Counter((schedule.holds_of(seat), node[seat.worker]) for seat in schedule.seats if seat.worker in node)
+    held = Counter((schedule.held_layers_of_seat(seat), node[seat.worker]) for seat in schedule.seats
+                   if seat.worker in node)
     return sum(count * (count - 1) // 2 for count in held.values())
 
 
