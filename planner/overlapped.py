@@ -262,11 +262,13 @@ class _ReductionSeconds:
         self._beyond = [layer * (1 - self._least / exact_decimal(whole)) if whole else layer
                         for (first, end), whole in zip(pairwise(ends), job.time.all_reduce, strict=False)
                         for layer in costs.all_reduce[first:end]]
+        self._is_reduced = [seconds > 0 for seconds in costs.all_reduce]
 
     def seconds_of(self, layers: LayerRange) -> Fraction:
         """Return the seconds of the reduction of these layers."""
-        beyond = sum(self._beyond[slice(*layers)], Fraction(0))
-        return self._least + beyond if beyond else beyond
+        if not any(self._is_reduced[slice(*layers)]):
+            return Fraction(0)
+        return self._least + sum(self._beyond[slice(*layers)], Fraction(0))
 
 
 def _ticks_rounded_up(seconds: Fraction, tick: Fraction) -> int:

@@ -217,6 +217,14 @@ def test_few_reductions_where_each_takes_long():
     assert ranges(0) == 8 and ranges(1.6) < 8
 
 
+def test_a_reduction_that_is_nothing_but_latency_takes_that_in_each_piece():
+    job = parse_job(JOB.replace("overlap = true", "overlap = true\nlatency = 100"))  # more than was measured
+    schedule = planned(job)
+    whole = min(job.time.all_reduce)
+    reductions = [op for op in schedule.all_ops() if op.kind is OpKind.A]
+    assert reductions and all(schedule.seconds(op.end_ticks - op.start_ticks) >= whole for op in reductions)
+
+
 def test_pictures_show_reductions_beside_other_ops():
     schedule = planned(parse_job(JOB))
     events = json.loads(perfetto_trace(schedule))["traceEvents"]

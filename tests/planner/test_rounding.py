@@ -52,10 +52,12 @@ def shortened(schedule, below):
     seats, programs = [], []
     for number, seat in enumerate(schedule.seats):
         seats.append(msgspec.structs.replace(seat, program=number))
-        programs.append(tuple(ProgramOp(
+        ops = (ProgramOp(
             op.kind, op.slice, op.microbatch, op.end_ticks * int(per_tick) - (
                 times.optimizer_ticks(seat) if op.slice is None else
-                times.duration_ticks(op.kind, op.slice, op.worker)), op.pipeline) for op in schedule.ops(seat.worker)))
+                times.duration_ticks(op.kind, op.slice, op.worker)), op.pipeline) for op in schedule.ops(seat.worker))
+        # An op that has become shorter may start after a reduction that overlaps it.
+        programs.append(tuple(sorted(ops, key=lambda op: op.start_ticks)))
     made = msgspec.structs.replace(schedule, times=times, memory=memory, seats=tuple(seats), programs=tuple(programs))
     ops = list(made.all_ops())
     period = compute_period_ticks(ops) if made.optimizer == "staggered" else \
