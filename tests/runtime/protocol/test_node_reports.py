@@ -43,8 +43,9 @@ def test_what_comes_while_node_0_answers_is_one_message(node):
     third.send(ran(OTHER, 7))
     second.send(ran(ONE, 7))
     assert node.agent.collect_reports() == []
-    node.agent.forward_answer(ReportsAcknowledged(()))  # a worker is acknowledged once all of its processes have reported
-    assert node.agent.gathered() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
+    # a worker is acknowledged once all of its processes have reported
+    node.agent.forward_answer(ReportsAcknowledged(()))
+    assert node.agent.collect_reports() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
     go_on = Acknowledged(3, 7)
     node.agent.answered(ReportsAcknowledged((((ONE, OTHER), go_on),)))
     assert [one.read() for one in node.reporters] == [[go_on]] * 3
