@@ -14,11 +14,11 @@ from slipstream.cli.fleet.failure_models import FAILURE_MODELS
 from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.simulation import simulate_policy
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
-from slipstream.planner.job.estimate import estimate
+from slipstream.planner.job.estimate import estimate_job
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.presets import ESTIMATED
 from slipstream.planner.job.toml import job_text
@@ -36,7 +36,7 @@ def cluster_job(name: str, pipelines: int, gpus: int) -> Job:
     """Return the job of a preset with another number of pipelines and of GPUs for each worker."""
     shape, layout = ESTIMATED[name]
     layout = replace(layout, pipelines=pipelines, tensor_parallel=gpus)
-    return parse_job(job_text(*estimate(name, shape.by_layer(), layout)), name)
+    return parse_job(job_text(*estimate_job(name, shape.by_layer(), layout)), name)
 
 
 def reproduce(progress: CountCallback) -> Figure:
@@ -53,11 +53,13 @@ def reproduce(progress: CountCallback) -> Figure:
             drawn = [group_gpus(draw_trace(FAILURE_MODELS[model], gpus_of[-1], DAYS, seed), gpus)
                      for seed in range(traces)]
             row: list[Cell] = [gpus_of[-1], repairs, traces,
-                               round(statistics.fmean(trace.removals + trace.partial_losses for trace in drawn), 1),
-                               round(statistics.fmean(trace.places - trace.mean_live for trace in drawn), 2)]
+                               round(statistics.fmean(trace.machine_losses + trace.partial_losses for trace in drawn),
+                                     1),
+                               round(statistics.fmean(trace.places - trace.mean_live_machines for trace in drawn), 2)]
             samples: dict[str, float] = {}
             for kind in KINDS:
-                runs = [simulate(POLICIES[kind](Scenario(throughputs, costs, trace.seconds_between_failures)), trace)
+                runs = [simulate_policy(POLICIES[kind](Scenario(throughputs, costs, trace.seconds_between_failures)),
+                                        trace)
                         for trace in drawn]
                 kept = statistics.fmean(run.throughput / run.fault_free_rate for run in runs)
                 hours_lost[kind, repairs].append(24 * DAYS * (1 - kept))

@@ -47,7 +47,7 @@ def test_what_comes_while_node_0_answers_is_one_message(node):
     node.agent.forward_answer(ReportsAcknowledged(()))
     assert node.agent.collect_reports() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
     go_on = Acknowledged(3, 7)
-    node.agent.answered(ReportsAcknowledged((((ONE, OTHER), go_on),)))
+    node.agent.forward_answer(ReportsAcknowledged((((ONE, OTHER), go_on),)))
     assert [one.read() for one in node.reporters] == [[go_on]] * 3
     assert not node.direct and not node.agent.gathered()
     assert not select.select(first.sockets(), [], [], 0)[0]
@@ -70,8 +70,8 @@ def test_an_agent_that_has_gone_or_does_not_answer_is_not_waited_for(node, monke
     monkeypatch.setattr(iteration_reports, "AGENT_ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(iteration_reports, "ANSWER_SECONDS", 0.02)
     made = IterationReports(SimpleNamespace(
-        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", begins=lambda _: None),
-        context=SimpleNamespace(reporter=node.reporters[0], injector=SimpleNamespace(at=lambda *_: None))))
+        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", set_activity=lambda _: None),
+        context=SimpleNamespace(reporter=node.reporters[0], injector=SimpleNamespace(fail_if_due=lambda *_: None))))
     node.reporters[0].send(ran(ONE, 7))
     made._open = ran(ONE, 7)
     with pytest.raises(CommunicationError, match="node 0 has not answered"):

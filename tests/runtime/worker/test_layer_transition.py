@@ -23,13 +23,14 @@ def gone():
 
 def part_of(store, order, wait_for_all=lambda: None, fetched=()):
     context = SimpleNamespace(
-        layer_store=store, rank=0, layer_sender=SimpleNamespace(give=lambda *_: None), worker=ONE,
-        layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: [*fetched]), config=tiny(),
-        injector=SimpleNamespace(at=lambda *_: None), setup=SimpleNamespace(first_iteration=0, failure_domains=()),
-        placement=SimpleNamespace(reduced=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
+        layer_store=store, rank=0, layer_sender=SimpleNamespace(send_to_waiting=lambda *_: None), worker=ONE,
+        layer_receiver=SimpleNamespace(start_fetch=lambda _: None, take_parts=lambda *_: [*fetched]), config=tiny(),
+        injector=SimpleNamespace(fail_if_due=lambda *_: None),
+        setup=SimpleNamespace(first_iteration=0, failure_domains=()),
+        placement=SimpleNamespace(reductions_of=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
     return SimpleNamespace(order=order, context=context, worker=ONE, schedule=None,
-                           activity=SimpleNamespace(begins=lambda _: None, doing=None),
-                           session=SimpleNamespace(require=lambda: None, wait_for_all=wait_for_all))
+                           activity=SimpleNamespace(set_activity=lambda _: None, doing=None),
+                           session=SimpleNamespace(raise_if_ended=lambda: None, wait_for_all=wait_for_all))
 
 
 def test_no_layer_is_dropped_before_all_have_theirs():
