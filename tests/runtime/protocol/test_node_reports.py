@@ -48,9 +48,9 @@ def test_what_comes_while_node_0_answers_is_one_message(node):
     assert node.agent.collect_reports() == [GatheredReports((RankReport(0, ran(OTHER, 7)), RankReport(1, ran(ONE, 7))))]
     go_on = Acknowledged(3, 7)
     node.agent.forward_answer(ReportsAcknowledged((((ONE, OTHER), go_on),)))
-    assert [one.read() for one in node.reporters] == [[go_on]] * 3
-    assert not node.direct and not node.agent.gathered()
-    assert not select.select(first.sockets(), [], [], 0)[0]
+    assert [one.read_acknowledgements() for one in node.reporters] == [[go_on]] * 3
+    assert not node.direct and not node.agent.collect_reports()
+    assert not select.select(first.list_sockets(), [], [], 0)[0]
 
 
 def test_a_report_that_no_datagram_holds_goes_to_node_0(node):
