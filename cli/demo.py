@@ -145,7 +145,7 @@ def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) 
 
 
 def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """Return the number of significant digits to which all pairs of numbers agree.
+    """Return the number of significant digits to which two sequences of numbers agree, element by element.
 
     Equal numbers agree to 16 digits, which is all that a double has.
     """

@@ -43,7 +43,7 @@ Normalise = Annotated[bool, typer.Option("--normalise", help=(
 Settled = Annotated[bool, typer.Option("--settled", help=(
     "The answer to come to, for which layers move, instead of the one that runs at once."))]
 AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
-"""Kinds of answers that a table has."""
+"""Kinds of answers: layers in place, whole roles moved to other workers, or layers moved for even load."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -96,7 +96,10 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
 
 def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
-    """Return the answer of the table, timed without the check at the first use of an entry. None if it has no entry."""
+    """Return the answer of the table for the workers that are down, with the time of a look-up.
+
+    The table checks an entry at its first use, which the time does not include. Returns None if it has no entry.
+    """
     look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
     result = look_up()  # the first use of an entry checks it: the second is timed
     if result is None:

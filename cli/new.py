@@ -167,7 +167,10 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
-    """Exit 2 if options are given that this way to begin does not use."""
+    """Exit 2 if options are given that have no effect on this kind of job.
+
+    `way` names its source: preset, trace, config or model.
+    """
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _FOR_ALL:
@@ -251,7 +254,7 @@ def _job_from_trace(files: list[Path], pattern: str | None, name: str | None, pi
 
 
 def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
-    """Return the tables with `each` layers in every stage. None leaves them unchanged."""
+    """Return the tables of a job file with `[placement]` set to `each` layers in every stage, unless it is None."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 

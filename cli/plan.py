@@ -168,7 +168,7 @@ def _require_placement_options(placement: str, **others: bool) -> None:
 
 
 def _require_compatible(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:
-    """Exit 2 if options are given that exclude each other."""
+    """Exit 2 if --normalise, --layers and --from-checkpoint are given in a combination that has no meaning."""
     require_choice("--layers", layers, LAYERS)
     if normalise and layers == "move":
         refuse("--normalise moves whole roles, --layers move any layers: take one")

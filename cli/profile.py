@@ -142,9 +142,9 @@ def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
 
 
 def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """Return the `[layers]` table.
+    """Return the `[layers]` table of the job file: times and memory of each layer.
 
-    The `first` layers form the first stage, whose whole backward is counted as W.
+    The first stage has `first` layers. It sends no gradient back, so that all of its backward counts as W.
     """
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
@@ -173,7 +173,7 @@ def fit_length_costs(measured: "Profile") -> dict[str, Any]:
 
 
 def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the memory that is held, in KiB, by stage or by layer."""
+    """Return the memory keys of a job file, in KiB, with one value for each of the profiled stages or layers."""
     recomputed_sizes = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
             "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],

@@ -242,7 +242,10 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
 
 def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float, gpus: int,
                  fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
-    """Return a function from a seed to a trace that is fitted to the job. Exits 2 if no trace can be made."""
+    """Return a function that maps a seed to an availability trace for the job, read from a file or drawn.
+
+    Exits 2 if no trace can be made.
+    """
     workers = job.pipelines * job.stages
     nodes = find_node_places(job)
     if path is not None:

@@ -3,7 +3,10 @@
 import sys
 
 PROGRAM = "slipstream"
-"""Context object of commands that are the whole program, and may therefore fork it."""
+"""Name of the program.
+
+It is also the context object of a command that was started from the command line, and may therefore fork the process.
+"""
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class ShownSchedule(msgspec.Struct, frozen=True):
 
 
 def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """Return the page as UTF-8.
+    """Return the page of schedules and measured iterations as UTF-8.
 
     Measured iterations are of the first schedule's workers; all but the last start hidden. Raises ValueError if there
     are more than `MAX_OPS` different ops.
@@ -98,7 +98,10 @@ def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields that planned and measured panels share."""
+    """Return the fields that planned and measured iterations have in common on the page.
+
+    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units.
+    """
     grid, memory = schedule.grid, schedule.memory
     return {
         "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
@@ -113,7 +116,7 @@ def _common_panel(schedule: Schedule, name: str, second: float, transfer: float)
 
 
 def _encode_rules() -> list[dict[str, Any]]:
-    """Return the precedence rules, each for the first slice of a route, the last one, or any."""
+    """Encode the rules on which op must precede which, for the page's script."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 

@@ -90,7 +90,7 @@ class RunSetup:
     settled_seconds: float | None
     """Search time, in seconds, for schedules that move layers. None: layers stay."""
     silence: float
-    """Time, in seconds, without a sign of life after which a worker is given up."""
+    """Time in seconds after which a worker that gave no sign of life counts as dead."""
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]

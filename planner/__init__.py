@@ -1,22 +1,23 @@
 """Plan a schedule for a job and its failed workers.
 
-    job/         the job file
-    model/       the scheduling problem, its bounds, its arrays
-    search/      searches for the best solution
-    plan         one checked schedule for a job and its failures (`options`)
-    periods      periods by the number of failed workers of each stage, for simulations that need hundreds of them
-    overlapped   gradient reductions that overlap compute, added to a plan made without them
-    params       parameters of the searches
-    budget       limits of a search (seconds or counted steps), its seed, how to stop it, its progress
-    kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
-    blockwise   a plan of a block of micro-batches, repeated until all of many micro-batches are done
-    normalise    the choice of the roles that stay vacant, for a number of failures
-    recompute    the choice of the stages that recompute their activations
-    placement    the choice of virtual stages, their workers and their layers
-    failures     schedules that a run requests when workers fail, slow down or return
-    report       what a plan moves, how long that takes, when it pays off; alternatives; `slipstream plan --json`
-    tables/      builders of schedule tables
-    bound_verifier  a second proof of the lower bound that a schedule file states
+    job/             the job file
+    model/           the scheduling problem, its bounds, its arrays
+    search/          searches for the best solution
+    layout/          layouts: which worker holds which layers, and the route of each micro-batch
+    plan             one checked schedule for a job and its failures (`options`)
+    periods          periods by the number of failed workers of each stage, for simulations that need hundreds of them
+    overlapped       gradient reductions that overlap compute, added to a plan made without them
+    params           parameters of the searches
+    budget           limits of a search (seconds or counted steps), its seed, how to stop it, its progress
+    kernel           the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
+    blockwise        a plan of a block of micro-batches, repeated until all of many micro-batches are done
+    normalise        the choice of the roles that stay vacant, for a number of failures
+    recompute        the choice of the stages that recompute their activations
+    placement        the choice of virtual stages, their workers and their layers
+    failures         schedules that a run requests when workers fail, slow down or return
+    report           what a plan moves, how long that takes, when it pays off; alternatives; `slipstream plan --json`
+    tables/          builders of schedule tables
+    bound_verifier   a second proof of the lower bound that a schedule file states
 
 Other programs use the names below. Each is imported at its first use, so that reading a job does not wait for the
 solver.

@@ -35,10 +35,13 @@ from slipstream.schedules.schedule import (
 )
 
 OpsOf = Callable[[Job], int]
-"""Function that returns the number of compute ops of the different pieces of a job."""
+"""Function that returns the number of compute ops of a job, those of equal pieces counted once."""
 
 PlanBlock = Callable[[Job, float], Schedule]
-"""Function that returns a checked schedule of a job in this many seconds; layers stay in place and no stage is cut."""
+"""Function that plans a job within a number of seconds and returns its checked schedule.
+
+Layers stay in place, and no micro-batch is cut within a stage.
+"""
 
 
 class TooLargeError(JobError):
@@ -46,12 +49,12 @@ class TooLargeError(JobError):
 
 
 class Pace(NamedTuple):
-    """Processor seconds for each compute op on this machine."""
+    """Processor seconds that this machine needs for each compute op."""
 
     plan: float
-    """Seconds to find a first plan, put it together and check it."""
+    """Seconds for each op to find a first plan, put it together and check it."""
     join: float
-    """Seconds to join blocks and check the whole."""
+    """Seconds for each op to join blocks and check the whole schedule."""
 
 
 class Speed:
@@ -137,7 +140,7 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """Measure the pace of this machine on a part of the job with this many ops."""
+    """Measure the pace of this machine by planning `sample`, a part of the job with `ops` compute ops."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()
@@ -170,7 +173,7 @@ def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -
 
 
 def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
-    """Return one iteration of the job that runs these blocks one after the other.
+    """Return a schedule in which one iteration of the job runs the schedules of these blocks one after the other.
 
     Raises AssertionError if the schedule does not pass the checker.
     """
@@ -223,15 +226,18 @@ def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _boundary_ops(program: Program) -> Program:
-    """Return the first op of a program, its last compute op, and its last op."""
+    """Return the first op, the last compute op and the last op of a program, which decide when blocks begin and end."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 
 
 def _join_programs(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
                    pipeline: int) -> Program:
-    """Return one worker's ops of all blocks. The value `before[pipeline][block]` is the number of that pipeline's
-    micro-batches in earlier blocks."""
+    """Return one worker's ops of all blocks, each block starting `shifts[block]` ticks later than in its own plan.
+
+    The value `before[pipeline][block]` is the number of that pipeline's micro-batches in earlier blocks. Reductions and
+    the optimizer step are those of the last block.
+    """
     ops: list[ProgramOp] = []
     for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
         own, closing = before[pipeline][block], block == len(blocks) - 1

@@ -24,7 +24,7 @@ from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Wor
 
 
 def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
-    """Return a proven lower bound on the period of all schedules that answer the same question as this one.
+    """Prove and return a lower bound on the period of all schedules that are alternatives to this one.
 
     They have the same live workers with the same room, and the freedom that `Schedule.scope` names. If micro-batches
     may be cut or layers moved, the bound counts the costs of layers that the file records. Older files do not record
@@ -83,8 +83,10 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """Return the problem of this schedule with layers in place and these roles vacant. Failed workers are not slow in
-    it."""
+    """Return the scheduling problem of this schedule with layers in place and the roles in `failed` vacant.
+
+    Failed workers are not slow in it.
+    """
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
     reduced = _exposed_reduction_ticks(schedule) if schedule.has_overlap else schedule.times.all_reduce

@@ -27,7 +27,7 @@ CountCallback = Callable[[int, int], None]
 
 
 def ignore_progress(line: str) -> None:
-    """Ignore a line of progress."""
+    """Do nothing with a line of progress; the default of functions that report progress."""
 
 
 class SearchProgress:
@@ -50,11 +50,11 @@ STEP_SECONDS = 2.5e-6
 """Approximate duration of a step on an idle core, in seconds. One move of annealing is a step. Other work counts as the
 number of moves that take as long."""
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Steps that a list schedule counts, and further steps for each of its ops."""
+"""Number of steps that one list schedule counts as, and number of further steps for each of its ops."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Steps for each op that the construction of a list scheduler counts."""
+"""Number of steps, for each op, that the construction of a list scheduler counts as."""
 LAYOUT_STEPS = 2.0
-"""Steps that the construction of a layout counts, for each micro-batch at a stage."""
+"""Number of steps, for each micro-batch at a stage, that the construction of a layout counts as."""
 SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time in a step."""
 
@@ -91,14 +91,14 @@ class Clock:
         return time.thread_time()
 
     def count_steps(self, steps: float) -> None:
-        """Count this number of steps."""
+        """Count steps of a search that have just been done; ignored on this clock."""
 
     def fork(self) -> "Clock":
         """Return a clock for a thread that runs at the same time as this one."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """Take over the steps of a thread that ran at the same time, counted on its own clock, after it has ended."""
+        """Take over the steps that another thread has counted on its own clock; ignored on this clock."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
         """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
@@ -124,7 +124,7 @@ class StepClock(Clock):
     process_seconds = thread_seconds = now
 
     def count_steps(self, steps: float) -> None:
-        """Count this number of steps."""
+        """Count steps of a search that have just been done."""
         self.steps += steps
 
     def fork(self) -> "Clock":
@@ -132,11 +132,14 @@ class StepClock(Clock):
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Continue from the later of this clock and the other one."""
+        """Continue from the later of this clock and that of another thread, which has ended."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the limit in units of CP-SAT's deterministic time, which is the same on any machine."""
+        """Return the CP-SAT parameter that ends a solve within a number of seconds of this clock.
+
+        The limit is in units of CP-SAT's deterministic time, which is the same on any machine.
+        """
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def format_duration(self, seconds: float) -> str:
@@ -153,7 +156,10 @@ class Tally:
         self.helped: Counter[str] = Counter()
 
     def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """Count uses of a technique. An operator of a technique is named "technique: operator"."""
+        """Count that the technique `what` was tried `tried` times, and shortened the best plan `helped` times.
+
+        An operator of a technique is named "technique: operator".
+        """
         self.tried[what] += tried
         self.helped[what] += helped
 
@@ -204,9 +210,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop.is_set()
 
     def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
-        """Return why a search must end whose best plan has this period in ticks; None if it continues.
+        """Return why the search must end, or None if it may continue.
 
-        `needs` is the duration of its next operation, in seconds.
+        The period `best` of its best plan and the proven `bound` are in ticks. The duration `needs` of its next
+        operation is in seconds.
         """
         if best <= bound:
             return SearchEnd.BOUND
@@ -215,7 +222,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a budget of this share of the time left."""
+        """Return a budget of this share (0 to 1) of the time left."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":

@@ -195,7 +195,7 @@ def with_speeds(job: Job, speeds: Speeds) -> Job:
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Return whether all workers with a capacity of their own have room for their part of a schedule.
+    """Return whether the schedule fits all workers that have a memory capacity of their own in the job.
 
     The schedule may be made without regard to these capacities, and may give these workers other roles.
     """
@@ -228,8 +228,10 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the normal form for as many failures, relabelled to these failed workers. Raises NoPlanError if none
-    fits."""
+    """Return the plan for this number of failures whose vacant roles the planner chose, fitted to these failed workers.
+
+    Raises NoPlanError if none fits.
+    """
     job = slow_while_alive(job, down)
     relabelled = relabel_schedule(normal_form(job, len(down), options).schedule, down, held_elsewhere=True,
                                   nodes=job.nodes)

@@ -75,7 +75,7 @@ class Ops(NamedTuple):
     kinds: int
     """Number of ops of a unit: op = unit * kinds + kind."""
     depth: int
-    """Number above any position."""
+    """Number that is larger than every position in a route."""
     mixed: bool
     """True if workers run several slices."""
     unit: Ints
@@ -131,7 +131,10 @@ def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> Non
 
 @jit_inlined
 def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
-    """Return the tick of the first reduction that waits for W of a slice."""
+    """Return the tick at which the first of the reductions that wait for W of slice `number` begins.
+
+    The argument `awaiting` is as in `Reductions`; `begin` [reduction] has the ticks.
+    """
     first = begin[awaiting[number, 0]]
     for index in range(1, awaiting.shape[1]):
         if awaiting[number, index] >= 0:
@@ -141,7 +144,7 @@ def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
 
 @jit_inlined
 def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
-    """Return the latest start, up to this one, at which an op overlaps no reduction of its worker's group."""
+    """Return the latest tick, `start` or before, at which an op of this duration overlaps no reduction of the group."""
     number = 0
     while number < between.shape[1] and between[group, number] >= 0:
         tick = begin[between[group, number]]
@@ -179,7 +182,7 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
 
 @jit
 def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Run all reductions: each on all groups that share it at once, and one at a time on each group.
+    """Schedule all reductions: each on all groups that share it at once, and one at a time on each group.
 
     The next reduction is the one that can begin first; of equals, that of the later layers. On entry `end` [group]
     holds the end of each group's compute ops; on return, that of its reductions. Fill `begin` [reduction], and `turn`
@@ -306,7 +309,7 @@ class Dispatch(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Values of the problem and the rule that `_pick_op` needs besides arrays."""
+    """Values of the problem and of the dispatch rule that `_pick_op` needs besides arrays."""
 
     kinds: int
     mixed: bool
@@ -367,7 +370,10 @@ def _first_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
 
 @jit
 def _arrives_soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
-    """Return whether something more urgent arrives within this number of ticks."""
+    """Return whether the first entry of a worker's heap, a time, is less than `ticks` after `clock`.
+
+    The heap `which` has the times at which more urgent ops become ready.
+    """
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first_key(heap, state, worker, which) - clock < ticks
 
 
@@ -589,7 +595,8 @@ class Instance(NamedTuple):
     capacity: Ints
     """Memory of the worker, [worker]; -1 if it is unlimited."""
     holds: Ints
-    """Change of the memory that the op's worker holds, [op], from the op's start (F) or end (I, W) on."""
+    """Change that the op makes to the memory of its worker, [op]: from its start on for F, from its end on for I and
+    W."""
     movable: Ints
     """Units that more than one worker may run."""
     hosts: Ints
@@ -772,7 +779,7 @@ class Move(NamedTuple):
     other: int
     """Unit with which it trades, or worker that it leaves."""
     worker: int
-    """Worker whose runs [begin, middle) and [middle, end) exchange places."""
+    """Worker whose ops at places [begin, middle) and [middle, end) exchange places."""
     begin: int
     middle: int
     end: int
@@ -832,7 +839,7 @@ def window_ticks(instance, state, late, worker):
 
 @jit_inlined
 def measure_pipeline(instance, state, timing, goal, pipeline):
-    """Fill in the longest window and the excess of a pipeline."""
+    """Measure the longest window of a pipeline's workers, and the sum by which their windows exceed the goal."""
     longest, excess = 0, 0
     for number in range(instance.members.shape[1]):
         worker = instance.members[pipeline, number]
@@ -846,14 +853,17 @@ def measure_pipeline(instance, state, timing, goal, pipeline):
 
 @jit_inlined
 def _pipeline_cost(instance, timing, cycle, pipeline):
-    """Return the cost of a pipeline as measured, in ticks."""
+    """Return the cost of a pipeline as measured, in ticks.
+
+    It is the excess of its longest window over the goal, plus `pull` times the mean excess of its windows.
+    """
     return max(0, timing.longest[pipeline] - cycle.goal) + \
         cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
 
 
 @jit_borrowing
 def state_cost(instance, timing, cycle):
-    """Return the cost of a state as timed, in ticks."""
+    """Return the cost that annealing reduces, in ticks: the sum of the costs of all pipelines, as timed."""
     total = 0.0
     for pipeline in range(timing.longest.shape[0]):
         total += _pipeline_cost(instance, timing, cycle, pipeline)
@@ -862,7 +872,10 @@ def state_cost(instance, timing, cycle):
 
 @jit_inlined
 def cost_after(instance, state, timing, log, cycle, before):
-    """Return the cost after a step that touched the pipelines in the log, in ticks, and measure them again."""
+    """Return the cost after a step, in ticks, given the cost `before` it.
+
+    The pipelines in the log, which the step touched, are measured again.
+    """
     total = before
     for number in range(log.counters[TOUCHED]):
         pipeline = log.pipeline[number]
@@ -898,10 +911,10 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow what keeps an op from starting later; return the op at which the path ends, at a deadline.
+    """Follow the ops that keep an op from starting later; return the op at which the path ends, at a deadline.
 
-    The ops that wait for nothing but the next op of their worker are stored in `path`, if their latest start is
-    `within` (low, high), high excluded.
+    The ops that wait for nothing but the next op of their worker are stored in `path`, if their latest start is in the
+    range `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
         instance.successors.transfer
@@ -938,7 +951,7 @@ def critical_path(random, instance, state, late, op, within, path):
 
 @jit_borrowing
 def _sort_topologically(instance, state, sorting):
-    """Fill in `order` and `early`; return False if there is a circular wait."""
+    """Sort all ops into `order`, and compute their `early` starts; return False if there is a circular wait."""
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     top = done = 0
@@ -1018,7 +1031,11 @@ def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -
 
 @jit
 def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
-    """Fill in the heads of all ops of a state as timed (`_renew_head`); they count from releases that are set here."""
+    """Compute the heads of all ops of a state as timed: their earliest starts, if no worker begins before its release.
+
+    The releases are set first, such that no window exceeds the longest one of its pipeline or, if that is longer, the
+    goal.
+    """
     for worker in range(sorting.release.shape[0]):
         longest = max(timing.longest[instance.pipeline[worker]], goal)
         sorting.release[worker] = state.end[instance.group[worker]] + instance.tail[worker] - longest
@@ -1049,7 +1066,10 @@ def set_ends_from_deadlines(instance: Instance, state: State) -> None:
 
 @jit
 def set_deadlines_from_ends(instance: Instance, state: State) -> None:
-    """Set the latest deadlines and reductions at which all groups keep their ends, or end earlier if they can."""
+    """Set the deadlines of compute ops as late as the ends of all groups allow, and place the reductions accordingly.
+
+    Groups keep their ends, or end earlier if they can.
+    """
     if instance.interleaved:
         _set_begins_from_ends(instance, state)
         return
@@ -1213,11 +1233,10 @@ _RETIME, _RETIME_INTERLEAVED = _make_retime(interleaved=False), _make_retime(int
 
 @jit_inlined
 def retime(instance, state, timing, queue, log, limits, run):
-    """Recompute the times of the ops at places [begin, end) of a worker, those in the queue, and all that follow from
-    them.
+    """Recompute the latest starts of some ops of a worker, of the queued ops, and of all ops that these changes affect.
 
-    The argument `run` is (worker, begin, end). Return False if some window becomes too long to be accepted: with
-    `limits` = (heads, allowed), an op starts before its head by more than `allowed`.
+    The argument `run` is (worker, begin, end), for the ops at places [begin, end). Return False if some window becomes
+    too long to be accepted: with `limits` = (heads, allowed), an op starts before its head by more than `allowed`.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
@@ -1294,7 +1313,7 @@ def revert_timing(timing, queue, log):
 
 @jit_borrowing
 def _renew_head(instance, state, heads, release, op):
-    """Recompute the head of an op from those of the op before it on its worker and of its predecessors."""
+    """Recompute the head (earliest start) of an op from those of its predecessors and of its worker's op before it."""
     duration, predecessors = state.duration, instance.predecessors
     worker, place = state.worker[instance.unit[op]], state.place[op]
     head = release[worker]
@@ -1310,7 +1329,7 @@ def _renew_head(instance, state, heads, release, op):
 
 @jit_inlined
 def renew_heads(instance, state, heads, release, move):
-    """Recompute the heads of the ops that a change, or its undoing, has put in other places."""
+    """Recompute the heads (earliest starts) of the ops that a change, or its undoing, has put in other places."""
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
             _renew_head(instance, state, heads, release, state.sequence[move.worker, place])
@@ -1336,7 +1355,7 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 @jit_inlined
 def is_move_within_capacity(instance, state, move):
-    """Return whether the workers with other ops, or another order, keep within their capacity."""
+    """Return whether the workers whose ops a change has replaced or reordered keep within their memory capacity."""
     if move.kind == EXCHANGE:
         return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -1347,7 +1366,7 @@ def is_move_within_capacity(instance, state, move):
 
 @jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Time a change.
+    """Compute the times of the state after a change.
 
     Return False if some window becomes too long to be accepted (`retime`), or if there is a circular wait.
     """
@@ -1400,7 +1419,10 @@ def undo_move(instance, state, run, places, move):
 
 @jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Let two neighbouring runs of a worker exchange places; return NEVER if they must not."""
+    """Exchange two neighbouring runs of ops of a worker, drawn at random, and return the change.
+
+    Return NEVER if the runs must not change places.
+    """
     late = timing.late
     if random_below(random, 5):
         if path.size[0] < 0:
@@ -1447,7 +1469,7 @@ def _run_length(random, most):
 
 @jit_inlined
 def _exchange_runs(state, run, worker, begin, middle, end):
-    """Let the runs [begin, middle) and [middle, end) of a worker exchange places."""
+    """Exchange the ops of a worker at places [begin, middle) with those at [middle, end). `run` is a working array."""
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
         run[index] = row[begin + index]
@@ -1461,7 +1483,7 @@ def _exchange_runs(state, run, worker, begin, middle, end):
 
 @jit_inlined
 def _is_order_within_capacity(instance, state, worker, end):
-    """Return whether the ops of a worker before place `end` keep within its capacity."""
+    """Return whether the memory of a worker keeps within its capacity during its ops before place `end`."""
     capacity = instance.capacity[worker]
     if capacity < 0:
         return True
@@ -1478,7 +1500,7 @@ def _is_order_within_capacity(instance, state, worker, end):
 
 @jit_inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Let two units trade workers and places; return NEVER if they must not."""
+    """Let two random units of a slice trade workers and places, and return the change; NEVER if they must not."""
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     other = _draw_partner(random, instance, state, unit)
     if other < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1500,7 +1522,7 @@ def _draw_partner(random, instance, state, unit):
 
 @jit_inlined
 def _is_unit_in_range(instance, late, cycle, unit):
-    """Return whether some op of a unit may change its place in this cycle."""
+    """Return whether some op of a unit starts within the ticks in which this cycle changes places."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -1522,7 +1544,8 @@ def _trade_units(instance, state, unit, other):
 
 @jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a unit to another worker; return NEVER if there is none."""
+    """Move a unit, drawn at random, to another worker, and return the change; NEVER if there is no such unit or
+    worker."""
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
     if worker < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1547,7 +1570,7 @@ def _draw_other_worker(random, instance, state, unit):
 
 @jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Find where the ops of a unit fit into another worker's order by the time at which they run now."""
+    """Find the places of a unit's ops in another worker's order, by their present starts; fill `places` [kind]."""
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
@@ -1596,7 +1619,8 @@ def _insert_op(state, op, worker, place):
 
 @jit_borrowing
 def _queue_unit(instance, state, timing, queue, log, unit):
-    """Queue the ops of a unit that came to another worker or place, and the ops that they follow there."""
+    """Queue for `retime` the ops of a unit that came to another worker or place, and the ops that must end before
+    them."""
     worker, predecessors = state.worker[unit], instance.predecessors
     touch_pipeline(timing, log, instance.pipeline[worker])
     for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
@@ -1608,7 +1632,7 @@ def _queue_unit(instance, state, timing, queue, log, unit):
 
 @jit_borrowing
 def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
-    """Queue the ops that were followed by those of a unit, which has left these places of a worker."""
+    """Queue for `retime` the ops of a worker that preceded those of a unit, which has left these places."""
     touch_pipeline(timing, log, instance.pipeline[worker])
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
@@ -1652,8 +1676,11 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit_borrowing
 def _group_ending_with(instance, state, late, op):
-    """Return a group that ends when the last op of a path ends, and shares a reduction with the group of that op. The
-    reduction waits for the op. If there is no such group, return that of the op."""
+    """Return the group whose end keeps the last op of a critical path from starting later.
+
+    It shares with the group of that op a reduction that waits for the op, and ends when the op ends. If there is no
+    such group, return that of the op.
+    """
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):
         reduction = instance.between[group, number]
@@ -1746,8 +1773,10 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 
 @jit_inlined
 def _is_better(timing, record, now, scale):
-    """Return whether a state is worth storing: its period is shorter, or equal at a cost that is lower by more than a
-    copy is worth."""
+    """Return whether a state is better than the recorded one by enough to be stored.
+
+    Its period is shorter, or equal at a cost `now` that is lower by more than the work of storing it is worth.
+    """
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]
     for value in timing.longest:

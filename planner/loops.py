@@ -1,4 +1,5 @@
-"""The inner loops (`planner.kernel`): machine code, or plain Python while another process compiles it."""
+"""Choose the form of the inner loops (`planner.kernel`): machine code, or plain Python while another process compiles
+it."""
 
 import contextlib
 import importlib.util

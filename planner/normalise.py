@@ -50,7 +50,11 @@ from slipstream.schedules.tables.relabel import relabel_schedule
 Counts = tuple[int, ...]
 """Number of vacant roles in each column."""
 RankedDistribution = tuple[int, int, int, Counts]
-"""Rank of a distribution of failures: (longest window in ticks, sum of windows, sum of squared counts, counts)."""
+"""A distribution of failures over columns, with what it is ranked by.
+
+It is (longest window in ticks, sum of windows, sum of squared counts, counts); counts are the vacant roles of each
+column.
+"""
 
 ProblemOf = Callable[[Sequence[Worker]], Problem]
 
@@ -69,7 +73,7 @@ class WindowBounds:
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
-        """Compute the problem without failures.
+        """Build the problem without failures.
 
         `problem_of` returns the problem with some vacant roles, in which any holder of a stage may run any micro-batch.
         """
@@ -83,7 +87,7 @@ class WindowBounds:
         self._best: dict[int, list[RankedDistribution]] = {}
 
     def column_bound(self, column: int, down: int) -> int:
-        """Return a proven lower bound on the period, in ticks, with at least this many vacant roles in the column."""
+        """Return a proven lower bound on the period, in ticks, if at least `down` roles of this column are vacant."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
@@ -128,8 +132,10 @@ class WindowBounds:
         return self._best[failures]
 
     def _rank_distributions(self, failures: int) -> list[RankedDistribution]:
-        """Compute best[columns][failures] over the counts that leave no more failures than the later columns can
-        take."""
+        """Compute the best distributions of this number of failures, by the recursion of `best_distributions`.
+
+        Only counts are considered that leave no more failures than the later columns can take.
+        """
         useful = self._useful_counts(failures)
         best: dict[int, list[RankedDistribution]] = {0: [(0, 0, 0, ())]}
         for column, most in enumerate(useful):
@@ -142,7 +148,7 @@ class WindowBounds:
         return best.get(failures, [])
 
     def _useful_counts(self, failures: int) -> list[int]:
-        """Return how many vacant roles of each column need to be considered, which avoids bounds that cannot matter.
+        """Return the largest number of vacant roles of each column that needs to be considered.
 
         Windows grow with the number of vacant roles. So repeatedly taking the shortest next window gives the longest
         window that any distribution needs. One more role of each column is considered, to have a choice.
@@ -158,7 +164,10 @@ class WindowBounds:
 
 
 def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
-    """Return the `WindowBounds` of a job's plans with these options, valid for whole and for cut micro-batches."""
+    """Return the lower bounds by column (`WindowBounds`) for plans of a job with these options.
+
+    They are valid for whole and for cut micro-batches.
+    """
     # picklable: sent to other processes
     return WindowBounds(partial(bounding_problem, options, job), options.params.roles)
 
@@ -183,7 +192,8 @@ def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterat
 
 def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
                         params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """Return the sets of vacant roles among which plans decide, one for each pattern, the most promising first."""
+    """Return the sets of vacant roles that are worth planning, one for each failure pattern, the most promising
+    first."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
@@ -198,7 +208,7 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """Return all patterns of this number of failures if there are at most `most`, else none."""
+    """Return all patterns of this number of failures if there are at most `most`, else an empty list."""
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
     few = list(islice(failure_patterns(failures, columns, classes), most + 1))
@@ -207,11 +217,12 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds | None = None,
                 progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Return the best plan for a number of failures whose roles may be chosen: a function of job, number and options.
+    """Plan for a number of failures whose roles may be chosen. The result depends on job, number and options alone.
 
-    The vacant roles are the `failed` of its schedule, in which every worker plays its own role. `windows` are those of
-    the same job and options, passed to avoid computing them again; `clock` is that of a search that this one is part
-    of. Raises NoPlanError if so many failures leave some stage without a live worker, however roles are assigned.
+    The vacant roles are the `failed` of the plan's schedule, in which every worker plays its own role. `windows` are
+    those of the same job and options, passed to avoid computing them again; `clock` is that of a search that this one
+    is part of. Raises NoPlanError if so many failures leave some stage without a live worker, however roles are
+    assigned.
     """
     clock = clock or options.make_clock()
     if failures == 0:
@@ -328,8 +339,10 @@ def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options:
 
 
 def _without_state(job: Job) -> Job:
-    """Return the job as if holders shared no optimizer state. A schedule file states how much room shared state leaves
-    with its own vacant roles, but not with others."""
+    """Return the job as if holders shared no optimizer state.
+
+    A schedule file states how much room shared state leaves with its own vacant roles, but not with others.
+    """
     return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 
 

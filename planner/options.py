@@ -34,8 +34,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float = 10.0
     """Time limit in seconds. How far a search gets depends on the machine and its load."""
     steps: int | None = None
-    """Limit in counted steps instead of seconds. Then one seed gives one plan on any machine (`planner.budget`). A
-    wider question is never answered worse than a narrower one, which may be searched with as many steps again."""
+    """Limit in counted steps instead of seconds. Then one seed gives one plan on any machine (`planner.budget`).
+
+    If more is allowed, such as moving layers, the plan is never longer than with less allowed; that plan may be
+    searched, too, with as many steps again.
+    """
     seed: int = 0
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
@@ -65,7 +68,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
     def make_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """Return the problem to solve. Raises NoPlanError if no schedule can exist."""
+        """Return the scheduling problem of a job and its failures. Raises NoPlanError if no schedule can exist."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
@@ -81,7 +84,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def for_comparison(self) -> "PlanOptions":
-        """Options with a method that is fast enough to compare candidates."""
+        """Options with which many candidates are planned to compare them: list schedules instead of the whole
+        search."""
         return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
 
     @property

@@ -108,7 +108,7 @@ def _layer_tick_divisor(tick_seconds: float, job: Job) -> int:
 
 
 def _with_scaled_values(of: T, factor: int, names: Sequence[str]) -> T:
-    """Return a copy in which the values with these names are multiplied by a factor."""
+    """Return a copy of a struct in which all values of the tuples with these names are multiplied by a factor."""
     return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
 
 
@@ -128,8 +128,7 @@ def reductions_of_layers(job: Job, tick: Fraction) -> tuple[int, ...]:
 
 
 def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
-    """Return ticks by stage in which only the stage with the fewest ticks of each column keeps its value; others are
-    0."""
+    """Return the ticks of each stage, with 0 for all stages of a column except the one with the fewest ticks."""
     ticks_by_stage = [0] * len(ticks)
     for column in range(grid.columns):
         least = min(grid.stages_of_column(column), key=lambda stage: ticks[stage])
@@ -190,10 +189,9 @@ def _with_layer_costs(schedule: Schedule, job: Job) -> Schedule:
 
 
 def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> float:
-    """Return approximately the period of `add_overlapping_reductions`, in seconds, for callers that need hundreds of
-    periods.
+    """Return approximately the period of the schedule that `add_overlapping_reductions` would find, in seconds.
 
-    Fewer ways to cut micro-batches are tried.
+    It is for callers that need hundreds of periods: fewer ways to cut micro-batches are tried.
     """
     schedule = _in_layer_ticks(schedule, job)
     return schedule.seconds(_shortest_cut(schedule, job, params.few[:2], params).period_ticks)
@@ -277,7 +275,8 @@ def _ticks_rounded_up(seconds: Fraction, tick: Fraction) -> int:
 
 
 class _LayerParts(NamedTuple):
-    """Program of a worker after cutting: its compute ops in order, and the ranges of layers that it reduces."""
+    """Program of a worker after its last micro-batches were cut: its compute ops in order, and the ranges of layers it
+    reduces."""
 
     ops: list[ProgramOp]
     reduced: list[LayerRange]
@@ -332,7 +331,7 @@ class _OverlapBuilder:
                 *(_ticks_rounded_up(seconds.seconds_of(layers), tick) for layers in self._layers[len(stages):]))
 
     def _weight_turns(self) -> dict[int, int]:
-        """Return, by layer, the turn in which its W is done; empty if there is no choice.
+        """Return the turn in which the W of each layer is done, by layer; empty if there is no choice.
 
         Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
         Johnson's rule (Nav. Res. Logist. Q. 1, 1954): first those that take less time on the first machine, shortest
@@ -407,8 +406,10 @@ class _OverlapBuilder:
         return [self._number[piece] for piece in self._within[layers]]
 
     def _add_slices(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
-        """Add new slices with their shares of the values of a slice. A piece of two slices gets the larger value of the
-        two."""
+        """Add the ranges `pieces` of a slice as new slices, each with its share of the slice's times and memory.
+
+        A range that is part of two slices gets the larger value of the two.
+        """
         costs, whole = self._costs, self._values[slice_]
         assert costs is not None
         by_layer = costs.forward, costs.backward_input, costs.backward_weight, costs.activation, costs.weight_stash

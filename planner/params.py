@@ -41,7 +41,10 @@ class Choice(NamedTuple):
     assignment: Annotated[int, Meta(ge=0, le=3)]
     """Index of the assignment rule in `ASSIGNMENT_RULES`."""
     limits: tuple[float, int] | None
-    """Slope and extra of the limits in flight; None: no limits, and transfers are ignored."""
+    """Slope and extra of the limits on micro-batches in flight (`scale_in_flight_limits`).
+
+    None: there are no limits, and the order is chosen as if transfers took no time.
+    """
     lookahead: float
     make_room: bool
 
@@ -66,7 +69,7 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     most_steps: Count = 1000
     """Maximum number of random steps for one problem."""
     fewest_steps: Count = 8
-    """Number of random steps that even the largest problem may take, while there is time."""
+    """Number of random steps that a search may take however large the problem is, while there is time."""
     most_ops: Count = 20_000_000
     """Maximum number of ops that all random steps of a problem together may schedule."""
     starts: AtLeastOne = 4
@@ -93,13 +96,14 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     changes_twice: Share = 0.3
     """Share of the random steps that change two fields."""
     load_shares: Annotated[tuple[float, ...], Meta(min_length=1)] = (0.0, 0.5, 1.0, 1.5, 2.0)
-    """Values from which `load_share` is drawn."""
+    """Values from which `DispatchRule.load_share` is drawn."""
     places: Annotated[tuple[float, ...], Meta(min_length=1)] = (-4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0)
-    """Numbers of places by which a micro-batch may go before its turn; negative: after it."""
+    """Values from which the number of places is drawn by which a micro-batch goes before its turn; negative: after
+    it."""
     least_advance: int = -32
-    """Smallest advance that is drawn, as a multiple of 1 / `fractions`."""
+    """Smallest value that is drawn for `DispatchRule.advance`, as a multiple of 1 / `fractions`."""
     most_advance: int = 48
-    """Largest advance that is drawn, as a multiple of 1 / `fractions`."""
+    """Largest value that is drawn for `DispatchRule.advance`, as a multiple of 1 / `fractions`."""
     fractions: AtLeastOne = 8
     """Denominator of the advances and shares that are drawn."""
     shortlist: Annotated[tuple[Choice, ...], Meta(min_length=1)] = tuple(itertools.starmap(Choice, (
@@ -130,7 +134,7 @@ class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     largest: Count = 60_000
     """Number of ops up to which a piece gets more whole pipelines than it needs."""
     shedding: Count = 3
-    """Factor on that number of whole pipelines if live workers may hand on their own micro-batches."""
+    """Factor on the number of whole pipelines of a piece if live workers may hand on their own micro-batches."""
     largest_shedding: Count = 6_000
     """Number of ops up to which a piece gets `shedding` times as many whole pipelines."""
     few: Count = 2
@@ -156,7 +160,7 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of simulated annealing of orders and hosts."""
+    """Parameters of simulated annealing of the order of ops and of the workers that run them."""
 
     cycles: Annotated[tuple[Cooling, ...], Meta(min_length=1)] = (
         Cooling(hot=0.15, cold=0.02, pull=3.0), Cooling(hot=1.0, cold=0.1, pull=3.0, end=0.3),
@@ -194,8 +198,11 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     steps_per_path: AtLeastOne = 16
     """Maximum number of steps that try ops of one critical path, so that all critical paths are tried."""
     ops_per_step: AtLeastOne = 8
-    """Divisor of the ops of a piece that gives the number of steps after which all heads are recomputed. So this takes
-    no longer than the steps themselves."""
+    """Divisor of the ops of a piece that gives the number of steps after which all heads (earliest starts) are
+    recomputed.
+
+    So recomputing takes no longer than the steps themselves.
+    """
     chains: AtLeastOne = 2
     """Number of chains of a piece, which run in parallel threads; constant, so that no plan depends on the machine."""
     spare_units: Count = 8
@@ -213,10 +220,10 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of CP-SAT, which proves bounds and improves plans of small pieces."""
 
     largest_proof: Count = 1500
-    """Number of ops, each counted once for each possible host, up to which CP-SAT improves a piece and proves it
-    optimal."""
+    """Number of ops, each counted once for each worker that may run it, up to which CP-SAT improves a piece and proves
+    it optimal."""
     proof_share: Share = 0.6
-    """Share of the time left for each piece."""
+    """Share of the time left that CP-SAT may spend on each piece."""
     largest_relaxed: Count = 1000
     """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models they exceed the
     time limit by seconds and prove nothing (the worked example; 8 pipelines x 8 stages x 16 micro-batches)."""
@@ -233,7 +240,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     most: AtLeastOne = 17
     """Maximum number of layouts that are considered."""
     fewest: Count = 4
-    """Minimum number of layouts that a search by list schedules alone considers."""
+    """Minimum number of layouts that a search by list schedules alone considers, however short the time."""
     seconds: Factor = 6e-5
     """Seconds for each micro-batch at a stage that a search by list schedules alone needs for each layout."""
     share: Share = 0.4
@@ -243,7 +250,8 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_share_move: Share = 0.1
     """Share of the list schedules' time for the problem with layers in place, if layers may move."""
     first: Number = 2.0
-    """Factor on the equal share of the time that each layout gets: many a later layout cannot be the best."""
+    """Factor on each layout's equal share of the time for list schedules, since many a later layout cannot be the
+    best."""
     undivided: AtLeastOne = 8
     """Number of pipelines up to which layouts are made of all together; with more, they are made group by group."""
     most_helpers: Count = 16
@@ -298,10 +306,9 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Parameters of jobs that are planned in blocks of micro-batches, and of the work around a search."""
 
     certain: Count = 50_000
-    """Number of compute ops that are planned, put together and checked in less than a second on any machine. Up to this
-    number no speed is measured."""
+    """Number of compute ops that any machine plans and checks in less than a second; up to it, no speed is measured."""
     quick: Count = 20_000
-    """Number of compute ops up to which no speed is measured if there is no grace."""
+    """Number of compute ops up to which no speed is measured if a plan may not exceed its time limit (no grace)."""
     sample: AtLeastOne = 21_000
     """Number of compute ops of the part of a job by which speed is measured."""
     grace_seconds: Number = 1.0
@@ -356,10 +363,10 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Parameters of plans whose reductions overlap compute (`[network] overlap`)."""
 
     cut: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-    """Numbers of last micro-batches of each worker that may be cut, ascending; the number with the shortest period is
+    """Numbers of micro-batches, the last ones of each worker, that are cut into layers, ascending; the best number is
     used."""
     few: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (2, 6, 16)
-    """Numbers that are tried first; then the neighbours of the best one are tried while they are better."""
+    """Numbers from `cut` that are tried first; then the neighbours of the best one are tried while they are better."""
     pieces: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (32, 8, 4, 2)
     """Maximum numbers of pieces into which layers that are reduced together are divided. Only the first is tried if a
     reduction has no latency."""
@@ -371,7 +378,7 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     first_share_move: Share = 0.2
     """Share of the time for the search without reductions if layers may move."""
     largest: Count = 200_000
-    """Number of ops up to which all numbers are tried; with more, only the middle one of `cut`."""
+    """Number of ops up to which all numbers in `cut` are tried; with more, only the middle one."""
 
 
 class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -392,14 +399,14 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     joining_seconds: Factor = 1.0
     """Seconds by which that pause is longer than the loading of the layers."""
     large: Count = 30_000
-    """Number of ops of a large plan, in which no micro-batch is cut: the search for cuts takes longer than they
+    """Number of ops above which no micro-batch is cut in a plan, because the search for cuts takes longer than they
     save."""
     largest: Count = 500_000
-    """Number of ops up to which a large plan is found within seconds; the first one found is used."""
+    """Number of ops up to which a plan without cuts is found within seconds; the first one found is used."""
 
 
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """All parameters of the searches."""
+    """Parameters of all searches, in groups."""
 
     pieces: PieceParams = msgspec.field(default_factory=PieceParams)
     lists: ListParams = msgspec.field(default_factory=ListParams)

@@ -67,8 +67,9 @@ class Periods:
     def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
-        The other pipelines are equal and change nothing. With f (M + 1) pipelines, one more micro-batch for each peer
-        is all the work of f broken ones.
+        The other pipelines are equal and change nothing. With f failures and M micro-batches per pipeline, f (M + 1)
+        pipelines are affected at most: if each peer runs one more micro-batch, that is all the work of f broken
+        pipelines.
         """
         count = self._job.microbatches[0]
         enough = failures * (count + 1) + 1
@@ -84,14 +85,17 @@ class Periods:
         return self._windows[job.pipelines]
 
     def planned_period(self, down: Counts) -> tuple[float, bool]:
-        """Return (shortest period found in seconds, whether it meets its bound) over the planner's list schedules."""
+        """Return the shortest period of the planner's list schedules, in seconds, and whether it meets its lower bound.
+
+        `down` is the number of failed workers of each stage.
+        """
         return self._shortest_period(down, self._options, self._plan_quickly)
 
     def round_robin_period(self, down: Counts, options: PlanOptions) -> float:
-        """Return the shortest period found, in seconds, if micro-batches of the dead are dealt round-robin as in
-        ReCycle.
+        """Return the shortest period found, in seconds, if other pipelines take the micro-batches of the dead in turn.
 
-        The best of some list schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
+        This is the rule of ReCycle. The best of some list schedules represents ReCycle's solver; with fused backwards,
+        the memory is that of 1F1B.
         """
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
@@ -103,8 +107,10 @@ class Periods:
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
     def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return (shortest period in seconds, whether it meets its bound) over the arrangements of these failures. The
-        period is infinite if a stage has no live worker."""
+        """Return the shortest period over arrangements of these failures, in seconds, and whether it meets its bound.
+
+        `solver` plans each of them. The period is infinite if a stage has no live worker.
+        """
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -115,10 +121,10 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
+        """Return one problem for each different arrangement of the failures over pipelines.
 
-        The problems of a large job are sorted by the size of their largest piece, and only the first may have large
-        pieces.
+        Arrangements that differ only in the numbers of pipelines are equal. The problems of a large job are sorted by
+        the size of their largest piece, and only the first may have large pieces.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
@@ -140,7 +146,7 @@ class Periods:
                                    Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
-        """Return the period in seconds: that of the assembled schedule, or of the slowest piece of a large job."""
+        """Return the period of a problem in seconds: of the whole or, for a large job, of the slowest piece."""
         if problem.operation_count > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         return self._period_seconds(solver(problem))
@@ -161,7 +167,8 @@ class Periods:
 
 
 def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
-    """Return a lower bound in seconds on any plan, whatever layers live workers hold: their shared work."""
+    """Return a lower bound on the period, in seconds, whichever layers live workers hold: they share all work
+    evenly."""
     return float(work_bound(build_layered_problem(job, failed, down=True)) * choose_tick(job, layer_costs(job)))
 
 

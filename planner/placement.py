@@ -49,22 +49,22 @@ from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
 
 COMPARED_OPS = 6_000
-"""Maximum number of ops of the one pipeline by which placements are compared."""
+"""Maximum number of ops of the pipeline that is planned to compare placements."""
 SEEDS, FINALISTS = 6, 3
 FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
 """Shares of the time left for steps 1 to 4 above."""
 QUICK_TRIES = 10
 """Number of list schedules of a placement that is compared."""
 MAX_WEIGHED_FAILURES = 64
-"""Maximum number of failures that count."""
+"""Maximum number of failures that a search for a placement takes into account."""
 MEAN_DOWN_SHARE = 0.01
-"""Default mean share of workers that are down, for `failures`."""
+"""Default mean share of workers that are down, by which the numbers of failures are weighted."""
 RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
 """Shares of a chain's stages, from the first on, that recompute their activations in placements that are compared."""
 
 
 class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement that was planned."""
+    """Arrangement of a job's layers that was planned, and its periods."""
 
     arrangement: Arrangement
     job: Job
@@ -73,10 +73,13 @@ class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     again: tuple[int, ...] = ()
     """Stages that recompute their activations."""
     with_failures: tuple[float, ...] = ()
-    """Periods in seconds with 1, 2 ... vacant roles."""
+    """Periods in seconds with 1, 2 ... vacant roles, beginning with one."""
 
     def mean_period(self, weights: Sequence[float]) -> float:
-        """Return the period of the mean throughput over numbers of failures, weighted by their frequencies."""
+        """Return the period, in seconds, that corresponds to the mean throughput over 0, 1, 2 ... failures.
+
+        `weights` has the probability of each number of failures.
+        """
         periods = (self.period, *self.with_failures)
         used = weights[:len(periods)]
         return sum(used) / sum(weight / period for weight, period in zip(used, periods, strict=True))
@@ -97,14 +100,15 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     with_failures: tuple[float, ...]
     """Periods in seconds with 1, 2 ... vacant roles, if failures count."""
     mean_period: float
-    """Period in seconds of the mean throughput over numbers of failures; without failures, that of the plan."""
+    """Period, in seconds, that corresponds to the mean throughput over numbers of failures; without failures, that of
+    the plan."""
     looked_at: int
     """Number of placements and divisions that were planned."""
 
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                    progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
-    """Find the best pipeline for a job, in about as much time as a plan takes.
+    """Search for the best arrangement of a job's layers over virtual stages and workers, in about the time of a plan.
 
     The job file in `text` must extend no other. Up to `failures` failures count, with a mean share `down` of the
     workers that are down. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if nothing fits.
@@ -124,7 +128,7 @@ def failure_weights(workers: int, failures: int, down: float) -> list[float]:
 
 
 def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Problem:
-    """Return the problem of the job's layers, none of which costs more than in any placement."""
+    """Return the problem of the job's layers with costs that are at most those in any placement, for lower bounds."""
     job = layers.job
     own = options.make_problem(job)
     below = build_layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
@@ -250,8 +254,11 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Evaluate an arrangement by a few list schedules of one pipeline; return None if it does not fit or cannot be
-        shorter."""
+        """Evaluate an arrangement by a few list schedules of one pipeline.
+
+        Return None if it does not fit, or if its busiest worker shows that its period cannot be below `shortest`
+        seconds.
+        """
         if arrangement in self._tried:
             return self._tried[arrangement]
         tried = None

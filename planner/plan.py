@@ -64,8 +64,11 @@ from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMod
 
 
 VERSION = 2
-"""Version of the stored reference periods. Periods are those of valid plans and bounds are proven, so a better planner
-needs no new version. Until version 1, periods of other kinds of plans were also stored."""
+"""Version of the stored fault-free periods.
+
+Periods are those of valid plans and bounds are proven, so a better planner needs no new version. Until version 1,
+periods of other kinds of plans were also stored.
+"""
 CLOSE = 1e-3
 """Relative gap below which a fault-free plan is as good as the best."""
 
@@ -80,19 +83,19 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def is_close(self) -> bool:
-        """True if a better plan would make no difference that matters."""
+        """True if the period is so close to its bound that a better plan would make no difference."""
         return self.period <= self.bound * (1 + CLOSE)
 
     def merged_with(self, other: "FaultFree | None") -> "FaultFree":
-        """Return the shorter of two periods with the larger of two bounds."""
+        """Return the shorter of two periods of the fault-free job with the larger of their bounds."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy that takes account of a plan of the same kind with this period for fewer workers.
+        """Return a copy whose period and bound are at most `period`, that of a plan of the same kind for fewer workers.
 
-        All workers together could do as well, so period and bound are at most this period.
+        All workers together could do as well.
         """
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
@@ -106,7 +109,7 @@ def reference_options(options: PlanOptions) -> PlanOptions:
 
 
 def is_reference_kind(schedule: Schedule) -> bool:
-    """Return whether a schedule is of the kind that `reference_options` describes.
+    """Return whether a schedule keeps layers and roles in place and cuts no micro-batch (`reference_options`).
 
     If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
     """
@@ -173,15 +176,20 @@ def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
 
 def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
                       per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return the problem with the costs of layers that bounds count, so that the files of its schedules record them."""
+    """Return the problem with the costs of layers of another one, so that schedule files record what its bounds count.
+
+    A tick of the problem is `per_tick` ticks of `below`, and a unit of its memory is `per_unit` units of `below`.
+    """
     costs = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                        **msgspec.structs.asdict(below.costs))
     return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=costs))
 
 
 def _moved_memory(given: Problem, layout: Layout) -> int:
-    """Return the memory of the layers that workers hold in a layout and did not hold before; without weights, their
-    number."""
+    """Return the memory of the layers that workers hold in a layout and did not hold before.
+
+    If the job gives no weights, return the number of these layers.
+    """
     weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
     return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
                for layer in layers_in(ranges).difference(given.list_held_layers(worker)))

@@ -78,7 +78,10 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
 def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None],
                    job: Job,
                    options: PlanOptions, clock: Clock) -> tuple[int, ...]:
-    """Return the better of two choices by their periods, which are stored; the first of equals."""
+    """Return the better of two choices of recomputed stages by the period of a list schedule; the first of equals.
+
+    Periods are kept in `periods`.
+    """
     if stages not in periods:
         periods[stages] = _list_period(with_recomputation(job, stages), options, periods.get(best), clock)
     period, shortest = periods[stages], periods[best]
@@ -144,8 +147,10 @@ def _largest_layer(job: Job, stage: int) -> float:
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return how the stages' values divide over their layers with recomputation; None, evenly as before, if the job
-    does not say."""
+    """Return the weights by which the values of stages are divided over layers, with recomputation of some stages.
+
+    The flags `chosen` say which stages recompute, `late` which of these do so in W. None if the job divides evenly.
+    """
     if job.layer_values is None:
         return None
     costs = layer_costs(job)

@@ -30,7 +30,7 @@ BANDWIDTH = 12.5e9
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfer of layers between those that live workers held before any failure and those that they hold in a plan."""
+    """Transfer of layers to workers that did not hold them before any failure and hold them in a plan."""
 
     layers: int
     """Number of copies of layers that workers receive."""
@@ -106,16 +106,17 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     period: float
     """Period in seconds of the best plan found in a short time."""
     throughput: float
-    """Samples per second, relative to fault-free."""
+    """Samples per second, as a multiple of those of the fault-free job."""
     batch: float = 1.0
-    """Share of the batch that an iteration keeps."""
+    """Share of the samples of an iteration that are still used."""
 
 
 def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
                       seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
-    """Iterate over alternatives to a plan made with these options, as far as the time allows to find them.
+    """Iterate over other ways to handle the same failures, as far as `seconds` seconds allow to plan them.
 
-    With no worker down, they are more memory and another division of layers only.
+    They are compared with a plan that was made with these options. With no worker down, they are more memory and
+    another division of layers only.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -245,7 +246,7 @@ def placement_report(found: FoundPlacement) -> dict[str, object]:
 
 
 def shared_ticks(schedule: Schedule) -> Fraction:
-    """Return the number of ticks in which the live workers together do the work of an iteration, each at its speed."""
+    """Return the number of ticks in which all live workers together, each at its speed, do the work of an iteration."""
     grid, times = schedule.grid, schedule.times
     stages = range(grid.depth)  # those of the other chains are copies
     work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage] for stage in stages)

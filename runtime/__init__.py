@@ -17,7 +17,8 @@
     coordinator/   decides which workers train, and by which schedule
     worker/        what runs in a worker's process
     tools/         profile, self-test, reference run
-    beside, config_errors, device, errors, failure_domains, torch_private    shared helpers
+
+Shared helpers: background_queue, config_errors, device, errors, failure_domains, torch_private.
 """
 
 import os

@@ -34,7 +34,8 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Makes "the thread sees the queue empty" and "work was queued, a thread is started" exclude each other."""
+        """Lock that prevents work from being queued between the moment when the thread finds the queue empty and its
+        end."""
 
     @property
     def thread_ident(self) -> int | None:

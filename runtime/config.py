@@ -156,7 +156,7 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return the coefficients of F, I or W, one entry for each layer."""
+        """Return, for each layer, the three coefficients of the seconds that its F, I or W takes."""
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 
@@ -243,7 +243,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_dtype: TokenDtype | None = None
     """Dtype of the numbers in `tokens`, little-endian. Default: the dtype that the .idx names, else "uint16"."""
     shuffle: bool = True
-    """If true, each epoch reads the samples of `tokens`, or of tokenized `text`, in a new random order."""
+    """If true, each pass over the samples of `tokens`, or of tokenized `text`, reads them in a new random order."""
     document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
     """Token that ends each document of `tokens`, or of tokenized `text`. If given, tokens attend to earlier tokens of
     their own document only, positions begin again with each document, and the token after an end is not predicted."""

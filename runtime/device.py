@@ -20,7 +20,7 @@ def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
 
 
 def gpu_count(device: Literal["cpu", "cuda"]) -> int:
-    """Return the number of GPUs of this machine that a run on such a device uses."""
+    """Return the number of GPUs of this machine for a run on `device`: 0 for "cpu", all that torch finds for "cuda"."""
     return torch.cuda.device_count() if device == "cuda" else 0
 
 

@@ -2,18 +2,18 @@
 
 
 class RunError(RuntimeError):
-    """A run ended before its last iteration. The message is one line."""
+    """Error that ended a run before its last iteration. The message is one line."""
 
 
 class CoordinatorFailedError(RuntimeError):
-    """The coordinator failed with an unhandled error while its workers live; another coordinator can take over.
+    """Unhandled error of a coordinator whose workers live, so that another coordinator can take over.
 
     The message is one line, and the original error is the cause.
     """
 
 
 class NoLiveWorkerError(RuntimeError):
-    """No worker is alive of a run that another coordinator led. The message is one line."""
+    """Error of taking over a run of which no worker is alive. The message is one line."""
 
 
 def describe_reason(error: Exception) -> str:

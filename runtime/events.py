@@ -22,8 +22,8 @@ SCHEDULES = "schedules"
 """Folder of the schedules that events name. This and the three names above are relative to the run's folder; `LOSSES`
 and `METRICS` hold the iterations, `EVENTS` the events."""
 Phase = Literal["whole", "at once", "settled"]
-"""State of the members: all workers take part in their own roles; some do not, and layers have not moved; layers have
-moved."""
+"""State of the members. "whole": all workers take part, in their own roles. "at once": some do not, and layers have not
+moved. "settled": layers have moved."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -111,7 +111,7 @@ class PlanAnswered(Event, frozen=True, kw_only=True):
 
 
 class SettlingChosen(Event, frozen=True, kw_only=True):
-    """It is decided if layers move to a faster schedule; the fields give the reasons."""
+    """The coordinator has decided whether layers move to a faster schedule; the fields give the reasons."""
 
     settles: bool
     moves_bytes: Count

@@ -187,7 +187,7 @@ class _ForkServerHolder:
 
 @dataclass(frozen=True, slots=True)
 class _RunLeader:
-    """A run whose folder is locked."""
+    """Leader of one run: it starts or adopts workers, and runs the coordinator. The run's folder is locked."""
 
     schedule: Schedule
     config: RunConfig
@@ -202,7 +202,7 @@ class _RunLeader:
         """Lead the run to its end, and return its result.
 
         If `behind` is given, continue with the workers of the node 0 that left it, which has died, or whose coordinator
-        failed in this process. Raises NobodyLeftError if none of these workers is alive, and CoordinatorFailedError.
+        failed in this process. Raises NoLiveWorkerError if none of these workers is alive, and CoordinatorFailedError.
         """
         config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
@@ -274,7 +274,7 @@ class _RunLeader:
     def _adopt_workers(self, stack: ExitStack, behind: TakeoverRecord | None) -> ForkServer | None:
         """Adopt the live workers of this machine; None if there is no earlier run or none of them can be adopted.
 
-        Raises NobodyLeftError if there is no other node that could have live workers.
+        Raises NoLiveWorkerError if there is no other node that could have live workers.
         """
         if behind is None:
             return None
@@ -288,7 +288,7 @@ class _RunLeader:
     def _listen_for_workers(self, behind: TakeoverRecord | None) -> tuple[socket.socket, Rendezvous]:
         """Listen for workers, at the earlier coordinator's address if the options allow it. Raises RendezvousError.
 
-        Raises NobodyLeftError if that address cannot be used, because workers look for a coordinator only there.
+        Raises NoLiveWorkerError if that address cannot be used, because workers look for a coordinator only there.
         """
         wanted = self.options.rendezvous
         if behind is not None and (wanted is None or wanted.port == 0):

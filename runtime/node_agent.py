@@ -205,8 +205,8 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
 
 
 class _NodeAgent:
-    """Carries out the coordinator's messages, and reports the ends of this node's workers, until the run ends or is
-    left."""
+    """Agent of a node. It carries out the coordinator's messages, and reports the ends of this node's workers, until
+    the run ends or this node leaves it."""
 
     def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
                  gatherer: ReportGatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
@@ -303,7 +303,7 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0 after this one is gone; the workers of this node pause meanwhile.
+        """Wait for another node 0 after the one followed so far is gone; the workers of this node pause meanwhile.
 
         Returns None once another coordinator is followed, or its `RunEnded` if it continues without this node. Raises
         RunError if none comes in time, or if this node is asked to end.

@@ -114,7 +114,7 @@ def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: 
 
 def build_setup(schedule: Schedule, config: RunConfig, fit: RunFit, store: Rendezvous, options: RunOptions,
                 resilience: Resilience) -> WorkerSetup:
-    """Return the message that tells workers what they must know before their first order."""
+    """Return the message with the settings that workers need before their first order (`WorkerSetup`)."""
     grid = schedule.grid
     return WorkerSetup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,

@@ -42,7 +42,8 @@ class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record that node 0 keeps in its folder during a run, for a node 0 that is started after it has died."""
 
     epoch: int
-    """Epoch of its coordinator (`runtime.protocol.setup.WorkerSetup`)."""
+    """Number of node 0's coordinator (`runtime.protocol.setup.WorkerSetup.epoch`). That of the next one must be
+    higher."""
     coordinator: Rendezvous
     """Address where its workers look for another coordinator."""
     first_iteration: int
@@ -60,7 +61,7 @@ _TAKEOVER_DECODER = msgspec.json.Decoder(TakeoverRecord)
 
 
 class FolderError(ValueError):
-    """This run may not write to the folder. The message is one line."""
+    """Error for a folder that this run may not write to. The message is one line."""
 
 
 @contextlib.contextmanager
@@ -86,7 +87,8 @@ def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:
-    """Return the record of a node 0 that has died; None if its run has ended, or there was none."""
+    """Return the record of a node 0 that has died or failed during its run; None if there is no record that can be
+    read."""
     try:
         return _TAKEOVER_DECODER.decode((out / _TAKEOVER_RECORD).read_bytes())
     except (OSError, msgspec.DecodeError):

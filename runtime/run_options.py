@@ -32,7 +32,7 @@ Notify = Callable[[Recovery | SpeedEvent | str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resilience:
-    """How a run deals with failures."""
+    """Options for how a run deals with failures."""
 
     scheduler: Scheduler | None = None
     """Function that returns the schedule for a set of failed workers, called outside of the event loop; None: the run

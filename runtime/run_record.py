@@ -38,7 +38,7 @@ _HEADER = msgspec.json.Decoder(Header)
 
 
 class RunRecordError(ValueError):
-    """The folder cannot be read as that of a run. The message is one line."""
+    """Error for a folder that cannot be read as that of a run. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)

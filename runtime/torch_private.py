@@ -347,7 +347,7 @@ class LiveStorages:
 
 
 class TensorWatchMode(TorchDispatchMode):
-    """Dispatch mode that passes every tensor created under it to `storages.watch`."""
+    """Dispatch mode that passes every tensor created under it to `storages.watch_tensor`."""
 
     def __init__(self, storages: LiveStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@
     check             checks a schedule against all rules (`symmetry`, `text_excerpt`)
     memory            memory that each worker holds over time
     graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
-    worker_programs             the part of a schedule that each worker must know
+    worker_programs   the part of a schedule that each worker must know
     timing            replays of a schedule under other durations
     measured_trace    measured times of ops
     torchcsv          orders of ops for torch.distributed.pipelining

@@ -136,7 +136,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 yield ranges[index]
 
     def covers_layers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Return whether ascending ranges that do not touch contain all of these layers."""
+        """Return whether the worker that holds `held`, ascending ranges that do not touch, holds all of `layers`."""
         return any(first <= layers[0] and layers[1] <= end for first, end in held)
 
     def transfer_ticks(self, before: Op, after: Op) -> int:
@@ -190,7 +190,7 @@ def check_roles(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_holders(case: CheckContext) -> Iterator[Violation]:
-    """Check that a live worker holds each layer."""
+    """Check that each layer is held by at least one live worker."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
     held = merge_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
@@ -237,7 +237,8 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Report ops that no micro-batch needs."""
+    """Report compute ops that do not belong: of a wrong kind, of an unknown micro-batch, without F there, or run
+    twice."""
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
@@ -320,7 +321,10 @@ def _reduction_text(case: CheckContext, op: Op) -> str:
 
 
 def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
-    """Return the layers of `ranges` that are in none of `others`. Both are ascending, and `ranges` do not touch."""
+    """Return the layers of `ranges` that are in none of `others`, as ranges.
+
+    Both arguments are ascending, and the ranges in `ranges` do not touch.
+    """
     kept, removed = [], merge_ranges(others)
     for first, end in ranges:
         for low, high in removed:
@@ -352,7 +356,8 @@ def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_hosts(case: CheckContext) -> Iterator[Violation]:
-    """Check that one worker, which holds the layers, runs all ops of a micro-batch at a slice."""
+    """Check that a single worker runs all ops of a micro-batch at a slice, and that it holds the layers of the
+    slice."""
     schedule, ops = case.schedule, case.ops
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
@@ -454,7 +459,7 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
-    """Check that no worker ever holds more than the room that the weights of its layers leave."""
+    """Check that the activations and weight stashes of each worker always fit in the room that its weights leave."""
     sizes = case.schedule.memory
     if sizes is None:
         return
@@ -569,7 +574,7 @@ def check_deadlock(case: CheckContext) -> Iterator[Violation]:
 
 
 MAX_VIOLATIONS = 100
-"""Most violations reported per rule."""
+"""Maximum number of violations reported per rule."""
 
 Rule = Callable[[CheckContext], Iterator[Violation]]
 TIERS: tuple[tuple[Rule, ...], ...] = (

@@ -32,11 +32,11 @@ OLDER_VERSIONS = (1,)
 """Older versions that can be read. Version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Most ops of all workers together. A program is stored once, so a small file could represent far more."""
+"""Maximum number of ops of all workers. A program is stored once, so a small file could represent far more."""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Most layers of all slices together, and most ranges that all seats hold."""
+"""Maximum total number of layers in all slices, and maximum total number of held ranges in all seats."""
 
 
 class ScheduleError(DocumentError):
@@ -44,7 +44,7 @@ class ScheduleError(DocumentError):
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Schedule as stored in a file."""
+    """Schedule as stored in a file, with the keys `format` and `version`."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -206,7 +206,10 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Raise ValueError unless held layers are ascending ranges that do not touch, with the values they need."""
+    """Raise ValueError unless held layers are ascending ranges that do not touch.
+
+    If any seat lists its layers, the optimizer ticks of each layer are required and, with memory limits, its weights.
+    """
     layers, seats = schedule.grid.layer_count, [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
         raise ValueError(f"seats: more than {MAX_SLICE_LAYERS} ranges of layers held")

@@ -18,9 +18,10 @@ from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedu
 
 
 def schedule_forwards(schedule: Schedule) -> Schedule:
-    """Return a schedule of a schedule's forwards. `schedules.check.check(..., forwards=True)` has its rules.
+    """Return a schedule that runs only the forwards of a training schedule, each on the same worker.
 
-    Its lower bound follows from the work: the busiest live worker has at least an even share of it.
+    Its rules are those of `schedules.check.check` with `forwards=True`. Its lower bound follows from the work: the
+    busiest live worker has at least an even share of it.
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
@@ -77,7 +78,7 @@ def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
 
 
 def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
-    """Return a map from the number of each op to that of the op that waits for it."""
+    """Return a map from the index of each F in `planned` to that of the F at the next slice of the same micro-batch."""
     number = {op_key(op): index for index, op in enumerate(planned)}
     return {number[before]: index for index, op in enumerate(planned)
             for before in producer_keys(op_key(op), schedule.route_of(op.pipeline or 0, op.microbatch or 0))}

@@ -228,7 +228,10 @@ def _planned_order(node: Node) -> tuple[int, str]:
 
 
 def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
-    """Place compute ops as early as possible. The ops that an op waits for must come before it."""
+    """Return compute ops by key, each starting as early as its worker and the ops that it waits for allow.
+
+    Each worker keeps the order of `ops`, in which an op comes after all that it waits for.
+    """
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}
     for op in ops:

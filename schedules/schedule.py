@@ -41,7 +41,7 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Time, or amount of memory: an integer that a double represents exactly."""
 TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
 Ratio = tuple[Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**53)]]
-"""Numerator and denominator."""
+"""Exact fraction, as (numerator, denominator)."""
 
 
 # --- The shape of a job: workers, virtual stages and their layers -----------------------------------------------------

@@ -62,7 +62,11 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return a program's number or, if it runs other pipelines' micro-batches, that of the first equal one."""
+    """Return the number of the first program that is equal to this one, if pipelines are numbered within their group.
+
+    `number_of` has these numbers. `known` has the programs found before, and is extended. A program that runs only
+    micro-batches of its own pipeline keeps its number.
+    """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
     return known.setdefault(with_pipeline_numbers(program, number_of), number)

@@ -49,9 +49,10 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
 
 
 def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
-    """Draw one worker's ops, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
+    """Draw one worker's ops as text, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
 
-    The marked op is drawn last, over the others.
+    The worker's pipeline is `own`. The line begins at tick `first`; an op of `ticks` ticks is OP_CHARACTERS wide. The
+    op that is marked is drawn last, over the others.
     """
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
@@ -63,19 +64,19 @@ def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks
 
 
 def _visible_columns(op: Op, first: int, ticks: int) -> range:
-    """Return the columns of an op within the excerpt. An op has at least one column."""
+    """Return the columns (characters) of an op within the excerpt. An op has at least one column."""
     begin = _column_of_tick(op.start_ticks, first, ticks)
     end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
 def _column_of_tick(tick: int, first: int, ticks: int) -> int:
-    """Return the column of a tick."""
+    """Return the column (character) at which a tick is drawn, if the excerpt begins at tick `first`."""
     return (tick - first) * OP_CHARACTERS // ticks
 
 
 def _op_label(op: Op, own: int) -> str:
-    """Return the text that an op is drawn with."""
+    """Return the text that an op is drawn with on a worker of pipeline `own`."""
     if op.microbatch is None:
         return str(op.kind)
     return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"

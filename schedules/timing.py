@@ -96,7 +96,10 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
 def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_seconds: float, free: Floats,
                    spread: float,
                    random: np.random.Generator) -> None:
-    """Run one iteration. Updates `free`, when workers are free in seconds, of shape (workers, replays)."""
+    """Replay one iteration in all replays at once, and update `free`, when each worker is free, [workers, replays].
+
+    Times are in seconds. `lengths` has the duration of each step; `spread` is that of `Noise`.
+    """
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]

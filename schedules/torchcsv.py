@@ -59,7 +59,10 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
-    """Raise TorchCsvError unless the pipeline's workers run its ops and no others, each on a whole stage."""
+    """Raise TorchCsvError unless the pipeline's workers run its micro-batches and no others.
+
+    Each op of the pipeline must be of a whole stage. One op, of a worker's seat, is checked.
+    """
     if op.microbatch is None or op.slice is None:
         return
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline

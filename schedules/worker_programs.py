@@ -55,8 +55,10 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     source: Worker
     target: Worker
     made: int
-    """Position in the source's program of the op that makes the tensor; `taken` is that of the op in the target's
-    program that takes it."""
+    """Position, in the source's program, of the op that makes the tensor.
+
+    The field `taken` is the position, in the target's program, of the op that takes it.
+    """
     taken: int
 
     def with_pipeline_numbers(self, pipelines: Sequence[int]) -> "Crossing":
@@ -92,7 +94,7 @@ class WorkerSchedule(Schedule, frozen=True, kw_only=True):
 
 
 class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
-    """Content: a worker's program and its tensors. Its pipelines are positions in `Share.pipelines`."""
+    """Content: a worker's program and its tensors. Its pipelines are positions in `WorkerShare.pipelines`."""
 
     program: Program
     crossings: tuple[Crossing, ...]
@@ -100,14 +102,17 @@ class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerShare(NamedTuple):
-    """Share of one worker in a schedule."""
+    """Share of one worker in a divided schedule: its seat, and the digests of its contents."""
 
     seat: Seat
     """Seat of the worker, with its program as number 0."""
     pipelines: tuple[int, ...]
-    """Pipelines that the worker's `Work` refers to by position."""
+    """Pipelines that the worker's `WorkerProgram` refers to by position."""
     frame: str
-    """Digest of the content that all workers know; `work` and `sums` are those of the worker's `Work` and sums."""
+    """Digest of the content that all workers know.
+
+    The fields `work` and `sums` are the digests of the worker's `WorkerProgram` and of its gradient sums.
+    """
     work: str
     sums: str
 
@@ -127,15 +132,16 @@ class DividedSchedule(msgspec.Struct, frozen=True):
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Parts of a schedule that differs only in pipeline numbers (all workers in their own roles), and the numbers here."""
+"""Divided schedule that differs only in pipeline numbers, all workers in their own roles; and the new number of
+each."""
 
 
 def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,
                     ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
     """Divide a schedule among its workers. `ties` has all holders of each group of layers that share parameters.
 
-    If `alike` is given, its `Work` contents are reused, which saves nearly all of the computation. The order of tensors
-    that are planned for the same instant may then differ, but all workers can follow either order.
+    If `alike` is given, its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order
+    of tensors that are planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 
@@ -196,7 +202,10 @@ def assemble_worker_schedule(failed: tuple[Worker, ...], share: WorkerShare,
 
 
 def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
-    """Return the tensors that a live worker sends and receives, by number. For a `Part`, it must be its own worker."""
+    """Return the tensors that a live worker sends and receives, by number.
+
+    For a `WorkerSchedule`, the worker must be its own.
+    """
     if isinstance(schedule, WorkerSchedule):
         assert worker == schedule.seats[0].worker
         return schedule.crossings
@@ -249,7 +258,7 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
 
 def _encode_programs(schedule: Schedule,
                      keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Iterate over the workers, each with the pipelines that its `Work` refers to and the digest of that `Work`."""
+    """Iterate over the workers, each with the pipelines that its `WorkerProgram` refers to, and its digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)

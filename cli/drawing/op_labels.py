@@ -10,8 +10,8 @@ MAX_HELD = 12
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """Return candidate labels of an op, most informative first.
 
-    Examples are `F3`, re-routed `f1.3`, shed `F1.3`, and `F3:4-6` for a slice that is no whole stage. `prime` follows
-    the micro-batch.
+    Examples are `F3`, re-routed `f1.3`, shed `F1.3`, and `F3:4-6` for a slice that is no whole stage. `prime` is
+    appended to the number of the micro-batch; it marks the further stages of a worker that holds several.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]

@@ -38,7 +38,11 @@ def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = (
 
 def _process_events(schedule: Schedule, title: str, block: int, programs: Programs, tick_seconds: float,
                     flows: Iterator[int]) -> Iterator[Event]:
-    """Yield all events of one planned or measured iteration. Pipeline p is process `block` x pipelines + p + 1."""
+    """Yield all trace events of one planned or measured iteration.
+
+    The iteration has number `block` in the trace: the process id of pipeline p is `block` x pipelines + p + 1. The ops
+    of each worker are `programs`, and `flows` yields a new id for each arrow.
+    """
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 

@@ -21,7 +21,7 @@ TIME_STEPS = (*(factor * 10.0 ** power for power in range(-6, 1) for factor in (
     60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)))
 """Round steps of an axis, in seconds. From a minute on, they are those of a clock."""
 HEIGHT = 100
-"""Height of every chart, in its own units."""
+"""Height of every chart, in units of its `viewBox`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ def build_points(run: RunRecord) -> list[Point]:
 def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
     """Return the planned throughput of a generation, in samples per second, or None if it is unknown.
 
-    It is the planned share of the measured throughput with all workers, or that of the plan alone if none was measured.
+    The plan gives a share of the throughput with all workers. If the run has measured the latter, the result is that
+    share of it; otherwise it follows from the planned period alone.
     """
     samples, whole = run.starts[-1].samples, run.full_grid_iteration_seconds
     if whole and stretch.planned_share is not None:
@@ -70,12 +71,12 @@ def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """Return all charts, one below the other."""
+    """Return the charts of phases, throughput, missing workers and loss as HTML, one below the other."""
     return "\n".join([_draw_phases(run), _draw_throughput(run, found), _draw_missing(run), _draw_losses(run, found)])
 
 
 def choose_ticks(total: float) -> list[float]:
-    """Return round times for the axis, in seconds of the run."""
+    """Return the times of axis labels for a run of `total` seconds: multiples of a round step, from 0."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
@@ -119,14 +120,17 @@ def _draw_phases(run: RunRecord) -> str:
 
 
 def describe_generation(stretch: GenerationRecord) -> str:
-    """Describe a generation in a few words."""
+    """Describe a generation in a few words: its phase, live workers, beginning, and planned share of the throughput."""
     share = stretch.planned_share
     return f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on" \
         + ("" if share is None else f", planned at {as_percent(share)} of fault-free")
 
 
 def find_settling(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals, in seconds of the run, in which layers moved to settle while training continued."""
+    """Return the intervals, in seconds of the run, in which workers copied layers for a rebalanced schedule.
+
+    Training continued meanwhile.
+    """
     intervals, begin_by_fetch = list[tuple[float, float]](), dict[int, float]()
     for happened in run.events:
         match happened.event:

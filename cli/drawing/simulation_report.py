@@ -21,7 +21,7 @@ COLOURS = {
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """Colours that policies without a colour in `COLOURS` take in turn."""
 OURS = ("slipstream", "slipstream-fixed")
-"""Policies of this project."""
+"""Names of the policies of this project."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
     Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
@@ -71,7 +71,10 @@ def rank_policies(result: Comparison) -> list[str]:
 
 
 def _compare_leader(result: Comparison) -> str:
-    """Return a sentence that compares the first policy with the next one and the last one."""
+    """Return sentences that compare the policy of highest throughput with the next one and the last one.
+
+    The other policy of this project is left out of this comparison.
+    """
     order, runs = rank_policies(result), result.runs
     if not order:
         return "Only reference lines were asked for."
@@ -93,7 +96,7 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return a sentence that compares the first policy with the others, without reference lines."""
+    """Return one line that compares the throughput of the first policy with the others, without reference lines."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"
@@ -104,7 +107,7 @@ def summarize_comparison(result: Comparison) -> str:
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Describe in one line what happens in a trace."""
+    """Describe in one line the length of an availability trace, its losses, and its mean number of live workers."""
     more = [text for count,
             text in ((trace.machine_slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
                                         (trace.partial_losses, "short of GPUs"))
@@ -166,7 +169,7 @@ def _without_references(result: Comparison) -> dict[str, PolicyRun]:
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
-    """Return the unit of the time axis, and its length in seconds."""
+    """Return the name of the unit of the time axis, and the seconds in this unit."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
@@ -204,7 +207,7 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
-    """Draw a bar for each row, split by the colours of its causes, on an axis of `hours`."""
+    """Draw a stacked bar of lost hours for each policy, with a part for each cause, on an axis up to `hours`."""
     legend = "".join(f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
                      if any(row[cause] > 0.001 for row in rows.values()))
     chart = draw_bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},

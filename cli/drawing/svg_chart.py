@@ -15,7 +15,7 @@ LABEL_WIDTH = 44
 
 
 class StepLine(NamedTuple):
-    """Step function of a chart, whose `values` are one fewer than the edges of the chart."""
+    """Line of a chart with one value between each two consecutive edges of the x axis."""
 
     name: str
     colour: str
@@ -26,7 +26,10 @@ class StepLine(NamedTuple):
 
 
 def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: str, top: float | None = None) -> str:
-    """Draw a chart of step functions over `edges`, from 0 to `top`. None takes the largest value as `top`."""
+    """Draw an SVG chart of lines that are constant between consecutive `edges` of the x axis.
+
+    The y axis ends at a round number at or above `top`; None means the largest value. The axes are named `x` and `y`.
+    """
     high = nice_top(top if top is not None else max((max(line.values) for line in lines), default=1.0))
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     begin, end = edges[0], edges[-1]
@@ -53,7 +56,11 @@ def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: 
 
 def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
               unit: str) -> str:
-    """Draw a stacked bar for each row, with parts in their colours, and their sum. `total` is the full width."""
+    """Draw an SVG chart with a stacked bar for each row, and the sum of its parts next to it.
+
+    A row maps names of parts to values, and `colours` maps these names to colours. A value of `total` fills the width.
+    `x` is the name of the axis, and `unit` follows the values in tooltips.
+    """
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
     width = WIDTH - left - RIGHT - LABEL_WIDTH
@@ -75,9 +82,9 @@ def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str
 
 
 def draw_tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
-    """Draw a bar for each row to both sides of the usual value.
+    """Draw an SVG tornado chart: for each row, how far each of two settings moves a result from its `usual` value.
 
-    A row is a name, the value at a first setting, and the value at a second setting. Values are shares, drawn as
+    A row is a name, the result at the first setting, and the result at the second one. Results are shares, drawn as
     percentages.
     """
     left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM

@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
 """Usual and maximum length of the time axis, in pixels. Only labels of re-routed ops make it longer than usual."""
 LABEL_ROOM = 5
-"""Number of characters of the label of a re-routed op."""
+"""Number of characters for which the shortest re-routed op gets room, if `MAX_WIDTH` allows it."""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
@@ -98,7 +98,11 @@ def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: flo
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Draw an op. `chunk` is the index of its stage among the stages of the worker."""
+    """Draw an op, as a rectangle with a label.
+
+    Its stage has index `chunk` among the stages of the worker, whose row has its upper edge at `y`. There are `scale`
+    pixels per tick.
+    """
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
@@ -114,7 +118,11 @@ def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> It
 
 
 def _draw_box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
-    """Draw a rectangle in the colour and with the stripes of a kind of op."""
+    """Draw a rectangle in the colour and with the stripes of a kind of op.
+
+    The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and `inside` is the content of
+    the element.
+    """
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{COLOURS[kind]}"{faint}{line}>'
              f"{inside}</rect>"]

@@ -63,7 +63,7 @@ def _max_rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Scale from ticks to characters: tick t lies in column t * up // down, of `columns`."""
+    """Scale from ticks to columns of characters: tick t lies in column t * `up` // `down`, of `columns`."""
 
     up: int
     down: int
@@ -101,7 +101,10 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters, with a whole number per unit of time if possible."""
+    """Return a scale that fits all ops into `columns` characters.
+
+    If possible, the greatest common divisor of all op times is a whole number of characters, at least two.
+    """
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
@@ -130,7 +133,7 @@ def _draw_row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Sca
 
 
 def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
-    """Return the most informative label that fits, padded to `width`."""
+    """Return the most informative label of an op that fits into `width` characters, padded to `width`."""
     return next((text for text in op_labels(op, schedule) if len(text) <= width), "").ljust(width)
 
 
@@ -144,9 +147,10 @@ def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
 
 
 def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the sets of equal pipelines to draw in `rows` lines, ordered by number. Each set is drawn once.
+    """Return the sets of pipelines that fit into `rows` lines, ordered by number. Each set is drawn once.
 
-    If there is no room for all, broken pipelines are preferred.
+    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved workers are split off,
+    each as a set of its own, and are preferred if there is no room for all.
     """
     broken = {worker.pipeline for worker in schedule.failed}
     broken |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}

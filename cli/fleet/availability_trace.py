@@ -227,7 +227,7 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the places of each node's workers in a trace that is fitted to the job, by pipeline."""
+    """Return for each node the places of its workers in a trace that is fitted to the job."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 

@@ -28,7 +28,7 @@ BYTES_PER_SECOND = 10e9
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of failures, in seconds and in shares. Policies that do the same thing pay the same cost."""
+    """Seconds that policies pay for failures, and shares. Policies that do the same thing pay the same cost."""
 
     parameters: float
     """Number of parameters of the model."""

@@ -51,7 +51,7 @@ class Entry(RatedByStage):
         self._live: set[int] = set()
 
     def pause(self, down: DownByStage) -> float:  # noqa: ARG002
-        """Return the seconds without training until the system runs with these workers down."""
+        """Return the seconds of pause before the system trains with `down` dead workers of each stage."""
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -76,7 +76,7 @@ class Entry(RatedByStage):
 
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row of a table."""
+    """Row of an entry file: throughput and pause of a system for a number of dead workers."""
 
     down: int | list[int]
     samples_per_second: float
@@ -84,7 +84,7 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of an entry file."""
+    """Contents of an entry file: throughputs and pauses of another system, by case of the benchmark."""
 
     format: Literal["slipstream-entry-1"]
     name: str
@@ -128,7 +128,7 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read a table. Raises EntryError, whose message names the file and the error."""
+    """Read the entry file of another system. Raises EntryError, whose message names the file and the error."""
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:

@@ -15,7 +15,7 @@ PRESET, PARAMETERS = "llama-3-8b", 8e9
 DEAD_WORKERS = ("2.1", "5.0", "0.2", "7.3", "4.1")
 CASES = {"one dead": DEAD_WORKERS[:1], "five dead": DEAD_WORKERS}
 PLAN_SECONDS = 5.0
-"""Time for each plan in counted steps, equal to `--steps 2000000`."""
+"""Time limit of each plan, in seconds of a fixed number of search steps each, equal to `--steps 2000000`."""
 POLICY_LABELS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",

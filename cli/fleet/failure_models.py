@@ -41,7 +41,7 @@ class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures of a fleet. Times are in hours; places are GPUs."""
+    """Rates, causes and repair times of the failures of a fleet. Times are in hours; places are GPUs."""
 
     name: str
     kinds: tuple[FailureKind, ...]
@@ -70,7 +70,10 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
 
     def scale_kinds(self, gpus: int) -> tuple[FailureKind, ...]:
-        """Return the kinds, at the rates of a job with this number of GPUs."""
+        """Return the kinds of failures with the rates that the published curve implies for a job of this many GPUs.
+
+        Without a curve, the rates are unchanged.
+        """
         if not self.mttf_hours:
             return self.kinds
         factor = self.mean_hours_to_failure(gpus) * sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
@@ -78,7 +81,10 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interpolate_mttf(points: Sequence[tuple[int, float]], gpus: int) -> float:
-    """Return the mean time to failure at a size: log-linear between the points, and one rate per GPU outside them."""
+    """Return the mean time to failure in hours of a job with this many GPUs, from published points (GPUs, hours).
+
+    It is log-linear between the points. Outside them the rate of a GPU is that of the nearest point.
+    """
     sizes = [size for size, _ in points]
     nearest = min(max(gpus, sizes[0]), sizes[-1])
     logarithm = float(np.interp(math.log(nearest), np.log(sizes), np.log([hours for _, hours in points])))
@@ -153,9 +159,15 @@ _INFINITE_HBD = (  # (cause, faults, share back within 4 h, their mean, mean and
     ("hardware or software", 322, 0.295, 0.81, 252.5, 62.3),
     ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1))
 INFINITE_HBD_SHAPE = 0.93
-"""Fitted by moments: a server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none."""
+"""Shape of the gamma distribution of servers' rates, fitted by moments.
+
+A server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none.
+"""
 INFINITE_HBD_PERIOD_DAYS, INFINITE_HBD_PERIOD_SHAPE = 30.0, 3.5
-"""Fitted likewise: in 30 days servers fail 48.6 times on average, with a variance of 14.9 times that."""
+"""Length of periods with equal rates, and shape of the gamma distribution of their rates, fitted by moments.
+
+In 30 days servers fail 48.6 times on average, with a variance of 14.9 times that.
+"""
 
 
 def _build_infinite_hbd() -> FailureModel:
@@ -236,14 +248,17 @@ class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """Share of the time in which a job is affected."""
     hours: float
-    """Mean duration."""
+    """Mean duration of one slow time, in hours."""
     factor: float
     """Factor by which the worker, or with slow links the job, takes longer."""
     links: bool = False
     source: str = "given by the user"
 
     def hours_between(self, units: int) -> float:
-        """Return the mean hours between slow times of one unit, so that the job is affected for `share` of the time."""
+        """Return the mean hours from the end of a slow time of one unit, a worker or the links, to the next one.
+
+        They are such that a job with `units` of them is affected for `share` of the time.
+        """
         slow = -math.expm1(math.log1p(-self.share) / units)
         return self.hours * (1 - slow) / slow
 
@@ -252,9 +267,12 @@ _GREYHOUND = "Greyhound (Wu et al., USENIX ATC 2025, arXiv 2410.12588), section 
 GREYHOUND_DELAY = 1.34
 """Mean factor by which large jobs that wait for slow workers or links take longer (abstract)."""
 _SHARES = {"compute": 0.02, "links": 0.40}
-"""Computation: under 2 %; communication: 40 %, which we read as shares of a job's time."""
+"""Shares of a job's time that are slow, as we read the source: computation under 2 %, communication 40 %."""
 _FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
-"""Slowness of both, taken to be equal, so that a job that waits takes 1.34 times as long."""
+"""Factor by which slow computation or slow links lengthen a job, taken to be equal.
+
+With it, a job that waits takes 1.34 times as long on average.
+"""
 
 SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
     "greyhound": (

@@ -15,7 +15,7 @@ DownByStage = tuple[int, ...]
 
 
 class Loads:
-    """Compute times of one job, all of whose workers are equally fast."""
+    """Compute times of layers, workers and iterations of one job, all of whose workers are equally fast."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -42,13 +42,16 @@ class Loads:
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
     def max_load_seconds(self, down: DownByStage) -> float:
-        """Return the compute seconds of the most loaded worker in an iteration with these workers down."""
+        """Return the compute seconds of the most loaded worker in an iteration, with `down` dead workers by stage."""
         if down not in self._loads:
             self._loads[down] = max(self._stage_load_seconds(stage, count) for stage, count in enumerate(down))
         return self._loads[down]
 
     def _stage_load_seconds(self, stage: int, down: int) -> float:
-        """Return the seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
+        """Return the seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O.
+
+        M is the number of micro-batches of all pipelines, and `live` the number of live workers of the stage.
+        """
         if down >= self._job.pipelines:
             return math.inf
         work, step = self._seconds_by_stage[stage]
@@ -78,7 +81,7 @@ class Loads:
 
     @cached_property
     def longest_step(self) -> float:
-        """Seconds of the longest all-reduce and optimizer step."""
+        """Seconds of the all-reduce and the optimizer step of the stage where they take longest."""
         return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
     def work_conserving_seconds(self, live: float) -> float:

@@ -22,7 +22,7 @@ class Cause(StrEnum):
     """Reason why a job makes less progress than the best one would."""
 
     RUN = "fewer workers"
-    """Training at the rate of the phase."""
+    """Training, with all workers or fewer. The loss is relative to the policy's own rate with all workers alive."""
     SWITCH = "reconfiguring"
     LOAD = "loading parameters"
     LOST = "redoing lost work"
@@ -183,7 +183,10 @@ class Policy(ABC):
     # --- Shared by several policies -----------------------------------------------------------------------------------
 
     def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """Return the next phases: stalls, redoing lost samples, training at `rate`; or waiting if it is 0."""
+        """Return the next phases: `stalls`, redoing the lost samples, and training at `rate` samples per second.
+
+        If `rate` is 0, the job waits instead, and owes the lost samples.
+        """
         if not rate:
             self._samples_owed += lost_samples
             return [Phase(Cause.WAIT)]
@@ -192,7 +195,10 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return the phases with a stall after `seconds`, and the rest of them at another rate."""
+        """Return the phases with `stall` inserted after `seconds`, and training at `rate` from then on.
+
+        Samples that were not redone by then are redone at the new rate.
+        """
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
@@ -221,7 +227,7 @@ class Policy(ABC):
         return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
 
     def training_phase(self, rate: float) -> Phase:
-        """Return a training phase without end, whose rate is the mean including pauses for checkpoints."""
+        """Return an endless training phase at `rate` samples per second, less the loss to pauses for checkpoints."""
         if not self.pauses:
             return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
@@ -229,9 +235,9 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Return the samples to redo: those not redone yet, and half an iteration if a worker died in training.
+        """Return the number of samples to redo: those not redone yet, and half an iteration if a worker died.
 
-        At most the samples trained since the job last paused are discarded.
+        The latter is recorded as discarded. It is at most the samples trained since the job last paused.
         """
         if not worker_died or remaining[0].cause not in TRAINING_CAUSES:
             return count_samples_to_redo(remaining)
@@ -250,7 +256,7 @@ class RatedByStage(Policy):
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with these workers of each stage down."""
+        """Return the samples per second with `down` dead workers of each stage."""
 
     @property
     def fault_free_rate(self) -> float:
@@ -285,7 +291,10 @@ class PhaseHistory:
 
     def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
                      links: float = 1.0) -> Sequence[Phase]:
-        """Record phases until a time, slowed by both factors. Return the rest, the current one first."""
+        """Record phases up to the time `until`, with training slowed by both factors, and return the rest.
+
+        The rest begins with the current phase, and is not slowed.
+        """
         clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
             phases = [phase.with_slowdown(slowdown) for phase in phases]
@@ -314,14 +323,14 @@ class CheckpointTimes:
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
-        """Take checkpoints every `interval_seconds` of training, which stop it for `pause_seconds` (0: not)."""
+        """Take a checkpoint every `interval_seconds` of training, which it stops for `pause_seconds`, possibly 0."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
         self._spans = spans
         self._first = 0
         """Index of the first span since the job last returned to a checkpoint."""
         self._discarded: list[tuple[int, float]] = []
-        """Samples discarded since then: pairs (number of spans before, samples)."""
+        """Samples discarded since that return: pairs (number of spans before, samples)."""
 
     @property
     def samples_since_stall(self) -> float:

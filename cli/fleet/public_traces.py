@@ -49,10 +49,12 @@ SLOWNESS_DIGITS = 1
 
 
 class _SpotMetadata(msgspec.Struct):
+    """Metadata of a spot trace: the seconds between two counts."""
     gap_seconds: float
 
 
 class _SpotTrace(msgspec.Struct):
+    """JSON object of a spot trace of SkyPilot: the number of instances at regular times."""
     metadata: _SpotMetadata
     data: list[float]
 
@@ -86,6 +88,7 @@ INFINITE_HBD_SERVERS = 400
 
 
 class _Fault(msgspec.Struct):
+    """Begin or end of a fault of one server in InfiniteHBD-Trace."""
     node_id: str
     event_time: Annotated[float, msgspec.Meta(ge=0, le=36_525)]
     """Time in days."""
@@ -129,6 +132,7 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
 
 
 class _AcmeJob(NamedTuple):
+    """Job of AcmeTrace, with its times in seconds."""
     user: str
     servers: int
     gpus: int
@@ -199,7 +203,10 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return the seconds from the end of a job to the start of the next one of its user and size, if within a day."""
+    """Return, by job, the seconds from its end to the start of the next job of the same user and size.
+
+    Jobs without one within `MAX_ABSENCE_SECONDS` are left out.
+    """
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)
@@ -216,7 +223,10 @@ def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
 
 
 def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
-    """Read the slow workers of a job recorded by ByteDance. Place: dp_rank x stages + stage. Raises ValueError."""
+    """Read how slow the workers of a job recorded by ByteDance (StragglerAnalysis) were in each iteration.
+
+    The place of a worker is dp_rank x stages + stage. Raises ValueError.
+    """
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
     if not len(steps):
@@ -238,7 +248,10 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
 
 
 def _slowness_factors(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
-    """Return, by place, the time of a worker relative to the median of its stage, from the medians of its ops."""
+    """Return the slowdown factor of each worker in one iteration, by place, at least 1.
+
+    The times of its ops, the median of each kind, are added up and divided by the median of all workers of its stage.
+    """
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         of = np.flatnonzero(ops["optype"] == kind)

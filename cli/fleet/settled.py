@@ -25,12 +25,12 @@ from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
-"""Maximum time for one plan, and the time for each of its compute ops, in counted steps.
+"""Maximum time for one plan, and time for each of its compute ops, in seconds of a fixed number of search steps each.
 
-List schedules of small jobs need no more.
+The list schedules of small jobs need no more.
 """
 TRIAL_SHARE = 0.25
-"""Share of the time for each of two choices of dead workers. The better one then gets the rest of the full time."""
+"""Share of a plan's time in which each of two choices of dead workers is tried. The better one then gets the rest."""
 MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
@@ -41,7 +41,10 @@ class RebalancedPlan(NamedTuple):
     period: float
     """Period in seconds."""
     stages_moved: float
-    """Layers that the busiest worker receives, in stages: the time to load one is the unit of moving time."""
+    """Number of layers that the busiest worker receives, divided by the number of layers of a stage.
+
+    The time to load one stage is the unit in which the time to move layers is counted.
+    """
 
 
 class SlowWorkerCount(NamedTuple):
@@ -60,10 +63,11 @@ class RebalancedPlans:
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
                  plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
-        """Prepare to plan a job, each plan within `plan_seconds` of counted steps; None: by the size of the job.
+        """Prepare to plan a job, each plan within `plan_seconds`; None: by the size of the job.
 
-        If exactly the workers `dead` are down, and the job is not planned in groups, the plan is made as by `slipstream
-        plan`. Answers of `table`, which must be of this job, are not planned again.
+        A second is a fixed number of search steps. If exactly the workers `dead` are down, and the job is not planned
+        in groups, the plan is made as by `slipstream plan`. Answers of `table`, which must be of this job, are not
+        planned again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -122,7 +126,7 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether the failures of this part of the job are the known dead workers."""
+        """Return whether these are all pipelines of the job, and as many failures as workers are known to be dead."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:

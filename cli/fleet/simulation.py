@@ -181,7 +181,7 @@ class TraceSimulator:
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Return the mean samples per second of each policy."""
+        """Return the mean samples per second of each policy over a trace. The argument is a pair (number, trace)."""
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()
@@ -192,17 +192,20 @@ class TraceSimulator:
 def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                     traces: Sequence[AvailabilityTrace],
                     progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Return `gather_throughputs` of traces that are simulated in this process, one after the other."""
+    """Return the mean samples per second of each policy, one value for each trace, simulated in this process.
+
+    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are none.
+    """
     simulated = TraceSimulator(policies, lambda: throughputs, costs)
     return gather_throughputs(policies, ((one[0], simulated(one)) for one in enumerate(traces)), len(traces), progress)
 
 
 def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple[int, Mapping[str, float]]],
                        traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Return the mean samples per second of each policy, one value for each trace.
+    """Collect the mean samples per second of each policy, one value for each trace, in the order of the traces.
 
-    The results are those of `TraceSimulator` for numbered traces, in any order. After Ctrl-C the traces that were
-    finished are returned. Raises KeyboardInterrupt if there are none.
+    The results are pairs (number of a trace, mean by policy) in any order, as from `TraceSimulator`. After Ctrl-C the
+    traces that were finished are returned. Raises KeyboardInterrupt if there are none.
     """
     by_number: dict[int, Mapping[str, float]] = {}
     try:

@@ -79,7 +79,10 @@ def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: flo
 
 
 def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
-    """Add waits for repairs to the hours of absence. `lasting`: failures that need a repair, by time."""
+    """Add waits for repairs to the hours of absence, in place, if `at_once` repairs are possible at a time.
+
+    Failures happen at `hours`. The indices of those that need a repair are `lasting`, ordered by time.
+    """
     free = [0.0] * at_once
     for index in lasting.tolist():
         begin = max(hours[index], heapq.heappop(free))
@@ -121,7 +124,10 @@ def _build_slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, e
 
 def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
                    rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hours, domains) of the failures of `count` domains; `rates`: relative rates of domains."""
+    """Draw the failures of `count` domains up to `horizon`, and return their hours and the indices of their domains.
+
+    A domain fails once in `mtbf_hours` on average, more often or less by its relative rate in `rates`.
+    """
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):

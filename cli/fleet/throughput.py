@@ -1,9 +1,9 @@
 """Steady-state throughput of the schedules that policies run, in samples per second. Each schedule is planned once.
 
-Schedules are planned within a short time of counted steps (`planner.periods`), so that a job has the same figures on
-any machine. With a table, the periods of its entries are used if they fit. If a large job has separate peers for every
-failure, the plans for one failure in each stage are combined, provided that the result is proven to be the shortest
-(`Throughputs._independent_rate`).
+Schedules are planned within a short time, in which search steps are counted instead of seconds (`planner.periods`), so
+that a job has the same figures on any machine. With a table, the periods of its entries are used if they fit. If a
+large job has separate peers for every failure, the plans for one failure in each stage are combined, provided that the
+result is proven to be the shortest (`Throughputs._independent_rate`).
 """
 
 import math
@@ -25,11 +25,11 @@ from slipstream.schedules.tables.table import Table
 Value = TypeVar("Value")
 
 PLAN_SECONDS = 0.2
-"""Maximum time for one arrangement of failures, in counted steps; most need a hundredth of it."""
+"""Maximum time for one plan, in seconds of a fixed number of search steps each. Most plans need a hundredth of it."""
 
 
 class Throughputs:
-    """Throughputs of one job by schedule, in samples per second; 0.0 if no plan exists."""
+    """Throughputs of one job in samples per second, by kind of schedule and failures; 0.0 if no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
@@ -67,14 +67,14 @@ class Throughputs:
     # --- This planner -------------------------------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the throughput of this planner's schedule, with these workers of each stage down."""
+        """Return the samples per second of this planner's schedule, layers in place, `down` workers dead by stage."""
         return self.compute_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
-        """Return the throughput of this planner's schedule, or of 1F1B on the whole pipelines if that is faster.
+        """Return the samples per second of the best schedule with layers in place, `down` workers dead by stage.
 
-        The result is at most the throughput with all workers alive: chance improvements of the search for fewer workers
-        are not counted.
+        It is this planner's, or 1F1B on the whole pipelines if that is faster. The result is at most the throughput
+        with all workers alive: chance improvements of the search for fewer workers are not counted.
         """
         return self.compute_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
@@ -101,9 +101,10 @@ class Throughputs:
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """Return the distribution of failures that failure normalisation chooses: the best one, once planned.
+        """Return the number of dead workers of each stage for which this many failures cost least.
 
-        None if a stage would have no live worker.
+        It is what failure normalisation chooses, in which live workers take over roles of dead ones. Returns None if a
+        stage would have no live worker.
         """
         return self.compute_once(("normal form", failures), lambda: self._find_best_distribution(failures))
 
@@ -203,9 +204,10 @@ class Throughputs:
         return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return a throughput by the formula of another system, relative to 1F1B on all pipelines.
+        """Return the samples per second of a system whose iteration time is known by a formula, relative to 1F1B.
 
-        The micro-batches of an iteration take `now` seconds instead of `whole`, and the longest optimizer step follows.
+        By the formula, the micro-batches of an iteration take `whole` seconds on all pipelines, for which 1F1B's
+        throughput is taken, and `now` seconds after failures. The longest optimizer step is added to both.
         """
         step = self.loads.longest_step
         return self.one_f_one_b_rate(self.job.pipelines) * (whole + step) / (now + step)

@@ -226,7 +226,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Changes at one instant, by place."""
+    """Places that lose or get a machine at one instant, and new slowdown factors and numbers of GPUs by place."""
 
     removed: set[int]
     added: set[int]
@@ -235,7 +235,7 @@ class _ChangeSets(NamedTuple):
 
 
 class _MachinePlaces:
-    """Assigns each named machine a place: the lowest free one when it is added."""
+    """Assignment of named machines to places. A machine that is added gets the lowest free one."""
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -245,7 +245,10 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record one event."""
+        """Record an event of a machine that is not earlier than those recorded before.
+
+        Impossible events, such as the removal of a machine that is not there, are only counted as ignored.
+        """
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return

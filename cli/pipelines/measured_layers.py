@@ -22,11 +22,11 @@ from slipstream.planner.job.toml import job_text
 TOKENS = 4096
 MEGABYTE = 1e6
 NEGLIGIBLE_SHARE = 0.1
-"""Share of F below which a published W means that I computes the weight gradients, and nothing is held for W."""
+"""Share of the time of F. If a published W takes less, I computes the weight gradients, and nothing is held for W."""
 CONVOLUTION_WIDTH, CHUNK_TOKENS = 4, 128
 """Width of the convolution of Mamba layers, and number of tokens in a chunk."""
 ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches=1, efficiency=0.5)
-"""Layout for which times are estimated."""
+"""GPU and parallelism for which `with_estimated_times` estimates times."""
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
                                                 kernel=CONVOLUTION_WIDTH, chunk=CHUNK_TOKENS)
 
     def values_by_layer(self, key: str) -> list[float]:
-        """Return the value of a key of `KEYS` for each layer, in seconds or megabytes."""
+        """Return the time in seconds, or the memory in megabytes, of each layer. `key` is one of `KEYS`."""
         column = {"forward": 0, "backward_input": 1, "backward_weight": 2}
         values = {}
         for kind in dict.fromkeys(self.kinds):
@@ -116,7 +116,7 @@ def make_job(model: MeasuredModel, counts: Sequence[int], microbatches: int, pip
 
 
 def with_estimated_times(model: MeasuredModel) -> MeasuredModel:
-    """Return the model with times of its layers as `planner.job.estimate` estimates them."""
+    """Return the model with the times of its layers replaced by estimates of `planner.job.estimate`."""
     times = {}
     for kind in dict.fromkeys(model.kinds):
         forward, backward_input, backward_weight = op_seconds(model.shape_of_layer(kind), ESTIMATED_ON, TOKENS)

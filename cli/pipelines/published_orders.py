@@ -89,7 +89,7 @@ class _OpSequence:
         self._offset = offset or {}
 
     def add(self, kinds: str, stage: int) -> None:
-        """Append the next op of each of these kinds. B is the next I and W."""
+        """Append the next op of each kind in `kinds`, such as `FB`, at a virtual stage. B is the next I and W."""
         for kind in kinds:
             parts = "IW" if kind == "B" else kind
             numbers = [self._next.get((part, stage), self._offset.get(stage, 0)) for part in parts]
@@ -201,7 +201,7 @@ class SimulatedRun(NamedTuple):
     end: float
     """End of the last op. The first one begins at 0."""
     peaks: list[float]
-    """Peak memory that micro-batches held on each worker."""
+    """Peak memory that the activations of micro-batches take on each worker, in the unit of the costs."""
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:

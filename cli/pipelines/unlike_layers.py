@@ -31,7 +31,7 @@ from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import OptimizerMode, Worker
 
 PLAN_SECONDS = 2.0
-"""Seconds of counted steps for each search."""
+"""Time limit of each search, in seconds of a fixed number of search steps each."""
 TRIED_DIVISIONS = 200
 """Number of divisions of the layers that are tried for each published pipeline."""
 CHUNKS = (2, 3, 4)
@@ -48,11 +48,11 @@ Each has workers, micro-batches, and the seconds of 1F1B and of the plan that th
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """Published pipeline."""
+    """Published pipeline schedule to compare with Slipstream's."""
 
     name: str
     order: str
-    """Order of stages, in the form of `[placement] order`."""
+    """Placement of the virtual stages, as a value of `[placement] order`."""
     chunks: int = 1
     made: Callable[[int, int, int], Orders]
     """Function that builds the orders for numbers of workers, micro-batches and virtual stages per worker."""
@@ -141,11 +141,15 @@ class ModelBenchmark:
                                held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
     def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
-        """Return the best of random divisions near the one whose busiest worker has the least work."""
+        """Return the best division of a published pipeline that a random local search finds.
+
+        It starts from the uniform division or the one whose busiest worker has the least work, and moves one layer at a
+        time.
+        """
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
-            """Return the rank of a division: those that fit into memory come first, then shorter ones."""
+            """Return a sort key, least is best: memory above the limit, then seconds of an iteration."""
             return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
 
         starts = [uniform, self._simulate_division(one, self._loads.balance_layers(one.order, one.chunks).counts)]
@@ -163,7 +167,7 @@ class ModelBenchmark:
         return best
 
     def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """Return the job of an arrangement."""
+        """Return the job whose virtual stages have the placement and division of `arrangement`."""
         text = make_job(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
         return parse_job(MovableLayers(text).arranged_job_text(arrangement))
 
@@ -192,7 +196,7 @@ def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOpti
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the comparison on one model."""
+    """Results of the comparison on one model. Times are seconds of an iteration."""
 
     uniform: dict[str, DividedPipeline | None]
     """Published pipelines with uniform stages, by name."""
@@ -202,7 +206,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     bound: float
     """Lower bound on the seconds of any placement."""
     staggered: float
-    """Seconds if each worker steps by itself."""
+    """Seconds of an iteration of Slipstream's best placement if each worker runs its optimizer step by itself."""
     dead: float | None
     """Share of the throughput that one dead worker costs at once in Slipstream's placement."""
     dead_of_best: float | None
@@ -217,7 +221,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_rival(self) -> DividedPipeline:
-        """Shortest of the published pipelines with their best division."""
+        """Fastest of the published pipelines with their best division."""
         return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
 
 

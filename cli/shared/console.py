@@ -84,7 +84,7 @@ def console_of_width(width: int | None) -> Console:
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return the number of screen lines that these lines leave free, folded as they are printed.
+    """Return the number of screen lines that the lines `beside` leave free, folded at the screen's width.
 
     None means that stdout is no terminal.
     """

@@ -22,7 +22,7 @@ from slipstream.schedules.codec import ScheduleError
 def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
     """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143).
 
-    `goes_on` returns a clause that says how to resume the run.
+    The line ends with the result of `goes_on`: a clause that says how to resume the run.
     """
     try:
         yield

@@ -31,13 +31,13 @@ from slipstream.runtime.events import (
 from slipstream.schedules.schedule import Worker
 
 EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "other"]
-"""Kinds of marks that events have on the page of a run."""
+"""Groups of events, each of which has its own kind of mark on the page of a run."""
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
-    """Return the kind of an event's mark.
+    """Return the group of an event, which decides its mark on the page of a run.
 
-    Returns None for events without a mark, which repeat what another one says or are one of many.
+    Returns None for events without a mark: those that repeat another event or are one of many.
     """
     match event:
         case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
@@ -99,7 +99,7 @@ def describe_event(event: AnyEvent) -> str:
 
 def _describe_layer_event(event: SettlingChosen | FetchBegun | FetchProgressed | FetchAbandoned | HandedOver | WentBack
                           ) -> str:
-    """Return what happened to layers, in one line."""
+    """Describe in one line an event in which layers move between workers."""
     match event:
         case SettlingChosen():
             pays = "" if event.pays_after is None else f", which pays after {event.pays_after} iterations"

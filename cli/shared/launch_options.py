@@ -40,7 +40,10 @@ def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, r
 
 
 def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
-    """Return the job with the workers of each machine: of its [topology], or else of the nodes of this run."""
+    """Return the job with a topology that says which workers share a machine.
+
+    It is the job's own [topology], or else follows from the nodes of this run.
+    """
     if job.nodes or here.nodes == 1:
         return job
     node_shares = divide_workers_by_node([seat.worker for seat in first.seats], here.nodes, ())

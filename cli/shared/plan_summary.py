@@ -13,23 +13,24 @@ from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 
 NARROW_RANGE = 0.01
-"""Largest range of throughput, as a share, that needs no explanation."""
+"""Largest uncertainty of the throughput, as a share of fault-free, that needs no explanation."""
 BUSY_SHARE = 0.97
-"""Share of the period from which on a worker counts as fully busy."""
+"""Smallest share of the period in which a worker that counts as fully busy runs ops."""
 CLOSE_GAP = 0.01
-"""Gap to the bound above which the plan itself may be the limit."""
+"""Largest relative gap between period and bound at which the search does not count as a limit of the period."""
 MAX_NAMED = 3
 """Maximum number of workers that a line names."""
 MIN_GAIN = 1.0005
 """Smallest gain in throughput, as a factor, that is worth mentioning."""
 LEAST_BYTES = 1e6
-"""Lower limit of the bytes of layers. A smaller number shows that the job's memory is not in bytes."""
+"""Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is not in bytes."""
 
 
 def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return three lines to act on: the period, the throughput it keeps, and what limits it and would help.
+    """Return three lines on a plan: its period, the throughput that it keeps, and what limits and would improve it.
 
-    `options` are those of the command line that say what may move.
+    The alternatives that were planned are `others`, and `options` are the options of the command line that let layers
+    or roles move.
     """
     schedule = made.schedule
     proof = "proven optimal" if schedule.status == "optimal" else \
@@ -120,7 +121,10 @@ def _kept_share(made: Plan) -> str:
 
 
 def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Return the throughput relative to fault-free: by the best known fault-free plan, and by its bound."""
+    """Return the throughput of a period relative to fault-free, at most and at least.
+
+    The shortest fault-free period is only known to lie between a plan and a proven bound.
+    """
     return whole.period / period, whole.bound / period
 
 
@@ -178,7 +182,7 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the best option, for the whole batch and for a smaller one, and on the effect of memory."""
+    """Return clauses on the best alternative, the best one with a smaller batch, and the effect of more memory."""
     if not others or made.fault_free is None:
         return []
     present = made.fault_free.period / made.period

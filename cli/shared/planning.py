@@ -55,7 +55,7 @@ def read_search_params(path: Path | None) -> SearchParams:
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
               ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
-    """Plan with progress on stderr, which says what Ctrl-C does.
+    """Plan a schedule, with progress on stderr. The clause `ctrl_c` tells there what Ctrl-C does.
 
     Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
@@ -87,9 +87,10 @@ def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
 
 def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                   clock: Clock | None = None) -> FoundPlacement:
-    """Return the best pipeline for the job in a text, with progress on stderr. Messages name the job by `path`.
+    """Return the best placement and division of layers for the job in `text`, with progress on stderr.
 
-    Exits 2 if a stage has no layer, and 1 if nothing fits.
+    Pipelines are compared by their mean throughput with 0 to `failures` workers down, if on average a share `down` of
+    the workers is. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into memory.
     """
     try:
         with show_planning("ends it, and nothing is written") as progress:
@@ -126,7 +127,10 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
 
 @contextmanager
 def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Show on stderr what the planner reports, with the time since the start, and what Ctrl-C does."""
+    """Yield a function that shows the planner's messages on stderr, with the time since the start.
+
+    The clause `ctrl_c` tells there what Ctrl-C does.
+    """
     start_time = time.monotonic()
     with err.status("planning") as status:
         def report(message: str) -> None:
@@ -137,9 +141,9 @@ def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
 
 
 def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
-    """Return the fault-free period that earlier commands found, from a file for each job in the user's cache folder.
+    """Return the fault-free period that earlier commands stored for this job in the user's cache folder, or None.
 
-    Only comparisons depend on it: if the folder cannot be read or written, it is planned again.
+    Only comparisons depend on it, so that a file that cannot be read is ignored and the period planned again.
     """
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
         return _REFERENCE_DECODER.decode(read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError))

@@ -22,7 +22,7 @@ _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """Event that an option asks for."""
+    """Failure, return or slowdown of workers that an option of the command line asks for."""
 
     option: str
     name: str
@@ -41,7 +41,7 @@ class _Rehearsal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsals:
-    """All rehearsals of a run."""
+    """All failures, returns and slowdowns that the options of a run ask for."""
 
     kills: tuple[_Rehearsal, ...]
     returned: tuple[_Rehearsal, ...]

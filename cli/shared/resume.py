@@ -57,7 +57,7 @@ def describe_resuming(ctx: typer.Context, folder: Path, resumed: Checkpoint | No
 
 
 def _resume_command(ctx: typer.Context, source: Path) -> str:
-    """Return the command line of this run with another --resume."""
+    """Return the command line of this run with `source` as the value of --resume."""
     return shlex.join(["slipstream", "train", str(ctx.params["job"]), "--resume", str(source), *_given_options(ctx)])
 
 

@@ -50,7 +50,7 @@ class RunProgress:
         """Times at which the last iterations of this generation were committed."""
 
     def observe(self, event: Event) -> None:
-        """Update the progress by an event."""
+        """Update phase, live workers and copied layers according to an event of the run."""
         match event:
             case Started():
                 self._workers, self._samples, self._fault_free = event.workers, event.samples, event.fault_free_period

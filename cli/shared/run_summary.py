@@ -56,12 +56,12 @@ def mean_throughput(run: RunRecord) -> float | None:
 
 
 def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the usual throughput of a generation, in samples per second, or None if it is unknown."""
+    """Return the samples per second at the usual iteration time of a generation, or None if it is unknown."""
     return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
 
 
 def state(run: RunRecord) -> str:
-    """Describe whether the run has ended."""
+    """Describe in a few words whether the run has finished, ended early, or may still be running."""
     if run.finish_event is None:
         return "goes on, or was killed"
     return "finished" if run.finish_event.error is None else "ended early"
@@ -82,12 +82,12 @@ def as_percent(share: float | None) -> str:
 
 
 def notable_events(run: RunRecord) -> list[TimedEvent]:
-    """Return the events that are worth a line."""
+    """Return the events of the run that have a group (`event_group`), and so are worth a line."""
     return [happened for happened in run.events if event_group(happened.event) is not None]
 
 
 def run_headline(run: RunRecord) -> str:
-    """Return the run in one line."""
+    """Return one line on the run: job, state, iterations, duration, throughput, workers and failures."""
     newest, mean = run.starts[-1], mean_throughput(run)
     failures = sum(isinstance(one.event, Failed) for one in run.events)
     return escape_controls(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "

@@ -64,10 +64,10 @@ def read_fitting_table(path: Path, job: Job) -> Table:
 
 def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """Return the first schedule from the table, or None if it has none. With `settled`, layers have moved.
+    """Return the table's schedule with which a run begins if the workers `down` are absent, or None if it has none.
 
-    Roles may have moved, because no worker holds layers before a run begins. Exits 2 for workers outside the table's
-    grid.
+    With `settled`, it is the one for which any layers move; otherwise whole roles may have moved, because no worker
+    holds layers before a run begins. Exits 2 for workers outside the table's grid.
     """
     if table is None:
         return None

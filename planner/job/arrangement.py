@@ -18,11 +18,12 @@ _TIMES = ("forward", "backward_input", "backward_weight", "optimizer", "all_redu
 _SIZES = ("activation", "weight_stash", "weights", "recomputed")
 FOUND_REMARK = "Placement found by `--placement any`:"
 DIGITS = 12
-"""Digits of written values: as many as are exact, so that no arrangement gains by rounding."""
+"""Number of significant digits of values in a job file: as many as are exact, so that no arrangement gains by
+rounding."""
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Assignment of layers to virtual stages, and of these to the workers of a pipeline."""
+    """Assignment of the layers to virtual stages, and of the virtual stages to the workers of a pipeline."""
 
     order: str | tuple[int, ...]
     """Value of `[placement] order` in a job file."""
@@ -49,12 +50,12 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_ends(self) -> list[int]:
-        """Layer after the last one of each virtual stage."""
+        """End of the layers of each virtual stage: the layer after its last one."""
         return list(accumulate(self.counts))
 
     @property
     def description(self) -> str:
-        """Description for readers."""
+        """Description of the arrangement in words, for readers."""
         order = "columns as listed" if isinstance(self.order, tuple) else {"v": "V", "linear": "one stage after another"
                                                                            }.get(self.order, self.order)
         if self.order == "v" and self.chunks > 2:
@@ -109,7 +110,10 @@ class MovableLayers:
         return costs.forward[layer] + costs.backward_input[layer] + costs.backward_weight[layer]
 
     def backward_floor_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return I and W of each layer outside the first stage, in whole ticks, rounded down."""
+        """Return the ticks of I and of W of each layer if it is outside of the first stage, rounded down.
+
+        The argument `tick` is the length of a tick in seconds.
+        """
         both = map(sum, zip(self.costs.backward_input, self.costs.backward_weight, strict=True))
         weights = (backward - input_time for backward, input_time in zip(both, self._inputs, strict=True))
         return tuple(floor(value / tick) for value in self._inputs), tuple(floor(value / tick) for value in weights)
@@ -153,7 +157,7 @@ class MovableLayers:
         return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND_REMARK} {remark}"] if remark else [])]})
 
     def _costs_by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
-        """Return the values of each layer if the first stage has `first` layers."""
+        """Return the times and memory of each layer, by key, if the first stage has `first` layers."""
         costs = self.costs
         costs_by_key: dict[str, Sequence[Fraction]] = {key: getattr(costs, key) for key in (*_TIMES, *_SIZES)}
         if self.input_free:
@@ -206,7 +210,10 @@ def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction,
 
 
 def _stage_sum_function(edges: Sequence[int]) -> Callable[[Sequence[Fraction]], list[float]]:
-    """Return a function that sums values of layers over virtual stages."""
+    """Return a function that sums values of layers over each virtual stage.
+
+    The argument `edges` has 0 and the end of the layers of each stage.
+    """
     def placed(values: Sequence[Fraction]) -> list[float]:
         return [_rounded_float(sum(values[begin:end], start=Fraction(0))) for begin, end in pairwise(edges)]
 

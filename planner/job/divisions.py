@@ -55,7 +55,10 @@ class StageLoads:
             (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
 
     def balance_layers(self, order: str, chunks: int) -> Arrangement:
-        """Return a division of a placement with little work for the busiest worker, improved by moves of one layer."""
+        """Return the arrangement of a placement whose division of the layers gives the busiest worker little work.
+
+        The division is improved by moves of one layer. `chunks` is the number of virtual stages of a worker.
+        """
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
         for stage in range(1, virtual):

@@ -20,7 +20,7 @@ from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLay
 from slipstream.planner.job.toml import round_times
 
 BYTES_HELD = 18
-"""Bytes per parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
+"""Bytes that are held per parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
 """Bytes per parameter of the undo copies: of the master weight and the moments."""
 BYTES_WHOLE = 6
@@ -28,7 +28,7 @@ BYTES_WHOLE = 6
 BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
 """Bytes per parameter that are sharded with the optimizer state."""
 UNIT_BYTES = 10**6
-"""Unit of memory, on each GPU."""
+"""Bytes in the unit of memory of estimated job files, on each GPU."""
 BYTES_READ = 2
 """Bytes that F, and also I, moves per parameter in products: the bf16 weight, read once."""
 BYTES_ADDED = 8
@@ -47,9 +47,9 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations per second in bf16, without sparsity."""
     memory_bytes: float
     memory_bandwidth: float
-    """Bytes per second."""
+    """Bandwidth of the GPU's memory, in bytes per second."""
     network: float
-    """Bytes per second for each GPU."""
+    """Bandwidth of the network, in bytes per second for each GPU."""
 
 
 GPUS = {gpu.name: gpu for gpu in (
@@ -59,7 +59,8 @@ GPUS = {gpu.name: gpu for gpu in (
     GpuSpec(name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9),
     GpuSpec(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
 )}
-"""GPUs by name, from NVIDIA's data sheets. Network: one port of 200 Gb/s (A100) or 400 Gb/s per GPU."""
+"""GPUs by name, with values from NVIDIA's data sheets. The network has one port of 200 Gb/s (A100) or 400 Gb/s per
+GPU."""
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class _Cost(NamedTuple):
     held_bytes: float
     """Bytes held permanently."""
     by_muon: float
-    """Number of the parameters that Muon steps."""
+    """Number of parameters that Muon steps."""
     orthogonal: float
     """Seconds of Muon's matrix products."""
 
@@ -128,7 +129,7 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return exact sums over the layers of each stage, so that plans that cut stages need no finer ticks."""
+        """Return exact sums of values of layers over each stage, so that plans that cut stages need no finer ticks."""
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}
 
@@ -271,7 +272,8 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
 def divide_layers(work: Sequence[float], stages: int) -> list[int]:
     """Return the number of layers of each stage, at least one, such that the busiest stage has the least work.
 
-    Among these divisions, one with the least sum of squares of the stages' work is chosen, so that all are even.
+    The argument `work` has the work of each layer, in order. Among these divisions, one with the least sum of squares
+    of the stages' work is chosen, so that all stages are even.
     """
     inner = work[1:-1]
     if inner and max(inner) <= min(inner) == work[0]:

@@ -27,7 +27,7 @@ _FORM = 'a list of nodes, each a list of its workers, such as [["0.0", "0.1"], [
 
 
 def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
-    """Read the nodes from a `[topology]` table, given as `workers_per_node` or as `node`. Raises JobError."""
+    """Return the workers of each node, from `workers_per_node` or `node` of a `[topology]` table. Raises JobError."""
     size, listed = table.take_value("workers_per_node"), table.take_value("node")
     table.refuse_unknown_keys()
     if (size is None) == (listed is None):
@@ -63,7 +63,7 @@ def workers_of_nodes(nodes: Nodes, numbers: Iterable[int], option: str) -> tuple
 
 
 def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> None:
-    """Raise JobError unless the job has this worker."""
+    """Raise JobError, which names the key or option `name`, unless the job has this worker."""
     if worker.pipeline >= pipelines or worker.column >= stages:
         raise JobError(f"{name}: the job has no worker {worker}; expected pipeline 0 to {pipelines - 1} and stage 0 to "
                        f"{stages - 1}")
@@ -151,7 +151,8 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     unit_bytes: float = 1.0
     """Bytes on a worker that make up one unit."""
     recomputed: tuple[float, ...] = ()
-    """Value of `activation` if the stage recomputes its activations. Empty if the job does not say."""
+    """Memory from F to I, as in `activation`, if the stage recomputes its activations. Empty if the job does not
+    say."""
     state: tuple[float, ...] = ()
     """Whole optimizer state of a stage that all of its holders share (`[training] shard_optimizer`).
 
@@ -164,7 +165,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights by which a stage's values are divided over its layers, one value per layer of the model.
+    """Relative weights by which each value of a stage is divided over its layers, one weight per layer of the model.
 
     None: values are divided evenly. See `planner.job.layers`.
     """
@@ -409,7 +410,10 @@ def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int
 
 
 def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read the column and layers of each stage from a layout, which Megatron-LM assigns to columns round-robin."""
+    """Read the column and the number of layers of each stage from the text of a Megatron-LM pipeline layout.
+
+    Megatron-LM assigns stages to columns round-robin.
+    """
     layers = layout_counts("placement.layers", layout)
     for key in ("chunks", "order"):
         if table.has_key(key):

@@ -68,14 +68,14 @@ def exact_decimal(value: float) -> Fraction:
 
 
 def limited_ratio(one: float, other: float) -> Fraction:
-    """Return the ratio of two ticks or units that were rounded to floats, as a fraction that a file can hold."""
+    """Return `one` / `other`, two ticks or units that were rounded to floats, as a fraction that a file can hold."""
     if one < other:
         return 1 / limited_ratio(other, one)
     return Fraction(one / other).limit_denominator(10**6)
 
 
 def add_exactly(one: float, other: float) -> float:
-    """Return the sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
+    """Return the sum of two numbers as decimals, as the user wrote them, so that ticks and units stay coarse."""
     return float(exact_decimal(one) + exact_decimal(other))
 
 
@@ -104,7 +104,7 @@ ROUNDING_PARTS = 1000
 
 
 def held_state_share(holders: int) -> Fraction:
-    """Return the share of the whole state that each of `holders` holders keeps."""
+    """Return the share of a stage's sharded optimizer state that each of `holders` holders keeps, copies included."""
     return min(Fraction(1), Fraction(STATE_COPIES, holders))
 
 

@@ -16,7 +16,7 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
 
 
 def layout_counts(key: str, layout: str) -> tuple[int, ...]:
-    """Return the number of layers of each stage of a layout. Embedding and head count as one layer each.
+    """Return the number of layers of each stage of a Megatron-LM layout. Embedding and head count as one layer each.
 
     The argument `key` names the text in the job file. Raises JobError if the text is not a layout, or has layers for
     multi-token prediction, which jobs do not support.

@@ -32,7 +32,7 @@ from slipstream.schedules.files import read_at_most
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS = 1000
 MAX_VALUE = 2**24
-"""Largest number that a key may have."""
+"""Largest number that a key of a config.json may have."""
 
 
 class ModelKeys:
@@ -47,7 +47,7 @@ class ModelKeys:
         return self._values.get(key) is not None
 
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Return an integer of at least `low`."""
+        """Return the value of a key, an integer of at least `low`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -56,7 +56,7 @@ class ModelKeys:
         return value
 
     def read_flag(self, key: str, *, default: bool) -> bool:
-        """Return true or false."""
+        """Return the value of a key, true or false."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -65,7 +65,7 @@ class ModelKeys:
         return value
 
     def read_list(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
-        """Return a list whose items are of type `item`."""
+        """Return the value of a key, a list whose items are of type `item`."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -74,7 +74,7 @@ class ModelKeys:
         return value
 
     def read_text(self, key: str) -> str:
-        """Return a string."""
+        """Return the value of a key, a string."""
         value = self._values.get(key)
         if not isinstance(value, str):
             raise self.make_error(key, "a text")
@@ -136,7 +136,7 @@ def _read_layer_count(keys: ModelKeys) -> int:
 
 
 def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
-    """Read the kind of each layer, from a list with one item per layer."""
+    """Read the kind of each decoder layer from a key that lists one kind per layer."""
     kinds: list[str] = keys.read_list(key, str, default)
     if len(kinds) != _read_layer_count(keys):
         raise keys.make_error(key, f"{_read_layer_count(keys)} kinds of layers, as num_hidden_layers says")
@@ -145,7 +145,11 @@ def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = Non
 
 def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
                     output_bias: bool | None = None) -> LayerShape:
-    """Read attention, as most models name its keys. If `bias` is None, the file decides whether there are biases."""
+    """Read the shape of an attention layer from the key names that most models use.
+
+    If `bias` is None, the file decides whether there are biases. The argument `tokens` is the result of
+    `attended_tokens`.
+    """
     heads = keys.read_count("num_attention_heads")
     kv_heads, width = keys.read_count("num_key_value_heads", heads), keys.read_count("head_dim",
                                                                                      max(1, hidden // heads))
@@ -159,7 +163,7 @@ def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool |
 
 
 def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
-    """Return the average number of tokens that a token attends to in a layer of this kind."""
+    """Return `attended_tokens` for a layer of this kind: twice the mean number of tokens that a token attends to."""
     window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
     return attended_tokens(sequence, window)
 

@@ -157,13 +157,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def muon_operations(one: int, other: int) -> float:
-    """Return the operations that orthogonalize a matrix: five times X X', its square, and that times X."""
+    """Return the floating-point operations with which Muon orthogonalizes a matrix with sides `one` and `other`.
+
+    Each of its five steps computes X X', the square of that, and a product with X.
+    """
     short, long = sorted((one, other))
     return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
 
 
 def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
-    """Return the shape of matrices that multiply one input. Input and outputs' gradients are held from I to W."""
+    """Return the shape of matrix products of one input of width `inputs` with weights for each of `outputs`.
+
+    The input and the gradients of the outputs are held from I to W.
+    """
     weights = inputs * sum(outputs)
     return LayerShape(kind="product", parameters=weights + bias * sum(outputs), matrices=weights, used=weights,
                       activation=VALUE_BYTES * inputs, stash=VALUE_BYTES * (inputs + sum(outputs)), by_muon=weights,
@@ -171,12 +177,13 @@ def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape
 
 
 def norm_shape(width: int) -> LayerShape:
-    """Return the shape of a norm with scales, whose input the backward reads."""
+    """Return the shape of a norm with scales of this width, whose input the backward reads."""
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
 def held_values_shape(number: int) -> LayerShape:
-    """Return the shape of values that the backward reads besides the inputs of products and norms."""
+    """Return the shape of `number` values per token that the backward reads besides the inputs of products and
+    norms."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
@@ -277,7 +284,7 @@ def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> 
 
 
 def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """Combine parts into a layer with a name. `recomputed` is what it holds if its activations are recomputed."""
+    """Combine parts into one layer that `kind` names. It holds `recomputed` bytes if activations are recomputed."""
     return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 

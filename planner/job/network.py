@@ -15,7 +15,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     latency: float = 0.0
     """Seconds from one worker to another, independent of the size of a message."""
     bandwidth: float | None = None
-    """Bytes per second."""
+    """Bandwidth of a link, in bytes per second; None if the times of reductions and transfers are those of `[time]`."""
     gradients: tuple[float, ...] = ()
     """Bytes of a stage's gradients, by virtual stage. With a bandwidth, the times of reductions follow from these."""
     slowdown: float = 0.0
@@ -35,13 +35,17 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
                                     / self.bandwidth)
 
     def transfer_seconds(self) -> float:
-        """Return the seconds that an activation takes."""
+        """Return the seconds that an activation takes from one worker to another."""
         assert self.bandwidth is not None and self.activation is not None
         return round_to_four_digits(self.latency + self.activation / self.bandwidth)
 
 
 def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured: Sequence[str]) -> Network:
-    """Read a `[network]` table. `measured` are the keys of `[time]` that are given. Raises JobError."""
+    """Read a `[network]` table. Raises JobError.
+
+    There are `virtual` virtual stages in each of `chains` chains; messages call them `per`. The keys in `measured` are
+    those of `[time]` that are given.
+    """
     overlap = table.take_value("overlap", False)
     if not isinstance(overlap, bool):
         raise JobError(f"network.overlap is {shorten_repr(overlap)}; expected true or false")
@@ -67,9 +71,10 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
 
 
 def network_table(network: Network, latency: float, bandwidth: float, slowdown: float) -> dict[str, bool | float]:
-    """Return the `[network]` table with measured values, where reductions and transfers were measured as well.
+    """Return the `[network]` table for a job file whose reductions and transfers have been measured.
 
-    A `bandwidth` of 0 means that nothing was measured.
+    The units are those of `Network`. A `bandwidth` of 0 means that no links were measured: the latency of `network` is
+    kept.
     """
     table: dict[str, bool | float] = {"overlap": True} if network.overlap else {}
     if not bandwidth:
@@ -79,5 +84,5 @@ def network_table(network: Network, latency: float, bandwidth: float, slowdown: 
 
 
 def round_to_four_digits(seconds: float) -> float:
-    """Round to four digits, so that ticks stay coarse."""
+    """Round a number to four significant digits, so that ticks stay coarse."""
     return float(f"{seconds:.4g}")

@@ -74,11 +74,12 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
 
 
 def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
-    """Return (times, number of micro-batches, whether backwards were whole) of a trace. `source` names it in errors.
+    """Compute the times of each stage from the runs of ops in a trace. `source` names the trace in errors.
 
-    Times are median seconds per stage, as in the `[time]` table. The first run of each op is a warm-up and left out if
-    there are others. The number of micro-batches is None if the names do not contain it. If the trace has whole
-    backwards only, half of each counts as I and half as W. Raises ProfilerTraceError if a stage lacks ops.
+    Returns (times, number of micro-batches, whether backwards were whole). Times are median seconds per stage, as in
+    the `[time]` table. The first run of each op is a warm-up and left out if there are others. The number of
+    micro-batches is None if the names do not contain it. If the trace has whole backwards only, half of each counts as
+    I and half as W. Raises ProfilerTraceError if a stage lacks ops.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)

@@ -18,7 +18,7 @@ SUFFIX = ".parquet"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "mc")
 KINDS = ("forward-compute", "backward-compute")
 HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
-"""Kinds of both ends of a transfer, and the direction in which it goes: the offset of the receiving stage."""
+"""Transfers, as (kind of the send, kind of the receive, offset from the sending to the receiving stage)."""
 SLOW_FACTOR = 1.15
 """Factor above which a worker is slow: its time relative to the median of its stage."""
 
@@ -50,7 +50,7 @@ class StragglerTrace(NamedTuple):
         return means
 
     def slow_factors(self) -> dict[str, float]:
-        """Return the slow workers, each with its time relative to the median of its stage."""
+        """Return the time of each slow worker relative to the median of its stage, by worker."""
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
         return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
@@ -126,7 +126,10 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
 
 def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
                     some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
-    """Return the seconds from the first start to the last end of the ops that `some` selects, [steps]."""
+    """Return the seconds from the first start to the last end of the ops that `some` selects, for each iteration.
+
+    The argument `step` has the iteration of each op, `begin` and `end` its times in seconds.
+    """
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])
     np.maximum.at(last, step[some], end[some])

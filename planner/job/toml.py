@@ -47,16 +47,16 @@ class TomlTable:
         return key in self._left
 
     def peek_value(self, key: str) -> Any:
-        """Return a value unchecked without taking it; None if it is missing."""
+        """Return a value without checking or taking it; None if it is missing."""
         return self._left.get(key)
 
     def take_value(self, key: str, default: Any = None) -> Any:
-        """Take a value unchecked."""
+        """Take a value without checking it; `default` if it is missing."""
         self._known.append(key)
         return self._left.pop(key, default)
 
     def take_table(self, key: str, *, required: bool = False) -> "TomlTable":
-        """Take a nested table. If it is missing and not required, an empty table is returned."""
+        """Take a nested table. If it is missing, return an empty one, or raise JobError if it is required."""
         given = self._take_required(key, None if required else {})
         if given is None:
             raise JobError(f"key {self.key_path(key)!r} is missing; expected a table")
@@ -71,12 +71,18 @@ class TomlTable:
         return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
     def take_counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
-        """Take integers: a list of `length` values, one per `per`, or a single value for all."""
+        """Take a list of `length` integers from `low` to `high`, or a single integer that is used for all.
+
+        The argument `per` names what has one value each, such as a stage, in messages.
+        """
         return _read_list(self.key_path(key), self._take_required(key, None), length, per,
                           lambda name, value: checked_count(name, value, low, high))
 
     def take_numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
-        """Take numbers of at least 0: a list of `length` values, one per `per`, or a single value for all."""
+        """Take a list of `length` numbers of at least 0, or a single number that is used for all.
+
+        The argument `per` names what has one value each, such as a stage, in messages.
+        """
         return _read_list(self.key_path(key), self._take_required(key, default), length, per, checked_number)
 
     def _take_required(self, key: str, default: object) -> object:
@@ -122,7 +128,10 @@ def shorten_repr(value: object) -> str:
 
 
 def _read_list(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
-    """Read a list of `length` values, or a single value for all."""
+    """Read a list of `length` values with the function `read`, or a single value that is used for all.
+
+    The argument `per` names what has one value each in the message of JobError.
+    """
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
@@ -135,7 +144,8 @@ def _read_list(path: str, value: object, length: int, per: str, read: Callable[[
 
 
 DIGITS = 4
-"""Digits of the longest time of a job. Finer times are below measurement accuracy, and slow down the planner."""
+"""Number of digits of the longest time of a job. Finer times are below measurement accuracy, and slow down the
+planner."""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:

@@ -29,8 +29,7 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 
 
 def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
-    """Return the replicas of the live workers: a pipeline's own if they can hold all layers, else those of several
-    pipelines.
+    """Divide the live workers into replicas that can hold all layers: pipelines, or what is left of several.
 
     A pipeline that lost no worker and has no slow one keeps its stages, unless `anew` re-cuts all pipelines. Re-cut
     replicas come first. Raises LookupError if no replica of all workers can hold all layers.
@@ -89,8 +88,11 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
 
 def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[float],
                    limit: float) -> list[LayerRange] | None:
-    """Assign layers to columns, from the first column on, so that each column's live workers do the work within the
-    limit. Return the range of layers of each column; None if some layers are left."""
+    """Assign layers to columns, in order, so that the live workers of each column do the work within `limit` ticks.
+
+    The argument `rates` has the number of workers of the usual speed that each column amounts to. Return the range of
+    layers of each column; None if some layers are left.
+    """
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
@@ -133,9 +135,9 @@ def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
                    make: Callable[[Problem], Layout | None]) -> Layout | None:
-    """Make a layout group by group, each kind of group once; return None if some group has no layout.
+    """Make a layout of a problem from layouts of its groups of pipelines; return None if some group has no layout.
 
-    Raises LookupError if the live workers cannot hold all layers.
+    `make` is called once for all groups that are equal. Raises LookupError if the live workers cannot hold all layers.
     """
     if len(groups) == 1:
         return make(problem)
@@ -189,7 +191,10 @@ def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> It
 
 
 def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
-    """Return how many workers' work these pipelines cannot do; at least a little, so that the value is positive."""
+    """Return how many workers of the usual speed these pipelines lack: failed ones, and the missing speed of slow ones.
+
+    The result is at least 1/1000, so that it is positive.
+    """
     workers = len(group) * len(problem.path_by_chain[0])
     speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group
               for worker in problem.live_by_pipeline[pipeline])
@@ -197,7 +202,10 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 
 
 def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """Return the fewest helpers with which the longest load is about as short as with all of `most`."""
+    """Return the fewest healthy pipelines that help a group to about as short a longest load as all of `most` would.
+
+    The load may be longer by the share `tolerance`.
+    """
     def longest_load(count: int) -> float:
         part = extract_pipelines(problem, (*group, *most[:count]))
         try:
@@ -213,7 +221,7 @@ def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], 
 
 
 def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
-    """Return the worker of the whole problem that a worker of a group represents."""
+    """Return the worker of the whole problem that a worker of a group represents, given the pipelines of the group."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
@@ -224,9 +232,9 @@ def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
                      params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Iterate over different layouts, the most promising first; each is made when it is requested.
 
-    There are short slices up to `largest_fine` micro-batches times parts of stages, but at most up to that of `params`.
-    Raises LookupError if there is no layout: no worker holds some layer and none may be loaded from a checkpoint, or
-    there is no room for all layers.
+    Layouts with slices shorter than a stage are made if micro-batches times parts of stages are at most `largest_fine`,
+    and at most as many as `params` allow. Raises LookupError if there is no layout: no worker holds some layer and none
+    may be loaded from a checkpoint, or there is no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
@@ -300,7 +308,10 @@ def _require_layers(problem: Problem) -> None:
 def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
                 separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
                 params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """Return the layout of these replicas with the shortest longest load; for `parts`, see `with_finer_slices`."""
+    """Make the layout of the replicas of `form_replicas` whose longest load is the shortest; None if nothing fits.
+
+    For the options see `Divider`; for `anew`, `form_replicas`; for `parts`, `with_finer_slices`.
+    """
     replicas = form_replicas(problem, anew=anew)
     division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
                        staggered=staggered, params=params).find_division()

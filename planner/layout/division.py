@@ -115,7 +115,7 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
 
 def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T,
                      within: float = 0.0) -> tuple[int, T]:
-    """Return the least limit from `low` + 1 to `high` for which an attempt has a result, and that result.
+    """Return the least limit from `low` + 1 to `high` for which `attempt` has a result (not None), and the result.
 
     `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
     """
@@ -137,8 +137,10 @@ Task = tuple[int, int]
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a micro-batch that runs on no replica as a whole; on a re-cut replica, or on a single
-    worker."""
+    """Layers [first, end) of a micro-batch that runs on no replica as a whole; a replica or a worker runs them.
+
+    The field `item` is the number of the micro-batch among those.
+    """
 
     item: int
     first: int
@@ -165,11 +167,11 @@ class Divider:
     def __init__(self, problem: Problem, replicas: Sequence[Replica], *, floating: bool = True,
                  spread: bool = True, anywhere: bool = False, separate: bool = False, staggered: bool = False,
                  params: LayoutParams = DEFAULTS.layouts) -> None:
-        """Set how work may be divided.
+        """Store how work may be divided.
 
         With `floating`, two neighbours may hold one layer; with `spread`, a micro-batch may visit several replicas;
-        with `anywhere`, it may come back to one; with `separate`, it has few replicas of its own; for `staggered`, see
-        `cut`.
+        with `anywhere`, it may come back to one; with `separate`, it has few replicas of its own. For `staggered`, see
+        the function `pack_workloads`.
         """
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
@@ -246,8 +248,11 @@ class Divider:
                    for position in range(len(replica.workers)))
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return the ticks of a worker that keeps its layers: ops at its speed, closing ops, and the least idle
-        time."""
+        """Return the ticks of a worker that keeps its layers and runs `count` micro-batches.
+
+        They are those of its ops at its speed, of the closing ops (reductions and optimizer step), and of the least
+        idle time.
+        """
         problem, worker = self._problem, replica.workers[position]
         compute = count * sum(problem.costs.work[layer] for layer in problem.list_held_layers(worker))
         idle = 0 if len(problem.workers[worker].holds) > 1 else make_idle_function(
@@ -255,7 +260,8 @@ class Divider:
         return -(-compute * problem.slowness(worker) // 1000) + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the segments of the remaining micro-batches that the re-cut replicas take."""
+        """Return the slices that re-cut replicas take, within the limit, of micro-batches that no replica runs
+        whole."""
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
@@ -283,7 +289,7 @@ class Divider:
                 for position, worker in enumerate(replica.workers)}
 
     def _overflow_tasks(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
-        """Return the first tasks of a stage, as many as its workers have no time for."""
+        """Return the first (micro-batch, layer) tasks of a stage, as many as its workers have no free ticks for."""
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
         room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
@@ -337,8 +343,10 @@ class Divider:
         return slices if slices or not items else None
 
     def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """Iterate over (items, replicas) of each set: as many sets as possible with hardly longer loads, each of few
-        replicas."""
+        """Iterate over sets of replicas that share no micro-batch, as (numbers of micro-batches, replicas).
+
+        There are as many sets as possible with hardly longer loads, each of few replicas that keep their stages.
+        """
         kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
         if not counts:
@@ -352,8 +360,10 @@ class Divider:
             yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
 
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
-        """Return the largest work of a worker if this many replicas share this many micro-batches, in layers of a
-        stage."""
+        """Return the largest work of a worker at any stage if `replicas` share `items` micro-batches.
+
+        The unit is the work of a whole stage for one micro-batch.
+        """
         counts = [end - first for (first, end), _ in self._problem.path_by_chain[0]]
         least = Fraction(self._params.least_share)
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
@@ -378,7 +388,10 @@ class Divider:
         return counts
 
     def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """Return the cut with the shortest longest load; without floating layers if that keeps within the limit."""
+        """Divide the tasks of a re-cut replica over its workers such that the longest load is shortest.
+
+        The argument `counts` has the number of tasks of each layer. Layers do not float if that keeps within the limit.
+        """
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
         problem, slowness = self._problem, map(self._problem.slowness, replica.workers)
@@ -390,7 +403,7 @@ class Divider:
 
 
 def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Return the number of tasks of each layer: `whole` of each, plus these tasks."""
+    """Return the number of (micro-batch, layer) tasks of each layer: `whole` of each, plus the tasks in `more`."""
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -438,8 +451,10 @@ def build_layout(problem: Problem, replicas: Sequence[Replica], division: Divisi
 
 def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
                        division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Return the micro-batches of each replica, its own first, and those of no replica, evenly spread over the
-    iteration."""
+    """Choose which micro-batches each replica runs as a whole, its own first, and which run on no replica as a whole.
+
+    Those that leave their own replica are evenly spread over the iteration.
+    """
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
     of_pipeline = {replica.workers[0].pipeline: index for index, replica in reversed(list(enumerate(replicas)))}
@@ -466,7 +481,7 @@ def _turn_key(batch: MicroBatch) -> tuple[int, int]:
 
 def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
                  parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
-    """Choose the cuts of each micro-batch.
+    """Choose the layers after which each micro-batch of a re-cut replica goes to the next worker; fill `where`.
 
     With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
     cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give

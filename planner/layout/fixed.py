@@ -82,7 +82,10 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own path if it holds the part, else another holder of its pipeline."""
+        """Return the worker of the micro-batch's own pipeline in the part's column if it holds the part.
+
+        Otherwise return another holder in that pipeline, or None.
+        """
         path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
         worker = Worker(batch.pipeline, column)

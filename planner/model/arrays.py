@@ -41,7 +41,7 @@ class ProblemArrays:
         self.workers = problem.live_workers
         """Worker of each row."""
         self.group = to_ints([problem.group_number(worker) for worker in self.workers])
-        """Group of each row."""
+        """Number of the group of each row: of the workers that hold the same layers."""
         self.ticks_after_group = to_ints([problem.ticks_after_group(worker) for worker in self.workers])
         """Ticks from the end of its group to the end of its window, by row."""
         self.reductions = build_reduction_arrays(problem)
@@ -108,7 +108,7 @@ class ProblemArrays:
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Hosts and start times of the compute ops. `assemble` adds all-reduces and optimizer steps."""
+    """Workers and start times of all compute ops. `assemble` adds all-reduces and optimizer steps."""
 
     arrays: ProblemArrays
     """Problem with its assignment."""
@@ -170,7 +170,7 @@ def to_ints(values: Sequence[Any]) -> Ints:
 
 
 def _route_places(problem: Problem) -> tuple[Ints, Ints]:
-    """Return, for each unit, the place of its slice in its route, and the length of the route."""
+    """Return, for each unit, the position of its slice in its route, and the number of slices of the route."""
     grid = problem.grid
     lengths = to_ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
                        for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])

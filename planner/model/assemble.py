@@ -1,4 +1,4 @@
-"""Builds a schedule from solved pieces: puts them on one clock, then adds all-reduces and optimizer steps."""
+"""Build a schedule from solved pieces: put them on one clock, then add all-reduces and optimizer steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ ForeignNames = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 def align_pieces(problem: Problem, solutions: Sequence[Solution],
                  deadlines: Sequence[int] | None = None) -> list[Solution]:
-    """Put the solutions of all pieces on one clock, with the first op of all at 0.
+    """Shift the solutions of all pieces onto one clock, on which the first op of all starts at 0.
 
     With a staggered optimizer and several pieces, each op then starts as late as the common group ends allow, so that
     the windows of all pieces are as short as their orders permit. The common ends are `deadlines` if given. Otherwise
@@ -125,7 +125,7 @@ def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]
 
 
 def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
-    """Return the names, in the whole problem, of the micro-batches that a pipeline's workers run, if they differ there.
+    """Return the micro-batches that a pipeline's workers run under another name in the whole problem, with that name.
 
     A name is (pipeline, number). The pipeline is None if it is the worker's own.
     """
@@ -140,9 +140,10 @@ def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: I
 
 def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
                         closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return the program of a worker, and the index of each of its compute ops in that program.
+    """Return the program of a worker with its closing ops, and the indices of its compute ops in it.
 
-    The closing ops follow the compute ops, or lie between them if the reductions are interleaved.
+    The closing ops are the reductions and the optimizer step. They follow the compute ops, or lie between them if
+    `problem.can_reduce_early`.
     """
     last = closing[problem.group_number(worker)]
     if not problem.can_reduce_early:

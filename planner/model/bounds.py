@@ -41,7 +41,7 @@ def strongest_bound(problem: Problem) -> Bound:
 
 
 def exact_bound(problem: Problem) -> NamedBound:
-    """Return the best proven lower bound as a fraction of ticks.
+    """Return the best proven lower bound on the period as a fraction of ticks, with what it counts.
 
     Times of schedules with slices need not be whole numbers of the problem's ticks.
     """
@@ -97,7 +97,10 @@ def _earliest_forward(problem: Problem, stage: int) -> int:
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """Return the least ticks for the work of some columns on their live workers, with the shortest closing."""
+    """Return the least ticks in which the live workers of some columns do the columns' work of an iteration.
+
+    The shortest reductions and optimizer step of these workers are added.
+    """
     work = sum(sum(problem.usual_ticks(kind, stage) for kind in problem.op_kinds) * _microbatches_at(problem, stage)
                for column in columns for stage in problem.grid.stages_of_column(column))
     slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
@@ -142,9 +145,9 @@ class StageShares(NamedTuple):
     room: int
     """Memory of the holder for activations, times p."""
     most: int
-    """Number of shares of all micro-batches."""
+    """Number of shares of all micro-batches of an iteration."""
     late: int = 0
-    """Delay of the first I beyond its round trip."""
+    """Time by which the first I begins later than its round trip requires."""
 
     @property
     def work(self) -> int:
@@ -183,7 +186,8 @@ class StageShares(NamedTuple):
 
         In the second case (`_fill_and_drain_bound`), these W are not among the count - l that are done before the last
         F starts, where memory holds at most l. With count > k some I comes before the last F, so that nothing is
-        counted twice: `fill` ends when the first I starts. With fewer, all F may come first, and 0 is returned.
+        counted twice: the time of `fill_idle` ends when the first I starts. With fewer, all F may come first, and 0 is
+        returned.
         """
         if count <= self.max_waiting:
             return 0
@@ -522,16 +526,19 @@ def work_bound(problem: Problem) -> int:
 
 
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
-    """Return the ticks in which these workers together do `work` ticks of usual work.
+    """Return the ticks in which these workers together do work that takes one worker of the usual speed `work` ticks.
 
-    `slowness` has the time of each worker, per mille of the usual time.
+    The argument `slowness` has the time that each worker takes, per mille of the usual time.
     """
     kinds = Counter(slowness)
     return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
 
 
 def period_bound(problem: Problem) -> Bound:
-    """Return the best known bound: `fixed_bound` or `any_layers_bound`, but at least `work_bound`."""
+    """Return the best known bound for the layouts that the problem allows: `fixed_bound` or `any_layers_bound`.
+
+    It is at least `work_bound`.
+    """
     moving = problem.question.layers == "move"
     return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
                  problem.question.bound_scope, "the work of all layers that workers share")

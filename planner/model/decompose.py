@@ -1,4 +1,4 @@
-"""Divides a problem into pieces, so that equal pieces are solved once.
+"""Divide a problem into pieces, so that equal pieces are solved once.
 
 Pipelines that share no micro-batches meet only at the all-reduce. A pipeline with dead workers needs peers for its
 micro-batches; all other pipelines are independent. So a job divides into groups of broken pipelines with healthy ones
@@ -132,7 +132,10 @@ def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list
 
 
 def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
-    """Return the number of healthy peers below which a worker would get more than the busiest one must run anyway."""
+    """Return the fewest healthy pipelines that must help the broken ones in `part`.
+
+    With fewer, a worker would get more micro-batches than the busiest worker must run anyway.
+    """
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
     for column, live in enumerate(problem.live_pipelines_by_column):
@@ -144,7 +147,10 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
 
 
 def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
-    """Return the number of healthy peers with which each runs one re-routed unit, limited by the piece's size."""
+    """Return the number of healthy pipelines with which each worker runs at most one re-routed unit.
+
+    The size of the piece limits the number.
+    """
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
     ops = count * problem.grid.depth * len(problem.op_kinds)

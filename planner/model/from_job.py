@@ -1,4 +1,4 @@
-"""Translates a job with its failures to a problem in ticks: with whole stages in place, or with another layout."""
+"""Translate a job with its failures to a problem in ticks: with whole stages in place, or with another layout."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ Rounded = Callable[[Fraction], int]
 
 
 def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest tick, in seconds, that represents all times exactly, but at least the longest op / FINEST.
+    """Return the coarsest tick, in seconds, that represents all times exactly, but at least the longest op / MAX_TICKS.
 
     If `costs` is given, the times of single layers are considered, too.
     """
@@ -76,7 +76,7 @@ def _common_divisor(values: Iterable[Fraction]) -> Fraction:
 
 
 def to_per_mille(factor: float) -> int:
-    """Convert a factor to thousandths."""
+    """Convert a factor on the time of a worker's ops to whole thousandths."""
     return round(factor * 1000)
 
 
@@ -98,7 +98,11 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
 
 
 def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest unit that represents all memory exactly, or a coarser one (see FINEST_MEMORY)."""
+    """Return the coarsest unit, in the job's unit, that represents all memory exactly, or a coarser one.
+
+    It is at least the largest amount / MAX_MEMORY_UNITS. If `costs` is given, the memory of single layers is
+    considered, too.
+    """
     if job.memory is None:
         return Fraction(1)
     values = [exact_decimal(value)

@@ -31,7 +31,7 @@ class Bound(msgspec.Struct, frozen=True):
     ticks: int
     scope: Scope
     counts: str = ""
-    """Description, in words, of the work that the bound counts."""
+    """Description, in words, of what the bound counts, such as the work of all workers."""
 
     def __or__(self, other: "Bound") -> "Bound":
         """Return the larger of two bounds of the same scope, or the first one if they are equal."""
@@ -155,7 +155,7 @@ Route = tuple[RouteSlice, ...]
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
-    """Return `some` of the numbers below `count`, evenly spaced."""
+    """Return `some` of the numbers from 0 to `count` - 1, evenly spaced."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
 
@@ -286,7 +286,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First of the columns that reduce gradients together, for each column. With one chain, the column itself."""
+        """First of the columns that hold copies of the same stages and so reduce gradients together, for each column.
+
+        With one chain, it is the column itself.
+        """
         return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
                                                          for stage, column in enumerate(self.column_of))))
 
@@ -313,7 +316,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def stages_remaining(self) -> tuple[int, ...]:
-        """Number of stages of a chain from the one in which a slice begins to the end, by slice."""
+        """Number of stages from the one in which a slice begins to the end of its chain, that one included; by
+        slice."""
         grid = self.grid
         first = [low for low, _ in self.layers_by_slice[:grid.depth]]
         return (*(grid.depth - grid.original_stage(stage) for stage in range(len(grid.stages))),
@@ -430,7 +434,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shortest ticks to pass the first 0, 1, 2, ... stages and the way to the next: (by F, by I or B)."""
+        """Least ticks in which a micro-batch passes the first 0, 1, 2, ... stages, transfers to the next included.
+
+        There is one tuple for its F, and one for its I (or B).
+        """
         stages = range(len(self.grid.stages))
         hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]
         forward, back = (tuple(accumulate((self.fastest_ticks(kind, stage) + hops[stage] for stage in stages),

@@ -1,4 +1,4 @@
-"""Computes start times from an order of ops, and the period from start times."""
+"""Compute start times from an order of ops, and the period from start times."""
 
 from collections.abc import Sequence
 
@@ -34,9 +34,10 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
 
 
 def compute_group_ends(*pieces: Solution) -> Ints:
-    """Return the end of the last compute op of each group. All pieces must be on one clock.
+    """Return the end of the last compute op of each group of workers that hold the same layers.
 
-    If reductions are interleaved, return the start of each group's last reduction instead.
+    All pieces must be on one clock. If reductions may lie between compute ops (`Problem.can_reduce_early`), return the
+    start of each group's last reduction instead.
     """
     ends_by_piece = []
     for solution in pieces:
@@ -53,8 +54,8 @@ def compute_group_ends(*pieces: Solution) -> Ints:
 def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
     """Return the start of each reduction, or NEVER if no piece has a W of its layers. All pieces must be on one clock.
 
-    The problem must be interleaved. A reduction starts at the first tick after the last W of its layers at which no
-    worker that takes part runs an op.
+    The problem must be one in which reductions may lie between compute ops (`Problem.can_reduce_early`). A reduction
+    starts at the first tick after the last W of its layers at which no worker that takes part runs an op.
     """
     begins: Ints = np.max([_last_awaited_ends(one) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
@@ -93,8 +94,9 @@ def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
 def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
     """Return the start of each reduction, and the time at which each group has finished its last one.
 
-    `ends` has the end of the last compute op of each group. The problem must not be interleaved. If layers are held by
-    column, there are no shared reductions, and a group is finished at its end.
+    The argument `ends` has the end of the last compute op of each group. All reductions must follow these ops:
+    `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared reductions, and a group
+    is finished at its end.
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
@@ -151,7 +153,7 @@ def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
 
 
 def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """Return the best period of an order, and the start ticks of all ops for it.
+    """Compute the shortest period that an order of ops allows, and the start ticks of all ops for it.
 
     With a staggered optimizer, ops start first as early as possible, then as late as the group ends allow, which
     shortens the windows.

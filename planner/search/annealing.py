@@ -1,4 +1,5 @@
-"""Annealing of plans, with the compiled loops of `planner.kernel`, which also documents the arrays."""
+"""Shorten plans by simulated annealing, with the compiled loops of `planner.kernel`, which also documents the
+arrays."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,7 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Return another chain of the same instance, starting from the present state of a chain."""
+    """Return another annealing chain for the problem of a chain, starting from its present state, with another seed."""
     own = {field: _copy_arrays(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_make_random_state(seed))
@@ -149,7 +150,7 @@ def _op_ticks(arrays: ProblemArrays) -> Ints:
 
 
 def _memory_changes(problem: Problem, number: int) -> tuple[int, ...]:
-    """Return the changes that F, I and W of a slice make to the memory of their worker."""
+    """Return by how much F, I and W of slice `number` change the memory that their worker holds."""
     activation, stash = problem.activation_memory(number), problem.stash_memory(number)
     return (activation, stash - activation, -stash)[:len(problem.op_kinds)]
 
@@ -188,7 +189,10 @@ class AnnealingChain:
         """Number of steps between two looks at the clock."""
         self._cycle_steps, self._step = count_first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
-        """Number of orders tried, and of cooling cycles completed."""
+        """Number of steps (orders of the ops that were tried).
+
+        The attribute `cycles` is the number of completed cooling cycles.
+        """
         self._shifts = 0
         self._set_deadlines(solution)
         _copy_state(self._chain.state, self._chain.best)
@@ -198,7 +202,10 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the deadlines to those of the plan. With a synchronous optimizer, all windows then end together, at 0."""
+        """Set the deadlines of all groups, the times by which they must end their compute ops, to those of the plan.
+
+        With a synchronous optimizer, all windows then end together, at 0.
+        """
         chain = self._chain
         if self._problem.can_reduce_early:
             ends = compute_group_ends(solution)
@@ -215,7 +222,8 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _begin_cycle(self) -> None:
-        """Begin the next cooling cycle, or restart the present one because the best plan or the rules have changed."""
+        """Begin the next cooling cycle, or restart the present one because the best plan or the deadlines have
+        changed."""
         self._cycle = self._make_cycle()
         measure_best(self._chain, self._cycle)
 
@@ -243,7 +251,7 @@ class AnnealingChain:
         return self._step == 0
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Fix the deadlines of this chain to the given ones."""
+        """Set the deadlines of all groups to the given ones, and shift them no longer."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -257,7 +265,7 @@ class AnnealingChain:
             self._begin_cycle()
 
     def allow_shifts(self) -> None:
-        """Allow deadlines to be shifted again."""
+        """Allow annealing to shift the deadlines of groups again."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
@@ -274,7 +282,7 @@ class AnnealingChain:
         return copied
 
     def continue_from(self, other: "AnnealingChain") -> None:
-        """Continue from the best plan of another chain of the same piece, under the rules of that chain."""
+        """Continue from the best plan of another chain of the same piece, with that chain's deadlines."""
         for state in (self._chain.state, self._chain.best):
             _copy_state(other._chain.best, state)
         self._chain.record[:] = other._chain.record
@@ -373,10 +381,10 @@ Joining the pieces for a report takes as long as some rounds.
 
 def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                   cycles: int | None = None, tell: Callable[[Incumbent], None] = lambda _: None) -> Incumbent:
-    """Anneal the pieces of a candidate, always the critical ones, and return it with solutions that are no worse.
+    """Anneal the pieces of a candidate that determine its period, and return it with solutions that are no worse.
 
-    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every critical piece
-    (None: no limit). From time to time, `tell` receives a better candidate.
+    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every such piece (None:
+    no limit). From time to time, `tell` receives a better candidate.
     """
     goal, clock = known.bound.ticks, budget.clock
     pieces = _JointAnnealing(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
@@ -406,11 +414,14 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 
 
 class _PieceChains:
-    """A piece and its annealing chains. The second chain is created on demand."""
+    """A piece and the annealing chains that search for its best plan. Further chains are created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.last_better_round = 0
-        """Number of annealing rounds, and of the round that found the last improvement."""
+        """Number of annealing rounds.
+
+        The attribute `last_better_round` is the number of the round that found the last improvement.
+        """
         self._problem, self._seed = solution.arrays.problem, seed * params.chains
         self.chains = [AnnealingChain(solution, goal, self._seed, params)]
         self.period = self.best_chain.period
@@ -437,7 +448,7 @@ class _PieceChains:
         return self.chains[number]
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Fix the deadlines of all chains."""
+        """Set the deadlines of all chains to the given ones, and shift them no longer."""
         for chain in self.chains:
             chain.fix_deadlines(deadlines)
         self.period = self.best_chain.period
@@ -460,7 +471,7 @@ def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int
 
 
 class _JointAnnealing:
-    """The pieces of a candidate, which must all keep the same deadlines.
+    """Annealing of the pieces of a candidate, which must all keep the same deadlines of groups.
 
     If all pieces but at most one are single pipelines, one piece may shift the deadlines: the one that is not single,
     or else the longest. This ends when another piece is annealed, which must be able to rely on the deadlines.
@@ -496,11 +507,14 @@ class _JointAnnealing:
 
     @property
     def period(self) -> int:
-        """Period of the whole."""
+        """Period of the whole candidate, in ticks."""
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the chains to anneal next: those of the longest piece, or one each of the longest pieces."""
+        """Return the chains to anneal next: several of the longest piece or, if others are about as long, one of each.
+
+        `goal` is the period, in ticks, at which annealing ends.
+        """
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
@@ -523,7 +537,10 @@ class _JointAnnealing:
             self._fix_deadlines(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
     def shorten_cycles(self, rounds: float) -> None:
-        """End the present cooling cycles within `rounds` more rounds, divided over the pieces as so far."""
+        """End the present cooling cycles within about `rounds` more rounds.
+
+        Each piece gets the share of these rounds that it has had so far.
+        """
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.shorten_cycle(rounds * piece.rounds / self.rounds)

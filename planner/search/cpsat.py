@@ -1,4 +1,4 @@
-"""CP-SAT: improves a plan, which serves as hint and never becomes worse, and proves lower bounds on the period."""
+"""Improve plans and prove lower bounds on the period with CP-SAT. A plan serves as hint, and never becomes worse."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,10 @@ from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """Variables: a start per op, a literal per possible host of a unit, a window per column, and the period.
+    """Variables of the model: a start per op, a literal per possible host of a unit, a window per column, and the
+    period.
 
-    Units with a single possible host have no literal.
+    A host is a worker that may run the unit. Units with a single possible host have no literal.
     """
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
@@ -73,7 +74,7 @@ class Variables:
                 self.runs[host].append((kind, unit, interval))
 
     def iterate_literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
-        """Yield each possible host with the literal that chooses it, or None if there is no choice."""
+        """Iterate over the workers that may run a unit, with the literals that choose them; None without a choice."""
         for host in self.hosts[unit]:
             yield host, self.host_literals.get((unit, host))
 
@@ -82,7 +83,8 @@ class Variables:
 
 
 class Constraints:
-    """Adds all rules to the model. In the formulas, F, I and W are start times, p durations and h hosts."""
+    """Builder that adds all rules to the model. In the formulas, F, I and W are start times, p durations and h
+    hosts."""
 
     def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
         self._model = model
@@ -105,7 +107,7 @@ class Constraints:
         self._order_workers()
 
     def _add_data_flows(self) -> None:
-        """Require start of an op >= end of each producer + transfer if a tensor crosses and their hosts differ.
+        """Require that an op starts after the end of each op that it waits for, plus the transfer if workers differ.
 
         Neighbouring virtual stages lie on different workers unless they share a column and a host.
         """
@@ -240,9 +242,9 @@ class Constraints:
                                 + problem.column_closing_ticks(worker.column) <= variables.period)
 
     def _order_forwards(self) -> None:
-        """Break symmetry: `find_interchangeable` micro-batches begin at their first stage in the order of their names.
+        """Break symmetry: micro-batches of a group of `find_interchangeable` begin in the order of their names.
 
-        With n workers there, the F of the n-th next one starts only after this F has ended.
+        With n workers at their first stage, the F of the n-th next one starts only after this F has ended.
         """
         problem, variables = self._problem, self._variables
         for batches in find_interchangeable(problem):
@@ -256,7 +258,7 @@ class Constraints:
                 self._model.add(early + least <= late)
 
     def _order_workers(self) -> None:
-        """Break symmetry: of equal workers, each runs its first micro-batch only after the worker before it did.
+        """Break symmetry: of equal workers, each runs its first micro-batch only after the worker before it.
 
         This requires that all micro-batches are interchangeable and may run on any worker of a column, so that equal
         workers are interchangeable, too.
@@ -275,7 +277,7 @@ class Constraints:
 
 
 def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
-    """Return groups of micro-batches that have equal times and equal hosts, some of which are to be chosen.
+    """Return groups of micro-batches with equal times and equal possible workers, several of them at some stage.
 
     If holders share all micro-batches, a group spans all pipelines along a chain; otherwise it has those of one
     pipeline.
@@ -336,7 +338,7 @@ BOUND_DESCRIPTION = "what CP-SAT proved"
 
 
 class _OnSolution(cp_model.CpSolverSolutionCallback):
-    """Reports the period, in ticks, of every better plan while the solver runs."""
+    """Callback of the solver that reports the period, in ticks, of every better plan."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -352,9 +354,9 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search within the budget for a shorter plan than `hint`. Return the best plan, its period, and the proven bound.
 
-    The same seed gives the same result whenever optimality is proven in time: with one search thread, only the end
-    depends on the clock. (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for
-    different entries.)
+    Periods and bounds are in ticks. The same seed gives the same result whenever optimality is proven in time: with one
+    search thread, only the end depends on the clock. (Eight threads on two cores were no faster on the jobs of the
+    tests; tables use the cores for different entries.)
     """
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
@@ -372,7 +374,7 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
 
 
 def disproves_shorter(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
-    """Return whether it is proven within the budget that no plan has a shorter period."""
+    """Return whether CP-SAT proves within the budget that no plan has a shorter period than `period` ticks."""
     model, variables = _build_model(problem, 0, period - 1)
     return _run_solver(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 

@@ -1,4 +1,4 @@
-"""The search: orders the ops of candidates, improves the promising ones, and proves the best one as far as possible.
+"""Search for the best plan: order the ops of candidates, improve the promising ones, and try to prove the best optimal.
 
 A candidate is a problem in which the layers of each worker and the slices of each micro-batch are decided. First, a few
 list schedules of each candidate show which ones deserve more time. The best few layouts get many more list schedules.
@@ -39,14 +39,14 @@ from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MIN_SHARE_LEFT = 0.1
-"""Share of the time: list schedules that end with less than this left have used up their time."""
+"""Share of the time: if less than this is left when list schedules end, the time limit counts as the reason."""
 
 
 def find_best_candidate(given: Problem | CandidateSource, method: Method, budget: Budget,
                         params: SearchParams = DEFAULTS) -> Incumbent:
-    """Return the best candidate that the method finds within the budget, for one problem or for all proposals.
+    """Search for the best candidate within the budget, for one problem or for all candidates of a source.
 
-    Raises NoPlanError if no proposal has room for the micro-batches in flight.
+    Raises NoPlanError if no candidate has room for the micro-batches in flight.
     """
     proposals = given if isinstance(given, CandidateSource) else CandidateSource(first=given)
     if method in BASELINES:
@@ -150,7 +150,10 @@ class _Engine:
             remaining -= 1
 
     def _max_layouts(self, seconds: float) -> int:
-        """Return the number of layouts to examine in this time: always the same if annealing follows."""
+        """Return the number of layouts to examine in this number of seconds.
+
+        If annealing follows, it does not depend on the time.
+        """
         params = self._layouts
         if not self._greedy:
             return params.most

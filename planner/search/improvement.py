@@ -1,4 +1,4 @@
-"""Improves candidates by list schedules and by annealing, and small pieces by CP-SAT."""
+"""Improve candidates by list schedules and by annealing, and small pieces by CP-SAT."""
 
 import msgspec
 
@@ -15,10 +15,10 @@ from slipstream.schedules.schedule import Scope
 
 def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
                               steps: int | None = None) -> Incumbent:
-    """Return the candidate with the best of many list schedules of each piece, at most `steps` of them at random.
+    """Try many list schedules of each piece of a candidate, and return it with the best ones.
 
-    The search of a piece ends when its period is at most that of the longest piece. If there are several pieces, only
-    the final period of the whole is reported.
+    At most `steps` dispatch rules of a piece are drawn at random. The search of a piece ends when its period is at most
+    that of the longest piece. If there are several pieces, only the final period of the whole is reported.
     """
     candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
@@ -52,7 +52,7 @@ def _search_each_piece(known: Incumbent, budget: Budget, params: ListParams, ste
 
 def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                          cycles: int | None = None) -> Incumbent:
-    """Return the candidate after `cycles` cooling cycles of every critical piece (None: until the budget ends)."""
+    """Anneal every critical piece of a candidate for `cycles` cooling cycles (None: until the budget ends)."""
     begin = params.begin_seconds * known.operation_count
     if budget.end_reason(known.period, known.bound.ticks, begin):
         return known
@@ -109,14 +109,17 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
 
 def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """Return the problem of a piece, with all hosts that the whole problem allows if that is small enough."""
+    """Return the problem of a piece that CP-SAT solves.
+
+    If the piece is the whole and small enough, any worker that the whole problem allows may run a unit.
+    """
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
     return shared if len(known.pieces) == 1 and shared.host_operation_count <= params.largest_proof else problem
 
 
 def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Return the candidate after annealing, and after CP-SAT in between if it has small pieces."""
+    """Anneal a candidate until the budget ends, with CP-SAT in between if it has small pieces, and return it."""
     if not find_provable_pieces(known, params.cp_sat):
         return improve_by_annealing(known, budget, params.annealing)
     known = improve_by_annealing(known, budget, params.annealing, params.cp_sat.hint_cycles)
@@ -129,11 +132,12 @@ def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) ->
 STALE_SHARE = 0.5
 """Share of annealing without an improvement, beyond which more annealing hardly helps."""
 MIN_CYCLES = 3
-"""Number of cooling cycles below which a gap is probably due to the plan and not to the bound."""
+"""Number of cooling cycles from which on a gap is probably due to the bound and not to the plan."""
 
 
 def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """Describe how long a better plan was searched for, whether more time may help, and what the bound counts."""
+    """Describe why the period is above the bound: how long a better plan was searched for, and what the bound
+    counts."""
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

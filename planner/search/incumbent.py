@@ -34,7 +34,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     deadlines: Sequence[int] | None = None
     """Latest ends of compute ops by group, if annealing has put all pieces on one clock."""
     moved: int = 0
-    """Memory of the layers that workers receive, or the number of these layers if the job gives no weights."""
+    """Memory of the layers that workers receive for this candidate, or their number if the job gives no weights."""
     orders: int = 0
     """Number of orders that the last annealing tried for the piece that was critical at its end."""
     stale: float = 0.0
@@ -44,9 +44,9 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     gained: float = 0.0
     """Seconds by which the last annealing shortened the plan."""
     ran: str = ""
-    """Techniques that the search used, in words, or the name of a baseline method."""
+    """Techniques that the search used, in words, or the name of the baseline method."""
     end: SearchEnd = SearchEnd.BOUND
-    """Reason why the search ended."""
+    """Reason why the search ended; set for the best candidate only."""
     evidence: str = ""
     """Likely cause of a gap, or an empty string."""
     fixed_period: float | None = None
@@ -77,7 +77,10 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.period > self.bound.ticks
 
     def target_period(self, index: int) -> int:
-        """Return the period below which a piece need not go: the bound, or the longest of the other pieces."""
+        """Return the period of a piece, in ticks, below which the whole does not become shorter.
+
+        It is the bound, or the longest period of another piece. `index` is the number of the piece.
+        """
         return max([self.bound.ticks, *self.periods[:index], *self.periods[index + 1:]])
 
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
@@ -110,7 +113,7 @@ class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incumbent:
-    """Return the candidate with solutions of earlier searches for pieces that these make shorter."""
+    """Return the candidate with those solutions of earlier searches that make a piece of it shorter."""
     for index, piece in enumerate(known.pieces):
         for earlier in solved:
             if earlier.period < known.periods[index] and earlier.problem == piece.problem:
@@ -120,12 +123,12 @@ def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incum
 
 def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """Return the pieces of a problem without solutions. The default bound is the strongest proven one.
+    """Divide a problem into pieces, and return it as a candidate without solutions.
 
-    If all live workers have equal time, each keeps its own micro-batches: choosing hosts for all of them widens the
-    search more than it gains (measured: plans of benchmarks.quality with capacity S became up to 4 % longer). With
-    `shedding` and few micro-batches, live workers of stages that have lost a worker may hand on their own. See
-    `Incumbent` for `moved`.
+    If `bound` is None, the strongest proven bound is used. If all live workers have equal time, each keeps its own
+    micro-batches: choosing hosts for all of them widens the search more than it gains (measured: plans of
+    benchmarks.quality with capacity S became up to 4 % longer). With `shedding` and few micro-batches, live workers of
+    stages that have lost a worker may hand on their own. See `Incumbent` for `moved`.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \
@@ -137,7 +140,10 @@ def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bo
 def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution],
                  bound: Bound | None = None,
                  ran: str = "") -> Incumbent:
-    """Return the candidate with the solutions that the rule `order` makes of these pieces, each separately."""
+    """Return the candidate with a solution of each piece by itself, as the function `order` makes it.
+
+    If `bound` is None, the bound is 0. `ran` is the name of the method.
+    """
     solutions = [order(piece.problem) for piece in pieces]
     return Incumbent(problem=problem, pieces=tuple(pieces), bound=bound or Bound(0, problem.bound_scope), ran=ran) \
         .with_solutions(solutions, [solution_period(solution) for solution in solutions])
@@ -162,6 +168,6 @@ class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
     """Bound in ticks of `first`, which must also hold for the layouts; None: the strongest bound of `first` is used."""
     layouts: LayoutSource | None = None
     units: int = 0
-    """Number of units of the problem, for estimating the time of a layout."""
+    """Number of units of the problem, from which the time that a layout takes is estimated."""
     moving: bool = False
     """True if layers may move."""

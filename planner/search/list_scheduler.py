@@ -1,4 +1,5 @@
-"""List schedules of one problem under one assignment: assignment rules, dispatch rules, and the compiled scheduler."""
+"""Make list schedules of one problem under one assignment: assignment rules, dispatch rules, and the compiled
+scheduler."""
 
 import heapq
 import math
@@ -27,7 +28,7 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """Choose hosts: the worker of the layout, else the pipeline's own if alive, else a peer by the rule.
+    """Choose the worker of each unit: that of the layout, else the pipeline's own if alive, else a peer by the rule.
 
     The rule "by-speed" may also move micro-batches from live workers: see `_assign_by_speed`.
     """
@@ -90,7 +91,10 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return the number of units of each host that minimises the longest load. Ties go to hosts with own units."""
+    """Return the number of units of each pipeline's worker that minimises the longest load of a stage's workers.
+
+    `price` has the ticks of a unit on each, `own` the number of its own units. Ties go to workers with own units left.
+    """
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
     heapq.heapify(heap)
@@ -137,7 +141,7 @@ def _count_dead_workers(problem: Problem) -> list[int]:
 
 
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
-    """Return the ticks that a micro-batch takes on each pipeline's worker of a stage."""
+    """Return the ticks that a micro-batch takes at this stage on the live worker of each pipeline."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
             for host in problem.holders_by_slice[stage]}
 
@@ -164,7 +168,10 @@ ReroutedTurn = Literal["in turn", "first", "last"]
 
 
 STEPS_PER_PLACE = 64
-"""Resolution of priorities: a micro-batch's place in the turn is rounded to 1 / STEPS."""
+"""Resolution of priorities: the place of a micro-batch in the turn is rounded to 1 / STEPS_PER_PLACE.
+
+The turn is the order in which micro-batches go if nothing else decides.
+"""
 MAX_CACHED_PRIORITIES = 32
 """Number of cached priority arrays. Neighbouring rules share them, but there are thousands of random steps."""
 Floats = NDArray[np.float64]
@@ -175,7 +182,7 @@ class StuckError(Exception):
 
 
 class PlaceChange(NamedTuple):
-    """Change of one micro-batch's place in the turn."""
+    """Change of one micro-batch's place in the turn, the order in which micro-batches go if nothing else decides."""
 
     pipeline: int
     microbatch: int
@@ -186,8 +193,9 @@ class PlaceChange(NamedTuple):
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Dispatch rule of a list scheduler: decides which ready op a worker starts, if any.
 
-    Gradients come before forwards, and forwards before weight gradients; the fields decide the rest.
-    `planner.search.list_search` tries many rules.
+    Gradients come before forwards, and forwards before weight gradients; the fields decide the rest. The turn is the
+    order of micro-batches by age, those of several pipelines alternating. `planner.search.list_search` tries many
+    rules.
     """
 
     lookahead: float = 0.0
@@ -216,7 +224,8 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     Weight gradients can wait in memory that forwards do not take, and fill bubbles later.
     """
     load_share: float = 1.0
-    """Share of a worker's extra load added to `in_flight`: with x % more units, this share of x % more."""
+    """Share by which `in_flight` follows a worker's extra load: with x % more units, it is larger by this share of x
+    %."""
     rerouted: ReroutedTurn = "in turn"
     """Priority of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or "in turn".
 
@@ -235,7 +244,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
-    """Return the 1F1B limits of micro-batches in flight, times `slope`, plus `extra`.
+    """Return limits on the micro-batches in flight, by slice: those of 1F1B times `slope`, plus `extra`.
 
     They are high at early stages, whose gradients come back late.
     """
@@ -243,7 +252,7 @@ def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0)
 
 
 def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
-    """Return a share of the usual time of each slice's F, in ticks."""
+    """Return this share of the usual ticks of F, by slice."""
     return tuple(math.ceil(share * problem.usual_ticks(OpKind.F, number))
                  for number in range(len(problem.layers_by_slice)))
 
@@ -298,7 +307,8 @@ class ListScheduler:
         return self._waits[key]
 
     def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
-        """Return the priority of each unit; see `_ranks`."""
+        """Return the priority of each unit, the lowest first, as `_compute_priorities` computes it. Results are
+        cached."""
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
@@ -319,17 +329,17 @@ class ListScheduler:
         return period
 
     def last_solution(self) -> Solution:
-        """Return the last plan that `period` made."""
+        """Return the plan that the last call of `evaluate_rule` made."""
         return self.arrays.make_solution(*self.last_order_and_starts)
 
     @property
     def last_order_and_starts(self) -> tuple[Ints, Ints]:
-        """Order and start ticks of the last plan that `period` made."""
+        """Order and start ticks of the plan that the last call of `evaluate_rule` made."""
         assert self._last_order_and_starts is not None
         return self._last_order_and_starts
 
     def _in_flight_slots(self, rule: DispatchRule) -> Ints:
-        """Return the maximum number of micro-batches in flight: shape [workers, slices]."""
+        """Return how many micro-batches a worker may have between F and the end of I, [workers, slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -341,9 +351,9 @@ class ListScheduler:
 
 def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
                         places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit: older micro-batches first, those of several pipelines in turn.
+    """Return the priority of each unit, the lowest first: older micro-batches, those of several pipelines in turn.
 
-    Micro-batches on longer routes (`_longer`) count as older (`DispatchRule.advance`), and so do single ones
+    Micro-batches whose routes take longer by `longer` count as older (`DispatchRule.advance`), and so do single ones
     (`DispatchRule.places`).
     """
     _, pipeline, number = arrays.unit_numbers.T
@@ -360,10 +370,10 @@ def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: 
 
 
 def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
-    """Return how much longer each unit's route is than the shortest one, forward and back.
+    """Return how much longer each unit's route takes than the shortest one, forward and back.
 
-    The unit of time is what the busiest worker needs for a micro-batch. An op waits on average for half of another one
-    to end.
+    The unit of time is what the busiest worker needs for a micro-batch. An op is assumed to wait for half of another op
+    on average.
     """
     ops, kinds = arrays.ops, arrays.ops.kinds
     both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * arrays.problem.times.transfer + ops.duration.mean()
@@ -402,7 +412,7 @@ def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Reserve, under this assignment, room for the largest of the deeper slices that the worker runs, too.
+    """Return the memory to reserve under this assignment: room also for the largest deeper slice that the worker runs.
 
     All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this,
     each F waits only for its own room.
@@ -427,10 +437,11 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Reserve room for all stashes in flight, and for one more at each deeper stage, if memory allows.
+    """Return the memory to reserve if layers are held by column.
 
-    No I then ever waits for room. Otherwise reserve the least with which a plan exists (`Problem.min_room`). With so
-    little room, micro-batches in opposite directions would block each other, so that chains take turns.
+    If memory allows, it is room for all stashes in flight and for one more at each deeper stage. No I then ever waits
+    for room. Otherwise the least with which a plan exists is reserved (`Problem.min_room`). With so little room,
+    micro-batches in opposite directions would block each other, so that chains take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(map(problem.peak_memory, stages))

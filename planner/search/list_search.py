@@ -1,4 +1,4 @@
-"""Searches many list schedules: a grid of dispatch rules first, then random steps from the best one.
+"""Search many list schedules: a grid of dispatch rules first, then random steps from the best ones.
 
 A step changes the dispatch rule, or which peers run the micro-batches of a dead worker.
 """
@@ -41,9 +41,10 @@ from slipstream.planner.search.list_scheduler import (
 
 
 def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
-    """Yield promising pairs of (index of an assignment rule, dispatch rule).
+    """Iterate over promising pairs of (index of an assignment rule, dispatch rule).
 
-    The first ones follow from the fill bound; the others often come close to the best of the grid.
+    The first ones follow from the fill bound (`compute_whole_fill`); the others often come close to the best of the
+    grid.
     """
     if fill := compute_whole_fill(problem):
         wait = tuple(ticks + 1 for ticks in fill.idle)
@@ -67,7 +68,7 @@ def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[in
 
 
 def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
-    """Yield dispatch rules that are the best for some problem, the most often successful first."""
+    """Iterate over the grid of dispatch rules, each the best for some problem, the most often successful first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
     turns: tuple[ReroutedTurn, ...] = ("in turn", "first") if problem.failed else ("in turn",)
@@ -81,7 +82,7 @@ def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def change_rule(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
-    """Return a neighbour of a rule, which differs in one field or two."""
+    """Return a random variant of a dispatch rule, which differs in one field or two."""
     rule = _change_field(problem, rule, random, params)
     return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -115,7 +116,7 @@ def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.
 
 
 def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
-    """Change the limit of micro-batches in flight on some consecutive stages."""
+    """Return the rule's limits of micro-batches in flight, changed at random on some consecutive stages."""
     stages = len(problem.grid.stages)
     limits = list(rule.in_flight or scale_in_flight_limits(problem, 2.0, 0))
     first = random.randrange(stages)
@@ -127,7 +128,7 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Change the place of one micro-batch in the turn."""
+    """Return the changes of places in the turn, with that of one random micro-batch changed further."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -137,7 +138,7 @@ def _change_place(problem: Problem, places: Sequence[PlaceChange], random: rando
 
 
 def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
-    """Change the wait for the first gradient, on all slices or on some consecutive ones."""
+    """Return the rule's waits for the first gradient, changed at random on all slices or on some consecutive ones."""
     waits = list(rule.fill_wait or scale_forward_ticks(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
@@ -157,10 +158,10 @@ PeriodCallback = Callable[[int], None]
 
 
 class _Attempt(NamedTuple):
-    """A dispatch rule under an assignment, with its period."""
+    """A dispatch rule that was tried under an assignment, with the period of its list schedule."""
 
     period: int
-    """Period of this rule, in ticks."""
+    """Period of the list schedule of this rule, in ticks."""
     rule: DispatchRule
     scheduler: ListScheduler
 
@@ -182,9 +183,9 @@ class _SearchState:
         self.solution: Solution | None = None
 
     def try_rule(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Attempt | None:
-        """Try a dispatch rule, count it in the tally as `why`, and start the next steps from it if it is no worse.
+        """Make the list schedule of a dispatch rule; if it is no worse, the next random steps start from this rule.
 
-        Return None if it gets stuck.
+        The attempt is counted in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
         """
         began, before = self._clock.now(), self.period
         self._clock.count_steps(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
@@ -252,7 +253,7 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try the grid under every assignment while there is time, and the baselines. Return the best rules.
+    """Try the shortlist, the grid under every assignment, and the baselines, in time. Return the best rules.
 
     Random steps start from these. With routes given, only the shortlist is tried unless it gets stuck: random steps
     from there find more in the same time.
@@ -326,10 +327,10 @@ def _can_exchange(problem: Problem) -> bool:
 
 
 def _exchange_hosts(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
-    """Exchange workers of re-routed units, at one stage or at all, so that all workers keep their load.
+    """Return the arrays with workers of re-routed units exchanged at random, at one stage or at all.
 
-    The exchange is over the whole iteration, which finds other pairs of pipelines, or between neighbours, which finds a
-    better order.
+    All workers keep their load. The exchange is over the whole iteration, which finds other pairs of pipelines, or
+    between neighbours, which finds a better order.
     """
     slices = arrays.ops.slice
     rerouted: dict[int, list[int]] = {}

@@ -54,10 +54,11 @@ from slipstream.schedules.tables.pattern import (
 
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
-    """Return the parts for counts 0 to `most` that plans of other parts improve, by key.
+    """Return the finished entries for 0 to `most` failures that plans of other entries improve, by key.
 
-    Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All parts of
-    the table are in `parts`. With `slow`, the improved parts are those with this slow worker among the failures.
+    Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All finished
+    entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker among the
+    failures.
     """
     better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
@@ -74,7 +75,7 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return the keys for a count, each with the keys of parts whose plans also serve it."""
+    """Return the keys of the entries for a number of failures, each with the keys of entries that can serve it."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -85,7 +86,10 @@ def _period_seconds(part: FinishedPart) -> float:
 
 
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """Return the plan of another part as one for this part's number of failures; None if it is not valid for that."""
+    """Return the plan of the finished entry `source` as one for the number of failures of `own`.
+
+    Return None if it is not valid for that.
+    """
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
         standing_by = with_standby_worker(schedule)
@@ -100,10 +104,9 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:
-    """Return the schedule with one failed worker fewer, which only reduces gradients and steps; None if that breaks a
-    rule.
+    """Return the schedule with one failed worker fewer, which only reduces gradients and steps.
 
-    The worker's layers are those of its role; it needs a peer that holds the same.
+    Return None if that breaks a rule. The worker's layers are those of its role; it needs a peer that holds the same.
     """
     for role in reversed(schedule.failed):
         peer = next((seat for seat in schedule.seats if seat.role.column == role.column and seat.holds is None), None)
@@ -127,7 +130,7 @@ MAX_SINGLE_PATTERNS = 64
 
 
 class EntryTask(msgspec.Struct, frozen=True):
-    """An entry to plan: for a number of failures, or for a failure pattern."""
+    """Entry of a table that is to be planned: for a number of failures, or for a failure pattern."""
 
     key: str
     failures: int
@@ -155,7 +158,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worst_gap(self) -> float:
-        """Largest gap of any entry."""
+        """Largest gap, period / lower bound - 1, of any entry."""
         return max((row.gap for row in self.index.entries if row.gap is not None), default=0.0)
 
     @property
@@ -207,7 +210,7 @@ class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
-    """Build a table of all entries; see `build_share`."""
+    """Build a table of all entries. The arguments are those of `build_share`, without a share."""
     built = build_share(job, job_text, folder, options, WHOLE_TABLE, max_failures=max_failures, exact=exact,
                         by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
@@ -371,7 +374,10 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Raise TableError for too many patterns before any is enumerated, by the number of those within one pipeline."""
+    """Raise TableError if there are too many failure patterns, before any is enumerated.
+
+    They are estimated by the patterns within one pipeline.
+    """
     if sum(math.comb(job.stages, lost) for lost in range(1, min(max_failures, job.stages) + 1)) > MAX_ENTRIES:
         raise _too_many(max_failures)
 
@@ -389,7 +395,7 @@ class EntryPlanner:
         self._options = options
         self._basis = basis
         self._alive: dict[Worker | None, tuple[Job, WindowBounds]] = {None: (job, window_bounds_of(job, options))}
-        """Job and its windows by the slow worker that is down: None for the job as it is."""
+        """Job and bounds (`WindowBounds`) by the slow worker that is down; None is the key of the job as it is."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
         """Plan an entry."""
@@ -417,8 +423,10 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return the job in which this failed slow worker is not slow, and its windows. Otherwise its role would be
-        reserved for a worker of its speed."""
+        """Return the job in which this failed slow worker is not slow, and its bounds (`WindowBounds`).
+
+        Otherwise the worker's role would be reserved for a worker of its speed.
+        """
         if slow not in self._alive:
             job = slow_while_alive(self._job, [slow] if slow else [])
             self._alive[slow] = job, window_bounds_of(job, self._options)

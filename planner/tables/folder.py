@@ -118,7 +118,7 @@ NO_NODES: NodesOfEntry = {}
 
 
 class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A finished entry: its schedule with its programs, or the reason why it has no plan."""
+    """Finished entry of a table: its schedule with its programs, or the reason why it has no plan."""
 
     format: str = "slipstream.part"
     version: int = VERSION
@@ -139,7 +139,7 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
-    """Return the part for a schedule."""
+    """Return the finished entry for a schedule, to be stored as a file (part) until the table is complete."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -148,20 +148,20 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
 
 def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *,
                       failures: int) -> FinishedPart:
-    """Return the part for failures for which no plan can exist."""
+    """Return the finished entry for failures for which no plan can exist."""
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
     return FinishedPart(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
 
 
 def encode_part(part: FinishedPart) -> bytes:
-    """Return the bytes of a part's file."""
+    """Encode a finished entry as the bytes of its file."""
     part = msgspec.structs.replace(part, sha256="")
     return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256_digest(msgspec.json.encode(part)))))
 
 
 def decode_part(data: bytes, source: str) -> FinishedPart:
-    """Read a part. Raises TableError if it is not valid or does not match its digest."""
+    """Decode a finished entry. Raises TableError if it is not valid or does not match its digest."""
     part = _KIND.decode(decompress(data, source), source)
     if sha256_digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
         raise TableError(f"{source}: changed since it was written: its digest does not match")
@@ -189,10 +189,9 @@ class TableFolder:
         return self._table.index
 
     def find_published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return `published_index` of the folder as it is now, since the process of another share may have finished the
-        table.
+        """Return the index of the finished table as the folder is now, or None, as `published_index` does.
 
-        If it is finished, the remaining parts are removed.
+        The process of another share may have finished the table. If it is finished, the remaining parts are removed.
         """
         if not (self._path / INDEX).exists():
             return None
@@ -206,8 +205,7 @@ class TableFolder:
         return sum(self._part_path(key).exists() for key in keys)
 
     def reopen(self) -> frozenset[str]:
-        """Prepare the folder for more entries, and return the keys of those that it has. Raises OSError or
-        TableError."""
+        """Prepare the folder for more entries, and return the keys of finished ones. Raises OSError or TableError."""
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
             for row in self._table.rows():

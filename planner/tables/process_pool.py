@@ -29,13 +29,12 @@ class PoolError(Exception):
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
             refusals: tuple[type[Exception], ...] = (), fork: bool = False, executor: Executor | None = None) -> \
         Generator[tuple[Task, Result], None, None]:
-    """Iterate over (task, result) as tasks finish in up to `jobs` processes or in an executor. Tasks are started in
-    order.
+    """Run a function on tasks in up to `jobs` processes or an executor; iterate over (task, result) as they finish.
 
-    The function may keep state in each process; with `fork` it need not be picklable, since the processes begin with
-    all that the caller has. All processes end when the iteration ends or the caller is killed; tasks of an executor
-    that have not begun are cancelled. The processes ignore Ctrl-C, which is for the caller. Exceptions of the types in
-    `refusals` are raised as the function raised them; any other raises PoolError.
+    Tasks are started in order. The function may keep state in each process; with `fork` it need not be picklable, since
+    the processes begin with all that the caller has. All processes end when the iteration ends or the caller is killed;
+    tasks of an executor that have not begun are cancelled. The processes ignore Ctrl-C, which is for the caller.
+    Exceptions of the types in the tuple `refusals` are raised as the function raised them; any other raises PoolError.
     """
     pending = list(tasks)
     if executor is not None:

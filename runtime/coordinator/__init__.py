@@ -6,7 +6,7 @@ A module imports only from modules that are listed below it.
     event_loop   turns messages, missed heartbeats and ended processes into events; carries out their effects
     connections  connections to workers and node agents; detection of silent and stalled workers; validation of messages
     records      files of a run, and progress lines for its users
-    run_spec          description of the run that the launcher passes to the coordinator
+    run_spec     description of the run that the launcher passes to the coordinator
     planning     finds schedules concurrently with the event loop
     decisions    what each event changes and triggers: functions of the state and the event alone
 """

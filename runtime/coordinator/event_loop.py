@@ -291,12 +291,14 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _check_failover(self) -> None:
-        """Check whether a dead coordinator's workers have been found. Raises NobodyLeftError if none came."""
+        """Check whether all workers of a dead coordinator have been found. Raises NoLiveWorkerError if none came in
+        time."""
         if isinstance(self.state.phase, RejoiningPhase):
             self._apply_event(TimePassed())
 
     def _handle_message(self, connection: Connection, message: ToCoordinator) -> None:
-        """Handle a message of a worker or a node agent."""
+        """Pass a message on to the handler for its sender: a worker or a node agent. A sender of impossible values is
+        disconnected."""
         peer = connection.peer
         violation = self._bounds.find_violation(message, self.state.log.next_iteration)
         if violation is not None:
@@ -311,7 +313,12 @@ class EventLoop:
                 self._handle_worker_message(peer, combined)
 
     def _handle_worker_message(self, worker: Worker, message: ToCoordinator) -> None:
-        """Handle a message of a worker. Raises CommitLogError, and RunError for an error that all would meet."""
+        """Handle a message that all processes of a worker have completed: report it to users, or apply it to the state
+        as an event.
+
+        Raises CommitLogError if workers disagree, and RunError if a worker reports an error that all workers would
+        meet.
+        """
         match message:
             case Note():
                 self.news.report_note_once(message.text)
@@ -391,7 +398,11 @@ class EventLoop:
                            + describe_awaited(missing, self._run.shares, self._agents.connected_nodes))
 
     def _handle_lost_worker(self, worker: Worker, reason: str, since: float) -> None:
-        """Handle the loss of a worker."""
+        """Apply the loss of a worker to the state.
+
+        The loss is dated to `since`, or to a later failure that was injected into the worker during this order; it is
+        dated to now if there is neither. The argument `since` is a time of `time.monotonic`, or 0 if it is unknown.
+        """
         if not self._has_ended:
             injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at
             # Injections before the last order do not count: the worker outlived them, or was started again since.

@@ -43,9 +43,9 @@ class RunSpec:
     shared_layers: Sequence[Collection[int]] = ()
     """Groups of layers of the model that share a parameter (`runtime.model.layers.sharing`)."""
     whole_schedules: bool = False
-    """True if workers need each whole schedule, to deal samples or to evaluate by it."""
+    """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
     elements: Sequence[ElementCounts]
-    """Number of trained elements of each layer of the model."""
+    """Numbers of trained elements of each layer of the model."""
     behind: TakeoverRecord | None = None
     """Record left by a coordinator that died, whose workers are looked for; None if there is none."""
     losses: Sequence[float] | None = None
@@ -61,7 +61,10 @@ class RunSpec:
         return FailureDomains(self.setup.failure_domains)
 
     def build_rules(self, prepared: Callable[[Schedule], PreparedSchedule]) -> RunRules:
-        """Return what stays the same during the run; `prepared` turns a schedule into the form that orders send."""
+        """Return the settings and functions that decisions use and that stay the same during the run.
+
+        The function `prepared` turns a schedule into the form in which an order sends it.
+        """
         setup, resilience = self.setup, self.resilience
         return RunRules(
             first=self.schedule, prepared=prepared,

@@ -3,7 +3,7 @@
     microbatch        the name of a micro-batch
     seeds             random numbers by iteration, pipeline, micro-batch and layer
     object_reference  a user's own model, data or optimizer, named in the job file
-    layer_values            values that pass from layer to layer: a tensor, or a tuple of tensors
+    layer_values      values that pass from layer to layer: a tensor, or a tuple of tensors
     tensor_codec      tensors as safetensors
     layers/           models as lists of layers, whole or as one of several processes of a worker has them
     data/             text and tokens, cut into micro-batches

@@ -12,7 +12,7 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 """Tensor or tuple of tensors. Floating-point tensors of a tuple get gradients; all others are passed on without."""
 _ALIGNMENT = 16
-"""Alignment, in bytes, of each tensor within the one that carries several."""
+"""Alignment, in bytes, of each tensor of a tuple within the one tensor that carries them all."""
 
 
 class TensorForm(NamedTuple):
@@ -39,7 +39,7 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 
 
 def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
-    """Return a value of the same structure with other tensors."""
+    """Return a value of the same structure (a tensor, a tuple or a named tuple) with other tensors."""
     if isinstance(value, Tensor):
         return tensors[0]
     return _build_tuple(getattr(value, "_fields", ()), tensors)
@@ -59,35 +59,37 @@ def as_layer_input(value: Value) -> Value:
 
 
 def form_of(value: Value) -> Form:
-    """Return the form of a value."""
+    """Return the shapes and dtypes of a value's tensors, and the field names of a named tuple."""
     forms = tuple(TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value))
     return forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
 
 
 def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
-    """Build a value of a form from its tensors."""
+    """Return the tensor, tuple or named tuple that a form describes, made of the given tensors."""
     return tensors[0] if isinstance(form, TensorForm) else _build_tuple(form.fields, tensors)
 
 
 def allocate_value(form: Form, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Value:
-    """Build a value of a form whose tensors a function makes from their shapes and dtypes."""
+    """Return a value of a form whose tensors `make` returns for their shapes and dtypes."""
     if isinstance(form, TensorForm):
         return make(*form)
     return _build_tuple(form.fields, [make(*tensor) for tensor in form.tensors])
 
 
 def has_gradient(of: Tensor | TensorForm) -> bool:
-    """Return whether a tensor that passes between layers gets a gradient."""
+    """Return whether a tensor that passes between layers has a floating-point or complex dtype, and so gets a
+    gradient."""
     return of.dtype.is_floating_point or of.dtype.is_complex
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the form of a value's gradient: for a tuple, a plain tuple with its floating-point tensors."""
+    """Return the shapes and dtypes of a value's gradient: for a tuple, a plain tuple with its floating-point
+    tensors."""
     return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
 
 
 def carrier_form(form: Form) -> TensorForm:
-    """Return the form of the one tensor that carries a value from worker to worker."""
+    """Return shape and dtype of the one tensor that carries a value, such as a tuple, from worker to worker."""
     if isinstance(form, TensorForm):
         return form
     if len(form.tensors) == 1:
@@ -125,7 +127,8 @@ def _carrier_views(carrier: Tensor, form: TupleForm) -> list[Tensor]:
 
 
 def _tensor_offsets(form: TupleForm) -> list[int]:
-    """Return the offset in bytes at which each tensor begins in the carrier, and then the length of the carrier."""
+    """Return the offset in bytes at which each tensor begins in the tensor that carries them, then that tensor's
+    length."""
     return list(accumulate((-(-_tensor_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for tensor in form.tensors),
                            initial=0))
 

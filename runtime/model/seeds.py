@@ -50,7 +50,7 @@ class GeneratorLock:
 
 
 GENERATOR_LOCK = GeneratorLock()
-"""Lock of this process."""
+"""The one `GeneratorLock` of this process."""
 
 
 def derive_seed(*parts: int | str) -> int:

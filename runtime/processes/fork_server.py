@@ -97,16 +97,16 @@ class ForkServer:
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Note that was passed to `hold_for_adoption`."""
+        """Text for the process that adopts the server; in that process, the text that it was passed."""
         self.pids: dict[str, int] = {}
         """Process id by name, for each process whose start has been reported."""
 
     def hold_for_adoption(self, seconds: float, note: str) -> str | None:
-        """Ask the server to keep its processes for `seconds` if this process dies, until another adopts them.
+        """Ask the server to keep its processes for `seconds` if this process dies, until another process adopts them.
 
-        Returns the name by which `adopt_fork_server` finds them; it is the same at each call, also if a process adopts
-        them and calls this again. The adopting process gets `note`. Returns None if the system is not Linux, which is
-        needed. Raises ForkServerError.
+        The adopting process is passed the text `note`. Returns the name by which `adopt_fork_server` finds the server;
+        the name is the same at each call, also after an adoption. Returns None on systems other than Linux. Raises
+        ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None

@@ -51,7 +51,8 @@ class NodeProcesses:
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, WorkerEnded] = {}
-        """First end of a process, for each worker of which a process has ended and another is still alive."""
+        """Report of the first process to end, for each worker of which a process has ended and another is still
+        alive."""
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
@@ -72,7 +73,8 @@ class NodeProcesses:
         self._fork_server.kill_all()
 
     def execute_command(self, command: StartWorker | KillWorker) -> None:
-        """Start or kill a worker. Raises ForkServerError."""
+        """Start the processes of a worker unless it is alive, or kill them, as the command says. Raises
+        ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
             self._kill_worker(worker)
@@ -173,7 +175,7 @@ class ProcessManager:
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
-        """Return the workers of a node."""
+        """Return the workers that run on a node from the start."""
         return self._workers_of.get(node, ())
 
     def record_node_started(self, node: int) -> None:

@@ -9,7 +9,7 @@
     setup                settings that a worker needs before its first order
     failure_injection    failures on purpose
     rendezvous           addresses, and torch's key-value store
-    network_interfaces           network interfaces by which workers reach each other
+    network_interfaces   network interfaces by which workers reach each other
     node_reports         reports of a node's workers, sent together by its agent
 
 Each worker and each node agent has one connection to the coordinator, which runs in the launcher of node 0. Messages

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, NewType
 
 Secret = NewType("Secret", bytes)
 Purpose = Literal["control", "layers"]
-"""Purpose of a connection."""
+"""Purpose of a connection: "control", to the coordinator, or "layers", between workers that move layers."""
 
 SECRET_VARIABLE = "SLIPSTREAM_SECRET"
 SECRET_FILE_VARIABLE = "SLIPSTREAM_SECRET_FILE"
@@ -87,8 +87,8 @@ class Challenge:
         self.greeting = PROTOCOL_VERSION + self._nonce
 
     def verify_hello(self, hello: bytes) -> tuple[bytes, ConnectionKeys]:
-        """Check the other end's hello, of `HELLO_BYTES`, and return this end's proof and keys. Raises
-        AuthenticationError."""
+        """Check the connecting end's random number and proof, `HELLO_BYTES` in all, and return this end's proof and
+        keys. Raises AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         if not hmac.compare_digest(proof, self._derive_key("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")

@@ -50,8 +50,11 @@ class ProtocolError(ValueError):
 
 
 class Decoder(Generic[T]):
-    """Decoder for the messages of one union. It is created at import, before any thread starts, and is used once for
-    each type: msgspec crashes if two threads are the first to decode a type at the same moment."""
+    """Decoder for JSON messages whose type is one of a union.
+
+    It is created at import, before any thread starts, and is used once for each type: msgspec crashes if two threads
+    are the first to decode a type at the same moment.
+    """
 
     def __init__(self, union: object) -> None:
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(union)

@@ -1,9 +1,9 @@
 """Connect a worker or node agent to the coordinator, beyond the death of a coordinator.
 
 After the coordinator is gone, messages to it are dropped: they concern a generation that has ended with it. The reading
-thread gets an error, and then looks for a new coordinator at the same address. The new one must have a higher epoch.
-Coordinators that were started before the one that is gone are never followed again, even if a process repeats their
-messages.
+thread gets an error, and then looks for a new coordinator at the same address. Each coordinator has a number, its
+epoch, which is higher for one that was started later. A coordinator is followed only if its epoch is higher than that
+of the one that is gone, even if a process repeats messages of earlier coordinators.
 """
 
 import time
@@ -77,7 +77,7 @@ class CoordinatorLink(Generic[M, S]):
 
         Before it is followed, `prepare` is called with its answer, and the result is returned. An answer of type `end`
         is returned itself: the new coordinator continues without this process. Raises RendezvousError if no coordinator
-        answers, or only one that was started before the last one. Exceptions of `prepare` are passed on.
+        answers, or only one whose epoch is not higher than that of the last one. Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:

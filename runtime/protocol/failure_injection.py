@@ -85,7 +85,10 @@ class Injector:
         self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
     def fail_if_due(self, iteration: int, place: Place) -> None:
-        """Fail if a failure is due at this place of an iteration. Raises InjectedError and torch.OutOfMemoryError."""
+        """Fail if a failure is due at this place of an iteration: the number of an op, or a place with a name.
+
+        Raises InjectedError and torch.OutOfMemoryError.
+        """
         if not self._mine:
             return
         due = self._mine.pop((iteration, place), None)

@@ -30,7 +30,7 @@ _REPORT, _ANSWER = msgspec.json.Decoder(RankReport), msgspec.json.Decoder(Acknow
 
 
 class ReportGatherer:
-    """Agent's end: it receives the reports of the node's workers."""
+    """Receiver of the iteration reports of a node's workers, in the node's agent."""
 
     def __init__(self) -> None:
         _remove_abandoned_folders()
@@ -43,14 +43,14 @@ class ReportGatherer:
         """Address from which the last report of each process came, by rank."""
         self._reports: list[RankReport] = []
         self._asked = False
-        """True while node 0 has not answered."""
+        """True while node 0 has not answered the reports that were last sent to it."""
 
     def fileno(self) -> int:
         """Return the descriptor for a selector."""
         return self._socket.fileno()
 
     def forget_unanswered(self) -> None:
-        """Prepare for a new coordinator, which has not been sent anything yet."""
+        """Stop waiting for the answer of a coordinator that is gone, as nothing has been sent to the new one yet."""
         self._asked = False
 
     def collect_reports(self) -> list[GatheredReports]:
@@ -85,7 +85,7 @@ class ReportGatherer:
 
 
 class ReportSender:
-    """Worker's end: it sends the reports of one process.
+    """Sender of the iteration reports of one process of a worker, to its node's agent or directly to node 0.
 
     The function `directly` sends a report to node 0. The path `agent` is the address of the node's agent; None if the
     agent gathers no reports. Reports are sent by one thread, and acknowledgements are read by another.

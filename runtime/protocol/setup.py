@@ -21,7 +21,8 @@ VERIFY_EVERY = 50
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """`runtime.model.layer_values.Form` as JSON."""
+    """JSON form of a `runtime.model.layer_values.Form`: the shapes and dtypes of a value that is passed between
+    layers."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
     """Shape and dtype of each tensor."""
@@ -48,13 +49,17 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     epoch: int = 0
-    """Epoch of the coordinator. A coordinator that is started later has a higher one, and lower ones are no longer
-    followed."""
+    """Number of the coordinator that sends this: the time at which it was started, in nanoseconds, or more.
+
+    A coordinator that is started later has a higher number. Workers and node agents follow no coordinator whose number
+    is not higher than that of the last one.
+    """
     forget: bool = False
     """True if the worker's state is out of date, because the others have continued without it."""
     first_iteration: int
     read: SamplesRead = NOTHING_READ
-    """Number of samples that were read before some iteration, if earlier runs had other grids."""
+    """Number of samples that were read before an iteration; needed if earlier runs read other numbers of samples in
+    each iteration."""
     iterations: int
     """Number of iterations: one more than the number of the last."""
     traced: int
@@ -65,11 +70,12 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store: Rendezvous
     """Address of torch's key-value store, where process groups find each other."""
     cuts: tuple[int, ...]
-    """Boundaries of the schedules' layers within the model (`runtime.replay.placement.Placement`)."""
+    """First layer of the model in each layer of the schedules, and then the number of the model's layers
+    (`runtime.replay.placement.Placement`)."""
     columns: tuple[tuple[int, ...], ...]
     """Layers of the model that the stages of each column hold."""
     forms: tuple[FormSpec, ...]
-    """Forms of the values passed at each boundary of `cuts`."""
+    """Forms of the values that are passed at each of `cuts`, from one layer of the schedules to the next."""
     data: FormSpec | None = None
     """Form of every micro-batch of the data. None: not checked."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
@@ -86,7 +92,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of iterations from one comparison of copies to the next, besides those that are always made. 0: no
     others."""
     injections: tuple[tuple[int, Injection], ...] = ()
-    """Failures on purpose of this worker that have not happened yet, by their index among all."""
+    """Failures on purpose of this worker that have not happened yet, each with its index among all failures of the
+    run."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Slowdowns of this worker."""
 

@@ -17,7 +17,8 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     epoch: int = 0
-    """Epoch of the coordinator that the worker has followed and lost. 0: the worker has just been started."""
+    """Number of the coordinator that the worker has followed and lost (`WorkerSetup.epoch`). 0: the worker has just
+    been started."""
     rank: int = 0
     """Rank of the process, if the worker has several."""
 
@@ -27,7 +28,8 @@ class JoinNode(msgspec.Struct, frozen=True, tag=True):
 
     node: int
     epoch: int = 0
-    """Epoch of the coordinator that the agent has followed and lost. 0: the agent has just been started."""
+    """Number of the coordinator that the agent has followed and lost (`NodeSetup.epoch`). 0: the agent has just been
+    started."""
     alive: tuple[Worker, ...] = ()
     """Living workers of the node, if it has followed a previous coordinator."""
 
@@ -74,9 +76,9 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     to `begun`."""
     kept: HeldState
     validated: StepFactor | None
-    """Factor of the last iteration whose factor the worker knows."""
+    """Gradient factor of the last iteration for which the worker knows it."""
     pending: bool
-    """True if the worker does not know the factor of `iteration` yet."""
+    """True if the worker does not know the gradient factor of `iteration` yet."""
     begun: int = -1
     """Last iteration that the worker cannot undo. It lies before the order, or the worker has begun the step of the
     next iteration."""
@@ -168,8 +170,8 @@ class GatheredReports(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepValidated(msgspec.Struct, frozen=True, tag=True):
-    """Report of how all members made the step of an iteration, if steps depend on all gradients. The first member sends
-    it."""
+    """Report of the factor by which all members scaled the gradients of an iteration before they stepped, if steps
+    depend on all gradients. The first member sends it."""
 
     order: int
     factor: StepFactor
@@ -183,7 +185,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     order: int
     kept: HeldState
     validated: StepFactor | None
-    """Factor of the last iteration whose factor the worker knows."""
+    """Gradient factor of the last iteration for which the worker knows it."""
     reason: str | None
     """Error that ends the order for all members. None: the worker stopped as it was asked to."""
 

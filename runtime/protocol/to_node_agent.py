@@ -33,7 +33,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     restarted: bool = False
     """True if the run has continued without these workers."""
     epoch: int = 0
-    """Epoch of the coordinator, as in `runtime.protocol.setup.WorkerSetup`."""
+    """Number of the coordinator that sends this, as in `runtime.protocol.setup.WorkerSetup.epoch`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):

@@ -50,7 +50,7 @@ class ScheduleContent(msgspec.Struct, frozen=True, tag=True):
 
 
 class AssignedShare(msgspec.Struct, frozen=True, tag=True):
-    """Work of a member in an order. It is sent before the `Train` of that order."""
+    """Share of the order's schedule that a member runs. It is sent before the `Train` of that order."""
 
     order: int
     share: WorkerShare
@@ -81,7 +81,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fetch: int = 0
     """Number of the `Fetch` that has already brought layers to the members which need them. 0: none."""
     factor: StepFactor | None = None
-    """Factor of the last committed iteration, for workers that do not know it."""
+    """Gradient factor of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
     """Layers that each member reads when the run returns to a checkpoint because layers were lost; else None.
 

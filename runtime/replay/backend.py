@@ -13,9 +13,12 @@ class GroupRendezvous(NamedTuple):
     """Arguments with which the members of one process group find each other."""
 
     keys: GroupStore
-    """Store for the keys of this group. It must be kept as long as the group, which refers only to its C++ half."""
+    """Store through which the members of this group exchange addresses.
+
+    It must be kept as long as the group, which refers only to its C++ half.
+    """
     store: Store
-    """The run's store; `prefix` is the prefix of this group's keys in it."""
+    """Store of the whole run, in which the keys of this group begin with `prefix`."""
     prefix: str
     rank: int
     size: int
@@ -33,14 +36,14 @@ class Backend(Protocol):
     def creating_groups(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
         """Return a context in which groups are created.
 
-        The function `spared` returns the sockets that other threads open meanwhile.
+        The function `spared` returns the sockets that other threads have opened meanwhile, which an abort leaves open.
         """
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a process group, and return it when all members have joined. Raises RuntimeError."""
+        """Create a process group, and return it when all members have joined. Raises RuntimeError if one does not."""
 
     def allow_reuse(self, group: Group) -> None:
-        """Prepare a group that is not lost for use in another generation."""
+        """Prepare a group in which nothing was aborted for use in another generation."""
 
     def abort_groups(self, groups: Collection[Group]) -> None:
         """Abort all operations in these groups, from any thread, without waiting until they end."""
@@ -52,7 +55,7 @@ class Backend(Protocol):
         """Return whether no pending operation of these groups can write to a tensor."""
 
     def count_started(self, group: Group) -> int:
-        """Return the number of operations that this member has started in the group since its creation."""
+        """Return the number of operations that this process has started in the group since its creation."""
 
     def close_groups(self, groups: Collection[Group]) -> None:
         """Close groups that are no longer used."""

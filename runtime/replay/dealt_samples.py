@@ -33,11 +33,13 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
 POLL_SECONDS = 0.02
-"""Interval at which a wait for a dealt iteration checks if the generation has ended."""
+"""Interval, in seconds, at which a wait for the samples of an iteration checks if the generation has ended."""
 
 CostFunction = Callable[[int], object]
-"""Function that returns the costs of an iteration, which should be `schedules.dealing.Costs`; they are checked when
-used."""
+"""Function that returns the costs of an iteration's samples: the time of F, I and W of each, relative to the mean.
+
+They should be `schedules.dealing.Costs`, and are checked when used.
+"""
 
 
 def find_cost_function(data: Data, training: TrainingConfig,
@@ -64,13 +66,15 @@ def _cost_function_by_length(data: Data, known: LengthCosts, layers_by_stage: Se
 
 
 def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
-    """Return the model's layers of each stage of one chain."""
+    """Return the model's layers of each stage that a micro-batch passes."""
     return [placement.model_range(grid.layers_of(stage)) for stage in range(grid.depth)]
 
 
 def digest_costs(data: Data, training: TrainingConfig) -> str:
-    """Return a digest of all that decides how samples are dealt. Workers that train together must have equal
-    digests."""
+    """Return a digest of all settings and data properties that decide how samples are dealt.
+
+    Workers that train together must have equal digests.
+    """
     digest = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
     if training.deal_swaps and has_costs(data):
         try:
@@ -102,7 +106,11 @@ def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placem
 
 
 class _DealtIteration(NamedTuple):
-    """Samples of an iteration, by the number of each micro-batch name, and their costs, [samples, slices, 3]."""
+    """Samples of an iteration after dealing: `sample` has the number of the sample for each micro-batch of the
+    schedule.
+
+    The costs of the samples are in `by_slice`, [samples, slices, 3].
+    """
 
     sample: list[int]
     by_slice: Costs
@@ -131,7 +139,10 @@ class DealtSamples:
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
     def __call__(self, name: Microbatch) -> Microbatch:
-        """Return the sample of a micro-batch name in its iteration. Raises ConfigError if the costs are unusable."""
+        """Return the sample that a micro-batch of the schedule gets in its iteration, named like a micro-batch.
+
+        Raises ConfigError if the costs are unusable.
+        """
         if self._pool is None:
             return name
         return Microbatch(name.iteration, *self._names[self._sample_number(name)])
@@ -142,8 +153,10 @@ class DealtSamples:
         return self._pool is not None
 
     def relative_duration(self, op: Op, iteration: int) -> float:
-        """Return the expected duration of an op, relative to the usual one, by its sample's cost; 1 if it costs
-        nothing."""
+        """Return the expected duration of an op with its sample, as a multiple of the op's duration in the schedule.
+
+        The result is 1 if the sample costs nothing.
+        """
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
         costs, times = self._get_dealt_iteration(iteration).by_slice[sample, op.slice], self._schedule.times
@@ -161,7 +174,7 @@ class DealtSamples:
         return self._current[1]
 
     def start_dealing(self, iteration: int) -> None:
-        """Start to deal an iteration in the background."""
+        """Start to assign samples to the micro-batches of an iteration in the background."""
         if self._pool is not None and (self._next_dealing is None or self._next_dealing[0] != iteration):
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
@@ -193,9 +206,9 @@ class DealtSamples:
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return the kinds of work that an op on some layers contains.
+    """Return the kinds of work, of F, I and W, that an op of some kind on some layers contains.
 
-    On layers that begin with layer 0, the whole backward belongs to W, and I contains no work.
+    A B contains I and W. On layers that begin with layer 0, W contains the whole backward, and I contains no work.
     """
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W
@@ -203,12 +216,15 @@ def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
 
 
 def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
-    """Return the cost coefficients of an op on some layers."""
+    """Return the cost coefficients of an op on some layers: seconds per sample, per token, and per square of a length.
+
+    They are sums over the layers; squares are those of the lengths of documents.
+    """
     by_layer = [one for part in work_kinds(kind, layers) for one in known.coefficients_for(part)[slice(*layers)]]
     a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
     return a, b, c
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return the cost coefficients of F, I and W on some layers, [3, 3]."""
+    """Return the cost coefficients (`op_coefficients`) of F, I and W on some layers: three of each."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

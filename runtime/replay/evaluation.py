@@ -73,7 +73,7 @@ class Evaluation:
             recorder=self._recorder, before_op=before_op)
 
     def run(self) -> float:
-        """Return this worker's part of the mean loss.
+        """Return this worker's part of the mean loss of the validation data; the parts of all workers sum to it.
 
         Raises CommunicationError, and any error of `before_op`.
         """

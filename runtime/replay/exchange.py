@@ -71,7 +71,7 @@ class Exchange:
             TensorName(crossing.tensor, crossing.slice, crossing.pipeline, crossing.microbatch): place
             for place, crossing in enumerate(self._crossings)}
         self._round = 0
-        """Last round with an input or output, counted from the first."""
+        """Number of the last round with an input or output, counted from the first; a round runs the schedule once."""
         self._issued = 0
         """Number of transfers issued in the order of their numbers; if `_receive_places` is given, it counts only
         receives."""
@@ -114,7 +114,8 @@ class Exchange:
                         allocate_value(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def add_iterations(self, iterations: int = 1) -> None:
-        """Add iterations to those that were announced."""
+        """Add rounds to the number `iterations` that the exchange was created for, as a discarded iteration is run
+        again."""
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
@@ -134,8 +135,10 @@ class Exchange:
             tensors.clear()
 
     def _free_arrived(self, number: int) -> None:
-        """Free sent tensors that have arrived, as transfer `number` proves: its source took them before it made the
-        tensor."""
+        """Free sent tensors that must have arrived at a worker, because that worker has since sent transfer `number`.
+
+        It took those tensors before it computed what it sent.
+        """
         rounds, place = divmod(number, len(self._crossings))
         source, produced = self._crossings[place].source, (rounds, self._crossings[place].made)
         self._free_sent([sent for sent in self._sent if sent.outgoing.target == source and sent.taken_at <= produced],
@@ -192,6 +195,6 @@ class Exchange:
         return self._crossings[number % len(self._crossings)]
 
     def _input_form(self, kind: TensorKind, slice: int) -> Form:
-        """Return the form of the inputs of a slice's ops."""
+        """Return shapes and dtypes of the inputs of a slice's F, or of its I or B if `kind` is "gradient"."""
         first, end = self._schedule.layers_of(slice)
         return self._forms[first] if kind == "activation" else gradient_form(self._forms[end])

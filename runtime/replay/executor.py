@@ -22,8 +22,10 @@ Feed = Callable[[Microbatch], Batch]
 """Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
 computes."""
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Function called before each op with the iteration and the op's place in the program. An error that it raises ends the
-iteration."""
+"""Function called before each op with the iteration, the op's place in the program, and the kind of op.
+
+An error that it raises ends the iteration.
+"""
 
 
 class _ProgramStep(NamedTuple):
@@ -34,9 +36,9 @@ class _ProgramStep(NamedTuple):
     runner: SliceRunner | None
     """Runner of the op's slice; None for A and O."""
     input_name: TensorName | None
-    """Input from another op; None if the op needs none."""
+    """Name of the tensor that another op passes to this one; None if the op needs none."""
     output_name: TensorName | None
-    """Output that another op needs; None if no op does."""
+    """Name of the tensor that this op passes to another one; None if no op needs it."""
 
 
 class Executor:
@@ -84,8 +86,8 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration to a commit point, and return this worker's part of the mean loss.
 
-        The part is 0 if none of its layers contributes to the loss. Raises CommunicationError, and any error of
-        `before_op`.
+        The part is 0 if none of its layers contributes to the loss. Rounds whose guessed step was wrong are run again.
+        Raises CommunicationError, and any error of `before_op`.
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
@@ -96,7 +98,7 @@ class Executor:
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
-        """Run a program of forwards alone, like `run`, and return this worker's part of the mean loss."""
+        """Run the forwards of one iteration of validation data, and return this worker's part of the mean loss."""
         self._iteration = iteration
         self._run_program()
         self._exchange.end_iteration()
@@ -143,7 +145,7 @@ class Executor:
         self._steps.is_void = False
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
-        """Take the input and pass on zeros as the output of a void op, without computing."""
+        """Take the input of an op of a discarded round, and pass on zeros as its output, without computing."""
         self._take_input(step)
         if step.output_name is not None:
             self._before_exchange()
@@ -185,7 +187,7 @@ class Executor:
             self._reduce_gradients(step)
 
     def _reduce_gradients(self, step: _ProgramStep) -> None:
-        """Reduce the gradients of an A.
+        """Sum the gradients of the range of layers of an A over the workers that hold them.
 
         Reductions run in the order of the program, on whichever thread, so workers never wait for each other in a
         circle.
@@ -247,12 +249,12 @@ class Executor:
 
     @property
     def _round_number(self) -> int:
-        """Number of the round: the iteration, plus the rounds that were void."""
+        """Number of the round that is being run: the iteration, plus the rounds that were discarded."""
         return self._iteration + self._void_rounds
 
 
 def _build_step(schedule: Schedule, op: Op, slices: WorkerSlices) -> _ProgramStep:
-    """Return the step of an op, with its input and output along the route of its micro-batch."""
+    """Return the program step of an op: its handler, and its input and output along the route of its micro-batch."""
     if op.slice is None or op.pipeline is None or op.microbatch is None:
         return _ProgramStep(op, _HANDLERS[op.kind], None, None, None)
     key, path = op_key(op), schedule.route_of(op.pipeline, op.microbatch)
@@ -264,7 +266,7 @@ def _build_step(schedule: Schedule, op: Op, slices: WorkerSlices) -> _ProgramSte
 
 
 def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
-    """Return whether reductions can be hidden, because compute follows the first of them."""
+    """Return whether a program has compute after its first A, so that reductions can run during compute."""
     kinds = [step.op.kind for step in program]
     return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
 

@@ -44,7 +44,7 @@ class InterruptibleCalls:
         self._is_closing: Callable[[], bool] = lambda: True
         """Function that returns whether a connection that was shut down is not closed yet."""
         self._lock = threading.Lock()
-        """Makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
+        """Lock that makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
 
     def run_call(self, call: Callable[[], object]) -> None:
         """Run a call in a waiting thread, and return when it is done. Raises RuntimeError."""
@@ -73,7 +73,10 @@ class InterruptibleCalls:
             raise RuntimeError(SHUT_REASON)
 
     def end_all(self, cut: Callable[[], Sockets]) -> None:
-        """Break all connections with `cut`. All waits return once the connections are closed."""
+        """Break all connections, and end all waits once they are closed.
+
+        The function `cut` breaks the connections and returns their sockets.
+        """
         with self._lock:
             self.ended = True
             waits, self._open_calls = self._open_calls, set()
@@ -127,7 +130,7 @@ class _CallThread:
 
 
 class GlooWork:
-    """A pending operation of a group."""
+    """A pending operation of a group, whose wait `InterruptibleCalls.end_all` ends."""
 
     def __init__(self, work: Work, waits: InterruptibleCalls) -> None:
         self._work = work
@@ -201,7 +204,7 @@ class GlooBackend:
     def __init__(self) -> None:
         self._devices: list[GlooDevice] = []
         self._waits = InterruptibleCalls()
-        """Waits in the groups that share these devices."""
+        """Calls that wait in the groups over the current listening sockets."""
         self._exempt_sockets: Callable[[], Sockets] = frozenset
         self._sockets_before: Sockets | None = None
         """Sockets that were open when the creation of groups began; None while none are created."""
@@ -240,7 +243,7 @@ class GlooBackend:
                                  - self._exempt_sockets())
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why the group is no longer usable, or None. See `Backend`."""
+        """Return why the group is no longer usable, or None if it is usable. See `Backend`."""
         return SHUT_REASON if cast(GlooGroup, group).waits.ended else None
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:  # noqa: ARG002

@@ -21,7 +21,7 @@ started in it."""
 
 
 class GenerationEndedError(CommunicationError):
-    """The generation has ended while the session was at work."""
+    """Error for a call that is made, or waits, when its generation has ended."""
 
 
 class GroupSpec(NamedTuple):
@@ -39,16 +39,17 @@ class GroupSpec(NamedTuple):
 
     @property
     def creation_key(self) -> tuple[int, str]:
-        """Sort key of group creation, equal in all processes, so that no two wait for each other in different groups.
+        """Key by which processes sort the groups that they create, so that no two wait for each other in different
+        groups.
 
-        Groups whose first member is in an even column come first: so the workers of a long pipeline connect in two
-        steps.
+        All processes sort alike. Groups whose first member is in an even column come first: so the workers of a long
+        pipeline connect in two steps.
         """
         return int(self.members[0].partition(":")[0].rpartition(".")[2]) % 2, self.name
 
 
 class _CachedGroup(NamedTuple):
-    """A process group that exists."""
+    """A process group that has been created, and what it was created from."""
 
     spec: GroupSpec
     order: int
@@ -98,7 +99,7 @@ class GenerationGroups:
         self._ended = False
         self._released = False
         self._lock = threading.Lock()
-        """Makes sure that `abort` sees each new group, or the thread that creates it sees the abort."""
+        """Lock that makes sure that `abort` sees each new group, or the thread that creates it sees the abort."""
 
     def create_groups(self, all_wanted: Iterable[GroupSpec]) -> None:
         """Provide all groups that the generation needs: reuse the groups that can be reused, and create the others."""
@@ -112,7 +113,7 @@ class GenerationGroups:
         _close_in_background([*idle.values()])
 
     def create_missing(self, wanted: Iterable[GroupSpec]) -> None:
-        """Create the groups that do not exist yet."""
+        """Create those of the wanted groups that do not exist yet."""
         self.raise_if_ended()
         missing = sorted((spec for spec in wanted if spec.name not in self._groups), key=lambda spec: spec.creation_key)
         for backend in self.links.backends:  # separately: gloo's abort shuts all sockets opened meanwhile
@@ -133,16 +134,16 @@ class GenerationGroups:
         return {name: held.group for name, held in self._groups.items()}
 
     def open_store(self, purpose: str, members: int = 1) -> GroupStore:
-        """Return a store in which members of this generation exchange values for one purpose."""
+        """Return a store in which `members` processes of this generation exchange values, for one named purpose."""
         return GroupStore(self._store, self._key_prefix(purpose), TRANSFER_TIMEOUT, self.raise_if_ended, members)
 
     def raise_if_ended(self) -> None:
-        """Raise OrderEndedError if the generation has ended."""
+        """Raise GenerationEndedError if the generation has ended."""
         if self._ended:
             raise GenerationEndedError("the order is over")
 
     def abort(self) -> None:
-        """Abort all pending operations, from any thread."""
+        """End the generation, and abort all pending operations of its groups. Any thread may call this."""
         self._ended = True
         with self._lock:
             if self._released:

@@ -23,12 +23,13 @@ _ORDER_KEY = re.compile(r"order(\d+)/")
 
 
 def order_key_prefix(order: int) -> str:
-    """Return the prefix of all keys of an order."""
+    """Return the prefix of all keys in the run's store that belong to an order (a generation)."""
     return f"order{order}/"
 
 
 def delete_old_orders(store: TCPStore, before: int) -> None:
-    """Delete the keys of all orders before `before`; no other keys are ever deleted."""
+    """Delete the keys in the run's store that belong to orders before number `before`; no other keys are ever
+    deleted."""
     for key in store.list_keys():
         match = _ORDER_KEY.match(key)
         if match and int(match[1]) < before:
@@ -57,7 +58,7 @@ class GroupStore(Store):
         self._require = require
         self._ranks = ranks
         self._values: dict[str, bytes] = {}
-        """Values that are known."""
+        """Values that this process has set or fetched, by key."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """Set the value of a key."""
@@ -65,7 +66,7 @@ class GroupStore(Store):
         self._values[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of a key, and return it. Raises DistStoreError."""
+        """Wait for the value of a key, and return it. Raises DistStoreError if it does not arrive in time."""
         self.wait([key])
         return self._values[key]
 
@@ -74,7 +75,7 @@ class GroupStore(Store):
         return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return the sum."""
+        """Add `amount` to the counter that is stored under a key, and return the sum."""
         return self._store.add(self._prefix + key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class Membership(NamedTuple):
-    """This worker among the members of one generation."""
+    """Members of one generation, and which of them this worker is."""
 
     order: int
     """Number of the order that started the generation."""

@@ -30,7 +30,7 @@ CONNECT, LEAVE = b"connect", b"leave"
 
 
 class OperationRefusedError(RuntimeError):
-    """The generation has ended, so no operation can be started."""
+    """Error for an operation that is to be started after the generation has ended."""
 
 
 class Communicator:
@@ -42,8 +42,8 @@ class Communicator:
 
     Torch's `Work.is_completed` is not enough, because it is also true after an error, while the device still waits.
     Instead, an event is recorded on the device after the last operation. Threads of this class wait for the event, so
-    `over` itself calls neither CUDA nor NCCL: such a call may wait for a lock that an abort holds, and would block
-    heartbeats.
+    `is_quiescent` itself calls neither CUDA nor NCCL: such a call may wait for a lock that an abort holds, and would
+    block heartbeats.
     """
 
     def __init__(self, nccl: NcclGroup) -> None:
@@ -89,7 +89,7 @@ class Communicator:
         return partial(self._start_operation, getattr(self._nccl.group, name))
 
     def failure_reason(self) -> str | None:
-        """Return why the communicator is no longer usable, or None."""
+        """Return why the communicator is no longer usable, or None if it is usable."""
         return self._failure or self._nccl.watchdog_error()
 
     def allow_reuse(self) -> None:
@@ -194,7 +194,7 @@ class Communicator:
 
 
 class NcclBackend:
-    """NCCL backend. Its `abort` aborts the communicators with pending operations, and keeps the others."""
+    """NCCL backend. Its `abort_groups` aborts the communicators with pending operations, and keeps the others."""
 
     ordered = True
 
@@ -250,7 +250,7 @@ class NcclBackend:
         self._abort_pending(ended)
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why a communicator is no longer usable, or None. See `Backend`."""
+        """Return why a communicator is no longer usable, or None if it is usable. See `Backend`."""
         return cast(Communicator, group).failure_reason()
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:

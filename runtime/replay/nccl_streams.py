@@ -17,13 +17,13 @@ HIGHEST_PRIORITY = -100
 """Priority of the streams. Torch takes the nearest one that exists, which is that of communicators
 (`torch_private.create_nccl_group`)."""
 MAX_STREAMS = 256
-"""Largest size of a pool. If more streams come without a repetition, they do not come in turn."""
+"""Largest number of streams in torch's pool. If it gives out more different ones, it does not give them out in turn."""
 
 
 class StreamRotation:
-    """Skips the streams of a pool that communicators use, and remembers the stream of each new communicator.
+    """Chooser of CUDA streams: gives each new communicator a stream of torch's pool that no other communicator uses.
 
-    `draw` returns the identity of the pool's next stream.
+    The function `draw` takes the pool's next stream, and returns its identity.
     """
 
     def __init__(self, draw: Callable[[], int]) -> None:
@@ -50,7 +50,8 @@ class StreamRotation:
                     self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
-        """Draw until the next stream is unused; return the place of the last stream that was drawn."""
+        """Draw streams until the pool's next one is unused; return the place in the pool of the last one that was
+        drawn."""
         if not self._streams:
             self._streams.append(self._draw())
             while (stream := self._draw()) != self._streams[0] and len(self._streams) < MAX_STREAMS:
@@ -63,7 +64,7 @@ class StreamRotation:
         return place
 
     def _draw_next(self) -> int:
-        """Draw a stream, and return its place in the order."""
+        """Draw the pool's next stream, and return its place in the order of the pool."""
         stream = self._draw()
         return self._streams.index(stream) if stream in self._streams else 0
 

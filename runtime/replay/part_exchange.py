@@ -36,8 +36,8 @@ class PartExchange:
         The sums of the parts in `copies` are complete when `wait_for_copies` returns; until then the gradients must not
         change.
 
-        Over gloo, sums are always in the order of the members. Over NCCL, if a member of the cut is gone, each worker
-        gets the sums of all parts. Raises CommunicationError.
+        Over gloo, sums are always in the order of the members. Over NCCL, if members have been lost since the partition
+        was made, each worker gets the sums of all parts. Raises CommunicationError.
         """
         group = self._session.sharer_group(layers)
         if group is None:
@@ -90,8 +90,8 @@ class PartExchange:
 
     def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
-        """Start to send the sums of own parts to their buddies, and to receive sums of which this worker is the
-        buddy."""
+        """Start to send the sums of own parts to their buddies, and to receive the sums of parts that this worker
+        copies."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
@@ -158,18 +158,21 @@ class PartExchange:
 
 
 def _has_all_members(cut: StatePartition) -> bool:
-    """Return whether each member steps the part of its own place, and keeps a copy of one other."""
+    """Return whether no member has been lost since the partition was made, so that each one owns one part."""
     return cut.owners == tuple(range(len(cut.members)))
 
 
 def _nonempty_parts(cut: StatePartition) -> list[tuple[int, int, Span]]:
-    """Return number, owner and span of the parts that have elements."""
+    """Return number, owner (its index among the members) and span of each part that has elements."""
     return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
             if span[0] < span[1]]
 
 
 def _transfer_tag(kind: int, part: int) -> int:
-    """Return the tag of a transfer of a part. A member can own several parts after others have failed."""
+    """Return the tag of a transfer of part number `part`, for a reduction, a copy or a gather (`kind`).
+
+    A member can own several parts after others have failed.
+    """
     return kind + _KINDS * part
 
 

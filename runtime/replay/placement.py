@@ -16,7 +16,7 @@ END_LAYERS = 2
 
 
 class PlacementError(ValueError):
-    """Schedule and model do not fit each other. The message is one line."""
+    """Error for a schedule and a model that do not fit each other. The message is one line."""
 
 
 class Placement:
@@ -31,7 +31,7 @@ class Placement:
         self.cuts = tuple(cuts)
         self._in_columns: dict[tuple[LayerRange, ...], frozenset[int]] = {}
         self._in_schedules: dict[frozenset[int], tuple[LayerRange, ...]] = {}
-        """Cache of earlier results: thousands of workers share a few sets of layers."""
+        """Results of `schedule_layers` so far: thousands of workers share a few sets of layers."""
 
     @property
     def layer_count(self) -> int:
@@ -43,23 +43,23 @@ class Placement:
         return self.cuts[layers[0]], self.cuts[layers[1]]
 
     def slice_layers(self, schedule: Schedule, worker: Worker) -> dict[int, LayerRange]:
-        """Return the layers of each slice in the program of a live worker."""
+        """Return the model's layers of each slice in the program of a live worker, by the slice's number."""
         program = schedule.programs[schedule.seat_of[worker].program]
         numbers = sorted({op.slice for op in program if op.slice is not None})
         return {number: self.model_range(schedule.layers_of(number)) for number in numbers}
 
     def held_layers(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
-        """Return the layers that a live worker must hold."""
+        """Return the model's layers that a live worker must hold under a schedule."""
         return self._model_layers(schedule.held_layers(worker))
 
     def held_layers_by_worker(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
-        """Return the layers that each live worker must hold."""
+        """Return the model's layers that each live worker must hold under a schedule."""
         by_ranges: dict[tuple[LayerRange, ...], frozenset[int]] = {}
         return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self._model_layers(held))
                 for seat in schedule.seats for held in [schedule.held_layers_of_seat(seat)]}
 
     def layers_in_column(self, grid: Grid, column: int) -> frozenset[int]:
-        """Return the layers of a column's stages."""
+        """Return the model's layers of all stages in a column of the grid."""
         held = grid.held_layers_by_column[column]
         if held not in self._in_columns:
             self._in_columns[held] = self._model_layers(held)
@@ -80,7 +80,8 @@ class Placement:
                     if layer in range(*self.model_range(layers)))
 
     def all_reductions(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
-        """Return all ranges by which gradients are reduced, ascending, each with all live workers that reduce it."""
+        """Return each range of layers whose gradients are summed together, ascending, with all live workers that take
+        part."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
         by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
                       for program in schedule.programs]
@@ -90,7 +91,8 @@ class Placement:
         return {self.model_range(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
 
     def reductions_of(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
-        """Return the ranges by which a worker reduces gradients, ascending, each with all live workers that do."""
+        """Return the ranges of layers whose gradients a worker sums with others, ascending, each with all workers that
+        do."""
         if isinstance(schedule, WorkerSchedule):
             return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
         return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}
@@ -111,12 +113,13 @@ class Placement:
         return sharers_of
 
     def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
-        """Return all live workers that hold a layer of each of these groups."""
+        """Return, for each group of layers that share a parameter, all live workers that hold one of these layers."""
         held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
         return [[worker for worker, layers in held if not layers.isdisjoint(group)] for group in groups]
 
     def choose_writers(self, schedule: Schedule, worker: Worker) -> dict[int, Worker]:
-        """Return which holder saves each layer that a live worker holds; holders take turns, layer by layer."""
+        """Return, for each layer of a live worker, which holder saves it in checkpoints; holders take turns, layer by
+        layer."""
         return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(schedule, worker).items()
                 for layer in range(*layers)}
 
@@ -154,7 +157,10 @@ def place_layers(grid: Grid, layers: int) -> Placement:
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
-    """Return the number of layers of each stage; adds embedding and head if `counts` has only decoder layers."""
+    """Return the number of layers of each stage, of `layers` in all.
+
+    If `counts` has only decoder layers, the embedding is added to the first stage and the head to the last.
+    """
     if sum(counts) + END_LAYERS != layers:
         return counts
     whole = list(counts)

@@ -22,9 +22,9 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     kind: OpKind
     slice: int
     number: int
-    """Number of ops."""
+    """Number of ops that were measured."""
     seconds: float
-    """Median of the durations, each divided by the relative cost of its sample (`Recorder.costs`)."""
+    """Median of the ops' durations in seconds, each divided by the relative cost of its sample (`Recorder.costs`)."""
     misfit: float | None = None
     """Root mean square of (duration / median - 1), which shows how far costs are from measured times; None if no costs
     are known."""
@@ -55,7 +55,7 @@ class Recorder:
     def start_iteration(self, iteration: int, *, traced: bool) -> None:
         """Start an iteration, or start it again, and discard all earlier times.
 
-        If `traced`, record what `ops` needs.
+        If `traced`, record what `traced_ops` needs.
         """
         self._iteration, self._traced = iteration, traced
         self._start = self._end = None
@@ -80,14 +80,18 @@ class Recorder:
         self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
-        """Return the time from the start of the first op to the end of the last O; waits until a GPU gets there."""
+        """Return the seconds from the start of the first op to the end of the last O. On a GPU, waits until that has
+        ended."""
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
         if not isinstance(self._end, float):
             self._end.synchronize()
         return _elapsed_seconds(self._start, self._end)
 
     def traced_ops(self) -> tuple[MeasuredOp, ...]:
-        """Return the ops of a traced iteration, in seconds of the shared clock. Call `window_seconds` before."""
+        """Return start and end of each op of a traced iteration, in seconds of the shared clock.
+
+        Call `window_seconds` before.
+        """
         return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._shared_seconds(start),
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
@@ -123,7 +127,7 @@ def _relative_deviation(seconds: Sequence[float]) -> float:
 
 
 def _elapsed_seconds(start: Stamp, end: Stamp) -> float:
-    """Return the seconds between two stamps, which must have been passed on a GPU."""
+    """Return the seconds between two stamps. On a GPU, the device must have passed both."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

@@ -41,8 +41,11 @@ GradientKey = LayerRange | str
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20
-"""Size up to which gradients are summed together, because each sum takes several round trips on a slow network. For
-larger ones, the copies take longer than the sums gain."""
+"""Size in bytes up to which gradients are summed together, because each sum takes several round trips on a slow
+network.
+
+For larger ones, the copies take longer than the sums gain.
+"""
 CLOCK_ROUNDS = 8
 DRAIN_POLL_SECONDS = 0.001
 """Interval between checks for pending operations."""
@@ -130,7 +133,8 @@ class GenerationSession:
         return self
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> OutgoingTensor:
-        """Start to send a tensor; returns while it is in transfer."""
+        """Start to send a tensor to a worker; returns while it is in transfer. Gloo matches it to a receive by
+        `tag`."""
         payload = tensor.detach().contiguous()
         with one_line_errors(f"sending to worker {target}"):
             group, rank = self._route_between(self.worker, target)
@@ -181,7 +185,8 @@ class GenerationSession:
                 tensor.copy_(total)
 
     def sharer_group(self, layers: LayerRange) -> Group | None:
-        """Return the group of the workers that reduce a range, in ascending order; None if no other worker does."""
+        """Return the group of the workers that sum the gradients of a range, in ascending order; None if no other
+        worker does."""
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
@@ -214,7 +219,7 @@ class GenerationSession:
         self._groups.links.host.cut_connections()
 
     def raise_if_ended(self) -> None:
-        """Raise OrderEndedError if the generation has ended."""
+        """Raise GenerationEndedError if the generation has ended."""
         self._groups.raise_if_ended()
 
     def failure_reason(self) -> str | None:
@@ -224,8 +229,8 @@ class GenerationSession:
     def reach_commit_point(self) -> None:
         """Wait until the device has completed all work of this thread, and check that it is valid.
 
-        Raises OrderEndedError if the generation has ended, and CommunicationError if a group has failed: results may
-        then be garbage.
+        Raises GenerationEndedError if the generation has ended, and CommunicationError if a group has failed: results
+        may then be garbage.
         """
         self._wait_for_device()
         self.raise_if_ended()
@@ -242,9 +247,9 @@ class GenerationSession:
         return self._groups.is_quiescent()
 
     def reduce_in_background(self, reduce: Callable[[], None]) -> None:
-        """Start to reduce gradients concurrently with compute, one range after the other in the order of the calls.
+        """Call `reduce`, which sums gradients of one range of layers, concurrently with compute.
 
-        Raises the error of an earlier reduction.
+        Calls run one after the other. Raises the error of an earlier reduction.
         """
         self._reductions.submit(reduce)
 
@@ -255,7 +260,8 @@ class GenerationSession:
         self.raise_if_ended()  # over NCCL, operations that were aborted end as if they had succeeded
 
     def reduction_threads(self) -> list[int]:
-        """Return the thread in which gradients are being reduced, if there is one, as a list."""
+        """Return the identifier of the thread that sums gradients in the background, as a list; empty if there is
+        none."""
         return [] if (thread := self._reductions.thread_ident) is None else [thread]
 
     def drain(self) -> None:
@@ -290,7 +296,8 @@ class GenerationSession:
         self._groups.close()
 
     def start_sum_over_all(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum numbers over all members, concurrently with compute. Requires `sums`."""
+        """Start to sum each of `values` over all members, concurrently with compute. `connect` must have been given
+        `sums`."""
         assert self._sums is not None
         return self._sums.start_sum(values)
 
@@ -329,7 +336,7 @@ class GenerationSession:
             keys.wait(["all"])
 
     def _required_groups(self, pairs: Collection[tuple[Worker, Worker]], *, bytes_too: bool) -> Iterator[GroupSpec]:
-        """Return the process groups that the session needs; see `connect`."""
+        """Return the process groups that transfers and sums of this worker need; see `connect`."""
         links = self._groups.links
         for ends in sorted({self._pair_members(pair) for pair in pairs}):
             yield GroupSpec(*self._describe_group(ends, "to"), links.backend, directed=self.ordered)
@@ -352,7 +359,10 @@ class GenerationSession:
         return pair if self.ordered else tuple(sorted(pair))
 
     def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
-        """Return name, members and this process's rank of the group of this rank in some workers."""
+        """Return name, members and own rank of the group of one process of each worker: those with this process's rank.
+
+        The name is made of the members' names, joined by `word`.
+        """
         members = tuple(self._membership.peer_process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)
 
@@ -384,7 +394,7 @@ class GenerationSession:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _all_processes(self) -> tuple[tuple[str, ...], int]:
-        """Return the names of all processes, and the place of this one."""
+        """Return the names of the processes of all members, and this process's place among them."""
         members = self._membership.all_processes()
         return members, members.index(self._membership.peer_process(self.worker))
 
@@ -409,7 +419,8 @@ def _measure_offset(group: Group) -> tuple[float, float]:
 
 
 def _bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`, equally at all their holders."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET_BYTES`; all workers that hold them do so
+    alike."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

@@ -30,12 +30,15 @@ def find_open_sockets() -> Sockets:
 
 
 def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
-    """Return those of the given sockets that are open."""
+    """Return descriptor and identity of each of these sockets that is open."""
     return frozenset((one.fileno(), _read_identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 
 def shut_down_sockets(sockets: Iterable[tuple[int, str]]) -> Sockets:
-    """Shut down connections, and return those shut down. Waiting calls get an error, here and at the other end."""
+    """Shut down the connections of these sockets, and return the sockets shut down.
+
+    Calls that wait in them get an error, here and at the other end.
+    """
     ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class AbandonedError(RuntimeError):
-    """The call has returned after its thread was abandoned: the thread must change nothing any more."""
+    """Error for a call that has returned after its thread was abandoned: the thread must change nothing any more."""
 
 
 class OpenCall(NamedTuple):
@@ -24,13 +24,13 @@ class OpenCall(NamedTuple):
 
 
 class OpenCalls:
-    """Threads that are inside of a call, and since when."""
+    """Record of the threads that are inside of a call into a process group, and since when."""
 
     def __init__(self) -> None:
         self._calls: dict[int, OpenCall] = {}
         self._abandoned: set[int] = set()
         self._lock = threading.Lock()
-        """Makes "the call has ended" and "its thread is abandoned" exclude each other."""
+        """Lock that makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
     def enter_call(self, what: str) -> None:
         """Register that this thread enters a call."""
@@ -65,4 +65,4 @@ class OpenCalls:
 
 
 OPEN_CALLS = OpenCalls()
-"""Open calls of this process."""
+"""The one `OpenCalls` of this process, in which all threads register their calls."""

@@ -18,11 +18,11 @@ from slipstream.runtime.torch_private import Group
 MAX_CHILDREN = 4
 """Number of children of a process in the tree."""
 _UP, _DOWN = 0, 1
-"""Tags of the two directions."""
+"""Tags of transfers to the parent and from the parent."""
 
 
 class SumTree:
-    """This process in the tree, `members[place]`; the first member is the root.
+    """Tree of all processes of a generation, seen from the process `members[place]`; the first member is the root.
 
     Numbers are in host memory and go over gloo, even if tensors go over NCCL, whose stream they would block.
     """
@@ -42,7 +42,7 @@ class SumTree:
             yield GroupSpec(_group_name(ends[1]), ends, ends.index(self._members[self._place]), self._groups.links.host)
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum numbers; all processes must do so in the same order."""
+        """Start to sum each of `values` over all processes, which must start their sums in the same order."""
         summing = PendingSum(torch.tensor(values, dtype=torch.float64))
         self._queue.submit(partial(self._run_sum, summing))
         return summing
@@ -67,7 +67,7 @@ class SumTree:
                 work.wait()
 
     def _parent_group(self, child: int) -> Group:
-        """Return the group of a process and its parent."""
+        """Return the group of process `members[child]` and its parent in the tree."""
         return self._groups.get_group(_group_name(self._members[child]))
 
 

@@ -23,7 +23,7 @@ _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
 class CommunicationError(RuntimeError):
-    """A peer is gone, or did not answer in time. The message is one line."""
+    """Error for a peer that is gone, or did not answer in time. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PendingSum:
         self._ended.set()
 
     def has_arrived(self) -> bool:
-        """Return whether `take` would return at once."""
+        """Return whether `wait_for_sums` would return at once."""
         return self._ended.is_set()
 
     def wait_for_sums(self) -> Sequence[float]:

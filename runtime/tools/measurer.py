@@ -32,17 +32,17 @@ from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.schedule import Worker
 
 MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
-"""Limits for measuring ops by document lengths: the most documents in a sample, and the fewest tokens in a document."""
+"""Largest number of documents in a sample, and smallest number of tokens in a document, for which ops are measured."""
 LARGE_BYTES = 1 << 24
 """Number of bytes that are sent to measure a bandwidth."""
 MAX_REDUCTIONS = 1000
 """Largest number of reductions that run at the same time as compute."""
 _LAYERS = (0, 1)
-"""Range by which tensors are reduced. It is only a name, whatever the tensors are."""
+"""Range of layers in whose name tensors are reduced. The tensors need not be gradients of these layers."""
 
 
 class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Task of one measuring process."""
+    """Task of one measuring process, which measures some stages of the job's model."""
 
     config: RunConfig
     ranges: tuple[tuple[int, int], ...]
@@ -62,9 +62,9 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     rounds: int
     copies: int
-    """Number of workers that hold each stage."""
+    """Number of workers of the job that hold each stage, among which optimizer state is sharded."""
     by_lengths: bool = False
-    """True to measure ops with documents of other lengths, too."""
+    """True to measure ops also with samples of several documents and of half the length."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -81,7 +81,7 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredNetwork(msgspec.Struct, frozen=True):
-    """Properties of the links between workers."""
+    """Latency and bandwidth between workers, and the effect of reductions on simultaneous compute."""
 
     latency: float = 0.0
     """Time to send the smallest tensor from one worker to another, in seconds."""
@@ -195,7 +195,11 @@ class _Measurer:
         return stages, waiting
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Yield median results for samples of one, two, ... documents, of the whole context and of half of it."""
+        """Yield rows of `StageProfile.by_lengths` for samples of 1, 2, 4, ... documents, of the whole context and of
+        half of it.
+
+        Each value is the median of several rounds.
+        """
         task = self._task
         if not task.by_lengths:
             return
@@ -219,8 +223,11 @@ class _Measurer:
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return the memory that a micro-batch takes in a stage with recomputed activations, if the planner may choose
-        that."""
+        """Return the memory that a micro-batch takes in a stage whose layers are all recomputed, named
+        `recomputed_bytes`.
+
+        The result is empty unless the planner may choose recomputation.
+        """
         if self._task.config.training.recompute != "auto":
             return {}
         return {"recomputed_bytes": self._build_changed_bench(index,
@@ -272,8 +279,11 @@ class _Measurer:
         return MeasuredNetwork(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
 
     def _measure_slowdown(self, session: GenerationSession) -> float:
-        """Return the fraction of a reduction's time that simultaneous compute loses. Compares rounds of compute alone
-        with rounds during which another thread reduces gradients of the longest stage."""
+        """Return the fraction of the time of a reduction in which simultaneous compute makes no progress.
+
+        It compares rounds of compute alone with rounds during which another thread reduces gradients of the longest
+        stage.
+        """
         task = self._task
         gradients = self._allocate_gradients(max(task.ranges, key=lambda layers: layers[1] - layers[0]))
         bench = self._benches.get(min(self._benches, default=-1))
@@ -313,8 +323,12 @@ class _Measurer:
 
     def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]) -> tuple[float,
                                                                                                                  float]:
-        """Return the seconds to reduce gradients, and to gather parameters, of `total` elements of which each member
-        owns a part."""
+        """Return the seconds to reduce gradients, and to gather parameters, if optimizer state is sharded over
+        `members`.
+
+        The `total` elements are cut into parts, of which each member owns one. Both are 0 if nothing is sharded, as
+        with one member.
+        """
         training, shares = self._task.config.training, build_partition(total, members, (), sharded=True)
         if not shares.sharded:
             return 0.0, 0.0
@@ -344,8 +358,10 @@ class _Measurer:
         return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
 
     def _measure_median(self, measure: Callable[[], float]) -> float:
-        """Return the median of several results of `measure`, after a first one that is ignored. The ranks of a worker
-        begin each measurement together."""
+        """Return the median of several results of `measure`, such as seconds, after a first one that is ignored.
+
+        The ranks of a worker begin each measurement together.
+        """
         results = []
         for _ in range(1 + self._task.rounds):
             self._all_ranks_ready(True)
@@ -353,7 +369,7 @@ class _Measurer:
         return statistics.median(results[1:])
 
     def _all_ranks_ready(self, ready: bool) -> bool:
-        """Return whether all ranks of this worker are ready, waiting for their answers. All of them must act alike."""
+        """Return whether `ready` is true on all ranks of this worker, which must call this method together."""
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _wait_for_processes(self, what: str, workers: int) -> None:
@@ -365,7 +381,7 @@ class _Measurer:
 
 def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
                      device: torch.device) -> float:
-    """Return the seconds of a round trip of a tensor between the first two workers."""
+    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker to the second and back."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)

@@ -41,16 +41,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Time to send the largest activation between two workers of this machine, in seconds."""
     device: str
     device_bytes: int
-    """Memory of a GPU, or of this machine."""
+    """Memory, in bytes, of a GPU, or of this machine if layers run on CPUs."""
     sharing: int
-    """Number of processes of the job that share that memory."""
+    """Number of processes of the job that share the memory of `device_bytes`."""
     outside_bytes: int = 0
     """Memory that a process uses of a GPU besides torch's tensors: CUDA context, communicators, workspaces of
     libraries."""
     workers: int
     """Number of workers that computed at the same time."""
     ranks: int
-    """Number of processes of a worker."""
+    """Number of processes (ranks) of each worker."""
     reduce_group: int
     """Number of workers that took part in an all-reduce."""
     transport: str
@@ -68,12 +68,12 @@ _ANSWER = msgspec.json.Decoder(Measurement)
 def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int,
                    microbatches: int,
                    rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
-    """Measure the stages that hold these ranges of layers.
+    """Measure the ops, memory and transfers of the stages that hold these ranges of the model's layers.
 
     The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
     at a time; `microbatches`, the number of all pipelines, determines the scale of the loss. With `by_lengths`, ops are
-    measured with documents of other lengths, too. A `fork_server` may serve several profiles, one after the other.
-    Raises ConfigError and ProfileError.
+    measured also with samples of several documents and of half the length. A `fork_server` may serve several profiles,
+    one after the other. Raises ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -129,7 +129,7 @@ def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measuremen
 
 
 def _max_over_ranks(ranks: Sequence[StageProfile]) -> StageProfile:
-    """Return the largest of each value over the ranks."""
+    """Return a stage's profile with the largest of each value over the ranks of a worker."""
     if len(ranks) == 1:
         return ranks[0]
     values = {name: [getattr(rank, name) for rank in ranks] for name in StageProfile.__struct_fields__}

@@ -39,11 +39,11 @@ class ReferenceResult:
     parameters: dict[str, Tensor]
     """Parameters by "layer.name", on the CPU."""
     digest: str
-    """`parameter_digest` of the parameters."""
+    """Hash of the parameters (`parameter_digest`)."""
     evaluations: dict[int, float]
     """Loss of the validation data, by the number of the iteration after which it was evaluated."""
     masters: dict[str, Tensor] = field(default_factory=dict)
-    """Master weights of the parameters, if the training has them."""
+    """Float32 master weights of the parameters by "layer.name"; empty if the training has none."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
@@ -104,8 +104,10 @@ def _train_model(config: RunConfig, microbatches: Sequence[int], iterations: int
 
 
 class PlainSteps(OptimizerSteps):
-    """Optimizer that steps parameters, or float32 copies of bfloat16 parameters. The gradients of the latter are
-    accumulated in the configured dtype."""
+    """Optimizer that steps a model's parameters, or float32 master weights of bfloat16 parameters.
+
+    Gradients of parameters with master weights are accumulated in the configured dtype.
+    """
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
         last, rules = len(layers) - 1, rules_of(dict(enumerate(layers)))
@@ -122,7 +124,7 @@ class PlainSteps(OptimizerSteps):
                          config)
 
     def compute_squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's gradient."""
+        """Return the sum of squares of the gradient of each parameter that the optimizer steps."""
         return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
                 if parameter.grad is not None]
 
@@ -131,8 +133,10 @@ class PlainSteps(OptimizerSteps):
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
-        """Step by the gradients multiplied by `factor`. Parameters with a rule are stepped by their unscaled
-        gradients."""
+        """Step all parameters by their gradients multiplied by `factor`, with the learning rate of an iteration.
+
+        Parameters with a step rule of their layer are stepped by their unscaled gradients.
+        """
         self._set_rates(iteration)
         for name, (parameter, stepped) in self._stepped_by.items():
             scale = 1.0 if name in self._ruled else factor

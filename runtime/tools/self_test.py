@@ -26,7 +26,7 @@ class SelfTestError(RuntimeError):
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
-    """Seconds to connect and to create the groups, and of a transfer of 1 MiB."""
+    """Seconds to connect two processes, with the creation of their groups, and seconds of a transfer of 1 MiB."""
 
     meeting_seconds: float
     transfer_seconds: float
@@ -86,7 +86,7 @@ def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
 
 
 def run_test_process(data: bytes) -> bytes:
-    """Run one of the two processes: decode its task, and return the encoded result."""
+    """Run one of the two processes of a self-test: decode its task, and return the encoded result."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
     return msgspec.json.encode(_exchange_tensors(task))

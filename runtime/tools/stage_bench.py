@@ -34,25 +34,33 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: float
     all_reduce: float = 0.0
     activation_bytes: int
-    """Memory of a micro-batch from F to I."""
+    """Memory, in bytes, that a micro-batch takes from its F to its I."""
     stash_bytes: int
-    """Memory of a micro-batch from I to W."""
+    """Memory, in bytes, that a micro-batch takes from its I to its W."""
     recomputed_bytes: int | None = None
-    """Memory of a micro-batch from F to I if all layers are recomputed. None: the planner may not choose that."""
+    """Memory, in bytes, that a micro-batch takes from its F to its I if all layers are recomputed.
+
+    It is None if the planner may not choose that.
+    """
     static_bytes: int
-    """Memory of parameters, gradients, optimizer state, and the copies by which a step is undone."""
+    """Memory, in bytes, of parameters, gradients, optimizer state, and the copies by which a step is undone."""
     undo_bytes: int
     sent_bytes: int = 0
-    """Size of the gradient that a micro-batch sends to the stage before. It stays on the device until it has been
-    sent."""
+    """Size, in bytes, of the gradient that a micro-batch sends to the stage before.
+
+    It stays on the device until it has been sent.
+    """
     state_bytes: int | None = None
-    """Memory of the whole optimizer state with undo copies, if that is sharded."""
+    """Memory, in bytes, of the optimizer state of all members together, with undo copies; None unless it is sharded."""
     by_lengths: tuple[tuple[float, ...], ...] = ()
-    """Results for micro-batches with documents of other lengths: tokens, squares of lengths, seconds of F, I and W."""
+    """Results for samples with several documents or of half the length.
+
+    Each row has the number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W.
+    """
 
 
 class StageBench:
-    """Bench that runs the ops of one stage."""
+    """Stage whose ops are run to measure their times and memory."""
 
     def __init__(self, stage: SliceRunner, holding: HeldLayers, at_layer: Sequence[Form], config: RunConfig,
                  data: Data, device: torch.device) -> None:
@@ -64,10 +72,10 @@ class StageBench:
         self._device = device
         self._rounds = 0
         self._given: PackedBatch | None = None
-        """Batch to use instead of the data's."""
+        """Micro-batch to run instead of the data's; None to run the data's."""
 
     def measure_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
-        """Measure a row of micro-batches whose samples hold `documents` documents of equal length.
+        """Measure a row of micro-batches whose samples hold `documents` documents of nearly equal length.
 
         Returns one row of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
         output of the last, for samples of this length.
@@ -88,8 +96,8 @@ class StageBench:
                 seconds["backward_input"], seconds["backward_weight"])
 
     def keep_member_part(self, members: int) -> None:
-        """Keep the part of the layers' optimizer state that one of `members` workers keeps, without its present
-        values."""
+        """Keep only the part of the stage's optimizer state that one of `members` workers stores; its values are
+        reset."""
         self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(count_elements(module).cut for module in self._holding.modules.values())
@@ -97,7 +105,7 @@ class StageBench:
         self._holding.hold_layers(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
     def measure_round(self) -> dict[str, float]:
-        """Return the mean seconds of each op over a row of micro-batches, and those of an optimizer step."""
+        """Return the mean seconds of F, I and W over a row of micro-batches, and the seconds of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)
@@ -110,7 +118,10 @@ class StageBench:
         }
 
     def measure_memory(self) -> dict[str, int]:
-        """Return the bytes that a micro-batch takes before and after I, and those that the stage always takes."""
+        """Return the bytes of a micro-batch from F to I and from I to W, and those that the stage always takes.
+
+        They are named as in `StageProfile`.
+        """
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives))
         living = LiveStorages([*self._holding.parameters_by_name().values(), *self._holding.flat_gradients()])
@@ -177,7 +188,7 @@ def _count_elements(spans: Iterable[Span]) -> int:
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes, with all work that it gives to the device."""
+    """Return the seconds that a call takes, with all work that it starts on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The process of a worker. Its threads:
+"""The process of a worker. Its most important threads:
 
     thread           number       purpose
     main             one          reads messages of the coordinator and sends heartbeats, however long computing takes
@@ -13,24 +13,24 @@
                      then
     layer sender     one          sends state and gradients to workers that join, as fast as they can take them, while
                                   this worker trains (`layer_sender`, `layer_server`)
-    layer receiver   one a fetch  builds the layers that the worker will need while it trains
-                                  (`layer_receiver`)
-    layers from D.S  one a        applies the messages of one sender, each sender at its own pace
-                     sender
+    layers from D.S  one a        receives layers from one sender, which the worker will need, and applies the sender's
+                     sender       steps to them, each sender at its own pace (`layer_receiver`)
 
 Its modules:
 
     main                 the process: it connects, and reports an error that ends it
     main_thread          actions for each message; the search for another coordinator
-    setting_up, context  objects that last from order to order, and those of one order
+    context_builder      builds the objects that last from order to order
+    context              the objects that last from order to order, and those of one order
     order_threads        long work, each in a thread
     generation           one order for training, from connecting to closing the connections
-    layer_transition      gets the layers that an order needs, drops the others
-    training_loop             the iterations of an order
-    iteration_reports              reports of each iteration, and their acknowledgements
+    layer_transition     gets the layers that an order needs, drops the others
+    training_loop        the iterations of an order
+    iteration_reports    reports of each iteration, and their acknowledgements
     activity             the worker's present activity
     device_memory        reaction to a device out of memory; return of freed memory to the system after an order
     layer_store          the layers that the worker holds
     layer_*              transfer of layers from worker to worker
-    checkpointer, slowed_recorder
+    checkpointer         when checkpoints are written, and which ones can be read
+    slowed_recorder      ops of a worker that is slow on purpose
 """

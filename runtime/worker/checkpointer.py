@@ -29,7 +29,7 @@ from slipstream.schedules.schedule import Worker
 
 _POLL_SECONDS = 0.05
 CopyLayers = Callable[[], Mapping[int, Mapping[str, Tensor]]]
-"""Function that returns copies of whole layers."""
+"""Function that returns copies of the whole states of layers, by layer and name of the tensor."""
 
 
 class Checkpointer:

@@ -60,7 +60,8 @@ class WorkerContext:
     corpus: Data
     validation: Data | None
     forms: Sequence[Form]
-    """Forms of the values passed at each of the placement's boundaries, at this process."""
+    """Forms (shapes and dtypes) of the values passed at each of the placement's boundaries, as this process has
+    them."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
     """Record of the layers whose ops have been run once."""
     layer_store: LayerStore
@@ -92,7 +93,7 @@ class OrderContext:
     session: GenerationSession
     activity: Activity
     samples: DealtSamples
-    """Samples that the schedule's micro-batch names refer to."""
+    """Samples that each micro-batch of the schedule consists of, which dealing may change."""
 
     @property
     def worker(self) -> Worker:

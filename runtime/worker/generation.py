@@ -80,7 +80,7 @@ class GenerationRunner:
 
     @property
     def _validated_factor(self) -> StepFactor | None:
-        """Factor of the last iteration whose factor is known."""
+        """Gradient factor (`StepFactor`) of the last iteration of this order for which this worker knows it."""
         last = None if self._training is None else self._training.steps.validated
         return None if last is None else StepFactor(*last)
 

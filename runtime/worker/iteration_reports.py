@@ -19,7 +19,8 @@ ANSWER_SECONDS = 600.0
 
 
 class OrderStoppedError(Exception):
-    """Exception that ends an order before an iteration of which nothing has been passed on."""
+    """Exception that ends an order because all members stop before the next iteration. Nothing of that iteration has
+    been passed on to other workers."""
 
 
 class IterationReports:
@@ -46,7 +47,10 @@ class IterationReports:
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
                     evaluation: float | None,
                     checksums: tuple[Checksum, ...]) -> None:
-        """Report an iteration. The first member also reports how all members stepped it, as soon as that is known."""
+        """Report to the coordinator that this worker has stepped an iteration.
+
+        The first member also reports the factor by which all members scaled the gradients, as soon as it is known.
+        """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration
         self._open = IterationReport(context.worker, number, iteration, finite_or_none(loss), recorder.window_seconds(),

@@ -23,9 +23,10 @@ from slipstream.runtime.protocol.authentication import TAG_BYTES, Authentication
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
-"""Limit on the size of a blob. No tensor is larger."""
+"""Largest size of a blob, which is one piece of safetensors in a message. No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Size up to which small tensors are sent together. Reading copies, so larger blobs would take more memory."""
+"""Size up to which small tensors are sent together in one blob. Reading copies, so larger blobs would take more
+memory."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 

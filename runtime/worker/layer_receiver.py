@@ -69,8 +69,10 @@ class FetchRequest(NamedTuple):
 def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
                        addresses: Iterable[tuple[Worker, Sequence[Address]]],
                        rank: int = 0) -> dict[Worker, LayerSource]:
-    """Return the source of each part that the moves bring to this rank of a worker. `addresses` are those of all ranks
-    of all sources."""
+    """Return, for each source of moves to `worker`, its address and the parts that these moves bring to one rank.
+
+    The argument `addresses` has those of all ranks of all sources.
+    """
     by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
     for move in moves:
         if move.target == worker:
@@ -87,7 +89,7 @@ class ReceiverCallbacks:
         """Handle a part that has come, as it is before this iteration's step. An exception ends the fetch."""
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
-        """Handle a fetch whose layers have all come, and which follows its senders. Called once."""
+        """Handle a fetch all of whose layers have come, and that now follows the steps of its senders. Called once."""
 
     def on_fetch_failed(self, fetch: FetchRequest) -> None:
         """Handle a fetch that has failed. Called once."""

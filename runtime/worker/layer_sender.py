@@ -98,7 +98,8 @@ class LayerSender:
             time.sleep(POLL_SECONDS)
 
     def wait_for_room(self, require: Callable[[], None]) -> None:
-        """Wait until no queue is too long. `require` is called meanwhile, and may raise."""
+        """Wait while too much data is queued for a receiver that follows. `require` is called meanwhile, and may
+        raise."""
         while any(receiver.full for receiver in self._server.list_following()):
             require()
             time.sleep(POLL_SECONDS)
@@ -120,7 +121,10 @@ class LayerSender:
 
 def _read_parts(request: LayerRequest, iteration: int, layers: LayerStore, by: "_CallReadPart"
                 ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
-    """Return all requested parts as they are before an iteration's step."""
+    """Return all parts that a receiver has requested, as they are before an iteration's step.
+
+    Each part is read by way of the function `by`, which may copy it.
+    """
     return [(LayerPart(part, iteration), by(partial(layers.get_part_state, after=iteration - 1), part))
             for part in request.parts]
 

@@ -92,7 +92,8 @@ class ReceiverConnection:
 
 
 class LayerServer:
-    """Thread that serves, and the state that it shares with the training thread, under a lock."""
+    """Server that sends layers to receivers in a thread of its own. The training thread passes it the data to send; a
+    lock protects what both use."""
 
     def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
@@ -126,7 +127,8 @@ class LayerServer:
 
     def send_states(self, receiver: ReceiverConnection,
                     states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
-        """Send states to a receiver, and all messages that are queued from now on."""
+        """Queue the states that a receiver has requested. From then on the receiver counts as answered, and further
+        messages can be queued for it."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
             receiver.most_bytes = QUEUE_STATES * sum(_count_bytes(state) for _, state in states)
@@ -135,7 +137,7 @@ class LayerServer:
 
     def queue_message(self, receiver: ReceiverConnection, message: Message,
                       tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Queue a message behind all that were queued before."""
+        """Queue a message for a receiver, behind all that were queued for it before."""
         with self._lock:
             receiver.queue.append((message, tensors or {}))
             receiver.queued_bytes += _count_bytes(tensors or {})

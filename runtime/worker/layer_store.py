@@ -35,7 +35,7 @@ class BuildLayer(Protocol):
 
     def __call__(self, layer: int, *, filled: bool) -> nn.Module:
         """Build a layer as it is before iteration 0. Unless `filled`, its state is to be loaded afterwards:
-        `model.state.holding.build_layer`."""
+        `runtime.model.state.held_layers.build_layer`."""
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
@@ -63,7 +63,7 @@ class LayerStore:
         """Layers of `_built` that are as they are before the first iteration."""
 
     def prebuild_layers(self, layers: Iterable[int]) -> None:
-        """Build layers that will probably be needed soon, with state from other workers."""
+        """Build layers that will probably be needed soon. Their state will come from other workers."""
         for layer in layers:
             self.get_module(layer)
 
@@ -157,8 +157,10 @@ class LayerStore:
                      and received.start <= part.start and part.stop <= received.stop), None)
 
     def set_parameters(self, received: Sequence[PartState], after: int) -> None:
-        """Set the parameters that are not kept up to date here to those that were received. Raises VersionError. They
-        must be those after the iteration `after`."""
+        """Set the parameters that this worker does not keep up to date to received ones.
+
+        Raises VersionError unless these are those after the iteration `after`.
+        """
         for part in received:
             part.require_version(after)
         for layer, module in self.holding.modules.items():

@@ -62,7 +62,7 @@ class CoordinatorGoneError(Exception):
 
 
 class MainThread:
-    """One worker's part in one run."""
+    """Main thread of a worker's process, from joining the run until the worker may leave it."""
 
     def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
         self._spec = spec
@@ -76,7 +76,7 @@ class MainThread:
         self._down: tuple[Worker, ...] = ()
         """Workers that took no part in the last order for training."""
         self._doubted = False
-        """True if that order has ended because copies of its members' state differ."""
+        """True if the last order for training has ended because copies of its members' state differ."""
         self._assigned: AssignedShare | None = None
         """Last `AssignedShare` that was received."""
         self._contents: dict[str, bytes] = {}

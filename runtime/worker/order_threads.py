@@ -46,7 +46,7 @@ class OrderThreads:
 
     def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
                        previous: GenerationRunner | None) -> None:
-        """Take part in an order for training."""
+        """Start a thread that takes part in an order for training."""
         self._begin_order()
 
         def work() -> None:
@@ -63,8 +63,10 @@ class OrderThreads:
         self.start_thread(context.device, f"generation {order.order}", work)
 
     def sit_out(self, context: WorkerContext, order: Train, previous: GenerationRunner | None) -> None:
-        """Take no part in an order. This worker's state is then out of date, but other workers may first need parts of
-        it."""
+        """Start a thread that leaves the last generation, because this worker takes no part in an order.
+
+        This worker's state is then out of date, but other workers may first need parts of it.
+        """
         over = self._begin_order()
 
         def work() -> None:
@@ -80,8 +82,10 @@ class OrderThreads:
         self.start_thread(context.device, "leaving the order", work)
 
     def start_finishing(self, context: WorkerContext, order: Finish, previous: GenerationRunner | None) -> None:
-        """Write some layers, and report the digests of all, which must agree between peers. If another worker that has
-        parts of these layers is lost, there will be another order."""
+        """Start a thread that writes some layers, and reports the digests of all, which must agree between peers.
+
+        If another worker that has parts of these layers is lost, there will be another order.
+        """
         over = self._begin_order()
 
         def work() -> None:
@@ -133,8 +137,10 @@ def _raise_if_over(over: threading.Event) -> None:
 
 
 def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
-    """Close the connections of the last generation, which peers may have used until now, and undo what is not
-    committed."""
+    """Undo what the last generation has not committed, and send the beginning of the order to receivers of layers.
+
+    All layers are dropped if this worker cannot return to the state from which the order continues.
+    """
     if previous is not None:
         try:
             previous.return_to_committed(order)

@@ -12,13 +12,15 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import ReplayStep, replay_steps
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""Kinds of op that have a column of costs for each slice."""
+"""Kinds of op whose costs are stored: an array of costs has a column for each of them at each slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
-    """Return the steps of a schedule as arrays: a block per group of pipelines that share micro-batches, and the tail.
+    """Return the steps of a schedule as arrays, divided into blocks that are replayed one after the other.
 
-    If ops follow reductions, all steps are in one block. Raises ValueError if ops wait for each other in a circle.
+    The compute ops of each group of pipelines that share micro-batches are a block. The last block, the tail, has the
+    reductions and optimizer steps. If compute ops follow reductions, all steps are in one block. Raises ValueError if
+    ops wait for each other in a circle.
     """
     steps, workers = replay_steps(schedule)
     first = list(accumulate(schedule.grid.microbatches, initial=0))
@@ -72,7 +74,10 @@ def _cost_kinds(op: Op) -> tuple[OpKind, ...]:
 
 
 def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[tuple[int, int, int, int]]:
-    """Iterate over the steps, each with its two columns of costs (-1 if it has none) and the ticks of each."""
+    """Iterate over the steps, each as (column of costs, second column, ticks, ticks of the second column).
+
+    Ticks are scaled by the costs in their column. Only B has two columns; a missing column is -1.
+    """
     known: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}
     for step in steps:
         op = step.op
@@ -88,7 +93,10 @@ def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[t
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return the share of each slice's layers in each stage of a route, [slices, depth]. A stage has a single 1."""
+    """Return which share of the layers of each slice lies in each stage of a chain, [slices, depth].
+
+    A slice that is a stage has a single 1.
+    """
     grid = schedule.grid
     shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):

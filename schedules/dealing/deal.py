@@ -25,7 +25,8 @@ next iteration is dealt while it runs. Larger schedules try fewer swaps.
 Costs = npt.NDArray[np.float64]
 """Time of F, I and W of each sample, as multiples of the mean: [samples, 3], or [samples, stages, 3] if stages differ.
 
-Samples are in the order of names. With several chains, the stages are those of one chain.
+Samples are numbered like the micro-batches that they would be in without dealing. With several chains, the stages are
+those of one chain.
 """
 
 
@@ -37,9 +38,12 @@ class Dealt(NamedTuple):
     """Samples of an iteration after dealing, and the effect on its length."""
 
     sample: Ints
-    """Sample of each name, [names]. Both are numbered pipeline by pipeline, micro-batch by micro-batch."""
+    """Number of the sample that each micro-batch gets, [micro-batches].
+
+    Micro-batches are numbered pipeline by pipeline; without dealing, each has the sample of its own number.
+    """
     before_ticks: float
-    """Length of the iteration if each sample keeps its own name."""
+    """Length of the iteration, in ticks, without dealing: each micro-batch has the sample of its own number."""
     after_ticks: float
 
 
@@ -81,14 +85,15 @@ class Dealer:
         self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many of the wanted swaps are tried: fewer than wanted if they would take too long."""
+        """Return how many swaps of two samples are tried if `wanted` are wanted: fewer if that would take too long."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
-        """Deal the samples of an iteration, given their `Costs`.
+        """Assign the samples of an iteration to micro-batches so that the iteration ends early, given their `Costs`.
 
-        The search starts with each sample at its own name or, if that is shorter, with pipelines of about equal work.
-        It then tries up to `swaps` swaps, as time allows. The result is never longer. Raises CostError.
+        The search starts without dealing or, if that is shorter, with pipelines of about equal work. It then swaps
+        pairs of samples, up to `swaps` times, as time allows. The result is never longer than without dealing. Raises
+        CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -104,8 +109,8 @@ class Dealer:
     def iteration_seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the seconds from one iteration to the next, of iterations in a row. The first starts as planned.
 
-        The argument `costs` has the costs of each iteration, `samples` the sample of each name, [iterations, names].
-        Workers do not wait for each other between iterations. Raises CostError.
+        The argument `costs` has the costs of each iteration, and `samples` the sample of each micro-batch, [iterations,
+        micro-batches]. Workers do not wait for each other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -115,18 +120,25 @@ class Dealer:
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
     def costs_by_slice(self, costs: object) -> Costs:
-        """Return costs by slice, [samples, slices, 3], from the layers shared with stages. Raises CostError."""
+        """Return costs by slice, [samples, slices, 3]: the mean over the stages in which the slice has layers.
+
+        Stages are weighted by their number of these layers. Raises CostError.
+        """
         costs_by_slice: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return costs in integer multiples of 1 / `UNIT`, [samples, columns]."""
+        """Return costs in integer multiples of 1 / `UNIT`, [samples, columns]. A column is one kind of op at one
+        slice."""
         whole: Ints = np.rint(self.costs_by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples,
                                                                                           3 * len(self._shares))
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest window of a worker, in ticks / `UNIT`."""
+        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks.
+
+        The argument `sample` has the sample of each micro-batch.
+        """
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
@@ -138,7 +150,10 @@ class Dealer:
                            minlength=3 * len(self._shares)).astype(np.int64)
 
     def _deal_evenly(self, costs: Ints) -> Ints:
-        """Deal samples by total cost, longest first, each to the pipeline with the least work that has names left."""
+        """Deal samples by cost, highest first, each to the pipeline with the least work that has micro-batches left.
+
+        Returns the sample of each micro-batch, [micro-batches].
+        """
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
         for sample in np.argsort(-costs, kind="stable").tolist():
@@ -150,7 +165,10 @@ class Dealer:
 
 
 def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
-    """Return pairs of different names, [swaps, 2], from the generator's raw numbers, whose stream never changes."""
+    """Return pairs of different micro-batches, [swaps, 2], from the generator's raw numbers.
+
+    The stream of these numbers never changes.
+    """
     if samples < 2:
         return np.empty((0, 2), np.int64)
     raw = np.random.PCG64(seed).random_raw(2 * swaps).reshape(-1, 2) >> np.uint64(32)

@@ -59,10 +59,11 @@ def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
 
 
 def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[np.float64]) -> Costs:
-    """Return F, I and W of each sample as multiples of the mean, [samples, stages, 3], from its documents' lengths.
+    """Return the times of F, I and W of each sample as multiples of the mean, [samples, stages, 3].
 
-    The argument `coefficients`, [stages, 3, 3], has the coefficients of F, I and W of each stage. An op that takes no
-    time costs 1. Sums are exact and everything else is computed per number, so that all machines get the same result.
+    A sample is the lengths of its documents. The argument `coefficients`, [stages, 3, 3], has the coefficients of F, I
+    and W of each stage. An op that takes no time costs 1. Sums are exact and everything else is computed per number, so
+    that all machines get the same result.
     """
     _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = coefficients[None, :, :, 0] + coefficients[None, :, :, 1] * tokens + coefficients[None, :, :, 2] * squares

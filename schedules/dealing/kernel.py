@@ -1,8 +1,9 @@
 """Run the compiled loops of dealing: replays of an iteration with the costs of its samples, and swaps that shorten it.
 
 All numbers are integers, so that all machines get the same result. numba caches machine code by source file; these
-functions call none of another file, so it notices when they change. It finds code by a function's name and line, and
-cannot read what was cached under the package's former name: these functions must not move back to their lines of then.
+functions call none of another file, so numba notices when they change. It finds cached code by a function's name and
+line, and fails to read code that was cached under the package's former name. No function may therefore return to the
+line on which it was then.
 """
 
 from collections.abc import Callable
@@ -23,11 +24,11 @@ class Arrays(NamedTuple):
     """
 
     begin: Ints
-    """First step of each block, [blocks + 1]."""
+    """Number of the first step of each block, [blocks + 1]."""
     worker: Ints
-    """First worker of each step, [steps]."""
+    """Number of the first worker of each step, [steps]."""
     name: Ints
-    """Micro-batch of each step, [steps]; -1 if it has none."""
+    """Number of the micro-batch of each step, [steps]; -1 if it has none."""
     column: Ints
     """Columns of costs that scale the ticks of each step, [steps, 2]. B has two; others have -1 in the second place."""
     ticks: Ints
@@ -42,7 +43,7 @@ class Arrays(NamedTuple):
     other: Ints
     """Workers of each step besides its first one. If reductions overlap with compute, links count as workers."""
     block_of: Ints
-    """Block of each micro-batch, [names]."""
+    """Block of each micro-batch, [micro-batches]."""
     release: Ints
     """Planned start of each worker, [workers], in ticks."""
 
@@ -58,7 +59,11 @@ def _jit(function: Function) -> Function:
 
 @_jit
 def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
-    """Run a block. Updates `free`, when workers are free, in ticks / `unit`. `costs` is [samples, columns]."""
+    """Replay the steps of one block, and update `free`, when each worker is free, and `ends`, when each step ends.
+
+    Both are in multiples of 1 / `unit` ticks. `costs`, [samples, columns], are in multiples of 1 / `unit`; `sample` is
+    the sample of each micro-batch.
+    """
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]
         start = free[worker]
@@ -81,7 +86,7 @@ def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: i
 
 @_jit
 def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
-    """Run a whole iteration. Updates `free`, the times at which workers are free."""
+    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks."""
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
         advance_block(arrays, block, costs, sample, unit, free, ends)
@@ -89,7 +94,7 @@ def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free:
 
 @_jit
 def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
-    """Return the longest time, over workers, from the planned start to when the worker is free."""
+    """Return the longest time of a worker from its planned start until it is free, in multiples of 1 / `unit` ticks."""
     longest = 0
     for worker in range(free.shape[0]):
         longest = max(longest, free[worker] - arrays.release[worker] * unit)
@@ -98,10 +103,11 @@ def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
 
 @_jit
 def improve_by_swaps(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -> Any:
-    """Swap pairs of names in `sample` if that does not lengthen the iteration, and return its length before and after.
+    """Swap the samples of pairs of micro-batches where that does not lengthen the iteration. Updates `sample`.
 
-    Shapes: `costs` [samples, columns], `pairs` [swaps, 2]. Between iterations of equal length, the lower sum of the
-    times at which workers are free before the tail decides.
+    Returns the length of the iteration before and after, in multiples of 1 / `unit` ticks. Shapes: `costs` [samples,
+    columns], `pairs` [swaps, 2]. Between iterations of equal length, the lower sum of the times at which workers are
+    free before the tail decides.
     """
     tail = arrays.begin.shape[0] - 2
     ends = np.empty(arrays.worker.shape[0], np.int64)

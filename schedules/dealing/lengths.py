@@ -44,10 +44,10 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
 
 
 def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
-    """Return F, I and W of each sample as multiples of the mean, [samples, 3].
+    """Return the times of F, I and W of each sample as multiples of the mean, [samples, 3].
 
-    A share `attention` of F and of I, on average, grows with the squares of documents' lengths. The rest grows with
-    tokens, and so does W, which has matrix products only.
+    A sample is the lengths of its documents. On average, a share `attention` of F and of I grows with the squares of
+    these lengths. The rest grows with tokens, and so does W, which has matrix products only.
     """
     _, tokens, squares = sample_sizes(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()

@@ -101,7 +101,8 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     status: Status
     method: str
     seats: tuple[tuple[Natural, ...], ...]
-    """Program number of each live worker, ascending by worker, followed by the pipelines that the program helps."""
+    """Program number of each live worker, ascending by worker, followed by the other pipelines whose micro-batches it
+    runs."""
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
     """Layers that each live worker holds; None: those of its column. Empty if this is so for all workers."""
     costs: EntryCosts | None = None
@@ -205,7 +206,7 @@ def encode_document(document: Index | Programs | EntryDocument) -> bytes:
 
 
 def with_digest(index: Index) -> Index:
-    """Return the index with its own digest."""
+    """Return the index with `sha256` set to its digest."""
     blank = msgspec.structs.replace(index, sha256="")
     return msgspec.structs.replace(index, sha256=sha256_digest(encode_document(blank)))
 
@@ -276,7 +277,10 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return the text of a program, with the pipelines that it helps as positions, and these pipelines in order."""
+    """Return the text of a program, and the other pipelines whose micro-batches it runs, by their first op.
+
+    The text has positions in this list in place of their numbers.
+    """
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(with_pipeline_numbers(program, {pipeline: index for index,
                                                                pipeline in enumerate(helped)})), helped

@@ -46,9 +46,9 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the key of the normalised schedule for a number of failures.
+    """Return the key of the entry for a number of failures, in which the planner has chosen the roles that are vacant.
 
-    With `slow`, it is the schedule for the case that this slow worker has failed: no role is planned at its speed.
+    With `slow`, it is the entry for the case that this slow worker has failed: no role is planned at its speed.
     """
     return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
@@ -61,7 +61,7 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
 
 
 def settled_key(key: str) -> str:
-    """Return the key of the entry with layers moved that belongs to an entry that needs no moves."""
+    """Return the key of the settled entry, for which layers may have moved, that belongs to the entry with this key."""
     return f"settled-{key}"
 
 
@@ -84,7 +84,10 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 
 
 def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns made of pipelines of the given kinds, ascending, at most `room` pipelines of each class."""
+    """Iterate over patterns of this number of failures, made of the given kinds of broken pipelines, ascending.
+
+    At most `room[c]` pipelines of class c are broken.
+    """
     if failures == 0:
         yield ()
         return

@@ -86,7 +86,10 @@ class _MachineSpread:
         return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
 
     def swap_gain(self, one: int, other: int) -> int:
-        """Return how many fewer pairs of holders of equal layers share a machine after two seats swap roles."""
+        """Return by how many the pairs of holders of equal layers on one machine decrease if two seats swap roles.
+
+        The seats are given by index. The result is 0 if they cannot swap.
+        """
         a, b = self.seats[one], self.seats[other]
         here, there = self._machine_of(a.worker), self._machine_of(b.worker)
         mine, theirs = _held_layers_key(a), _held_layers_key(b)
@@ -192,7 +195,11 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 
 def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int,
                                                                                                                    int]:
-    """Return new numbers for the pipelines of a class: equal patterns first, which is never worse, then by overlap."""
+    """Return new numbers for the pipelines of a class, so that vacant columns meet lost ones as often as possible.
+
+    Pipelines whose vacant columns equal the lost ones are matched first, which is never worse, then those with the most
+    in common.
+    """
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
@@ -288,7 +295,8 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return the schedule with new pipeline numbers and players, in canonical form."""
+    """Return the schedule with new pipeline numbers and players, and its programs numbered in the order of first
+    use."""
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}

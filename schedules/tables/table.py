@@ -131,9 +131,10 @@ class Table:
         - `nodes`: the workers of each machine. If roles move, the holders of a stage are spread over machines.
         - `checked`: False skips the checker, for callers that check the result themselves.
 
-        If an exact pattern and a normalised count have equal periods, the pattern is used, because it moves no worker.
-        If several slow workers are down, the best of the entries for each of them is used. The result is valid because
-        the stored schedule is checked at first use and `relabel_schedule` keeps every rule.
+        If the entry for the exact failure pattern and the one for the number of failures have equal periods, the former
+        is used, because it moves no worker. If several slow workers are down, the best of the entries for each of them
+        is used. The result is valid because the stored schedule is checked at first use and `relabel_schedule` keeps
+        every rule.
 
         Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be used.
         """
@@ -197,7 +198,7 @@ def _validate_basis(basis: Basis, path: Path) -> None:
 
 
 def _read_entry(folder: Path, row: Row) -> EntryDocument:
-    """Read the entry of a row of the index. Raises TableError."""
+    """Read the entry that a row of the index describes. Raises TableError."""
     path = folder / entry_file(row.key)
     if path.parent != folder / ENTRIES:
         raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")

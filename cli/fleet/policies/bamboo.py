@@ -12,7 +12,10 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):
-    """Policy in which the predecessor covers a dead worker's stage; if it is dead, too, new pipelines are formed."""
+    """Policy in which the predecessor of a dead worker also runs its stage.
+
+    If both are dead, or too many stages are covered in this way, new pipelines are formed.
+    """
 
     name = "bamboo"
     title = "Bamboo: redundant computation on the predecessor"
@@ -47,13 +50,16 @@ class Bamboo(Policy):
         return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form pipelines of all machines."""
+        """Form pipelines of the live machines, and return the phases from the beginning."""
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Cover dead workers, or form new pipelines. If a stage is lost, this needs a rendezvous, too."""
+        """Cover the stages of dead workers, or form new pipelines, and return the phases after the change.
+
+        If a stage has no live predecessor, forming pipelines includes a rendezvous.
+        """
         dead = set(change.removed)
         self._spares = [machine for machine in (*self._spares, *change.added) if machine not in dead]
         died, stage_lost = self._remove_dead(dead)
@@ -87,9 +93,10 @@ class Bamboo(Policy):
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Return whether to form new pipelines: spares make one more or pay off, or too many are covered.
+        """Return whether to form new pipelines.
 
-        Spares replace covered stages if the time for that is made up for before the next failure, on average.
+        This is so if spare machines suffice for one more pipeline, if too many stages are covered, or if spares in
+        place of covered stages make up for the time before the next failure, on average.
         """
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages

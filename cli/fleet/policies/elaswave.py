@@ -55,7 +55,10 @@ class ElasWave(Rerouting):
         return self.throughputs.scale_by_formula(whole, seconds)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return phases with the old division of the layers until the new one has migrated."""
+        """Return phases from `now` on: the stalls, training with the old division of layers, then with the new one.
+
+        The new division begins when its layers have migrated.
+        """
         first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
         final_rate = self._rate_for_stages(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds

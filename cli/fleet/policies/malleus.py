@@ -26,7 +26,7 @@ _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes
                 "a checkpoint")
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""Number of pipelines whose machines have these slowdown factors."""
+"""Number of pipelines for each list of their machines' slowdown factors, ascending."""
 
 
 class Malleus(Policy):
@@ -46,7 +46,7 @@ class Malleus(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """Return the largest power of two that is available, or all GPUs if none is missing."""
+        """Return the GPUs that a worker uses if `alive` of `whole` are alive: all, or else the largest power of two."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
 
     def steady_rate(self, failures: int) -> float:
@@ -56,12 +56,12 @@ class Malleus(Policy):
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Fill the pipelines evenly."""
+        """Distribute the live machines evenly over the pipelines, and return the phases from the beginning."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Divide the layers of pipelines and the batch anew."""
+        """Divide layers and micro-batches over the machines that are live now, and return the next phases."""
         dead = set(change.removed)
         state_lost = not has_all_layers(self._pipelines.groups, dead)
         self._pipelines.remove_machines(dead)

@@ -38,14 +38,20 @@ class Oobleck(Policy):
                    if all(size == 0 or size >= self._min_nodes for size in sizes))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many pipelines of the job's length as there are machines for; the remaining machines join them."""
+        """Form as many pipelines of the job's length as possible, and return the phases from the beginning.
+
+        The remaining machines join these pipelines.
+        """
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
         self._instantiate_pipelines()
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Keep newcomers waiting for the next failure in a pipeline, which instantiates templates of new lengths."""
+        """Form new pipelines if a machine of one died, and return the phases after the change.
+
+        Machines that are added otherwise wait, idle, until then.
+        """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in dead]

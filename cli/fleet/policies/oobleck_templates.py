@@ -54,7 +54,10 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function of (first, last, seconds): the fewest stages within this time for layers first..last - 1."""
+    """Return a function that counts the fewest stages for a range of layers, none longer than a number of seconds.
+
+    Its arguments are the first layer, the end of the range, and the seconds. `prefix` has the sums of layers' seconds.
+    """
     def count_stages(first: int, last: int, seconds: float) -> int:
         count, position = 0, first
         while position < last:

@@ -36,7 +36,7 @@ class _Reference(Policy):
         return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Train on these workers."""
+        """Return one phase of training on the live machines."""
         self._live = len(live)
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 

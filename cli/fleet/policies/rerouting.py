@@ -17,7 +17,7 @@ class StageAssignment:
         """Stage of each machine."""
         self._lacking = list(lacking)
         self._down: DownByStage | None = None
-        """Cached value of `down`, or None."""
+        """Cached value of `down_by_stage`, or None."""
         self._most_down: int | None = None
 
     @property
@@ -85,7 +85,10 @@ class Rerouting(RatedByStage):
         """Time at which every machine holds its assigned stage."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Put every machine in its place of the grid, or assign stages anew if some stage would have no worker."""
+        """Assign a stage to every live machine, and return the phases from the beginning.
+
+        It is the stage of its place in the grid, unless some stage would have no worker.
+        """
         for machine in live:
             self._stages.assign_stage(machine, machine % self.scenario.stages)
         if self._has_lost_stage(self._stages):
@@ -94,7 +97,10 @@ class Rerouting(RatedByStage):
         return self.resume_training(self._rate_for_stages(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Re-route micro-batches, let newcomers join, and move workers."""
+        """Assign stages to newcomers and moved workers, and return the phases after the change.
+
+        If a stage has lost all its workers, the job restarts from the checkpoint.
+        """
         if change.seconds >= self._loaded_at:
             self._held_stages = self._stages
         for machine in change.removed:
@@ -120,7 +126,10 @@ class Rerouting(RatedByStage):
 
     @abstractmethod
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from `now` on: these stalls first, and at some point each machine in its stage."""
+        """Return the phases from `now` on.
+
+        They begin with `stalls` and redo `lost_samples`. By the last phase each machine has loaded its assigned stage.
+        """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
         """Return the samples per second of machines that hold these stages."""
@@ -154,7 +163,7 @@ class Rerouting(RatedByStage):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Give newcomers the stages furthest from the even spread of the remaining failures."""
+        """Assign to each newcomer the stage that lacks the most workers compared with evenly spread failures."""
         if not machines:
             return
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of)

@@ -31,14 +31,14 @@ class Restart(Policy):
         return self.throughputs.one_f_one_b_rate((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole pipelines as there are machines for."""
+        """Form as many whole pipelines as possible, and return the phases from the beginning."""
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Restart if a machine in use died; otherwise plan when newcomers join."""
+        """Return the phases after a change: a restart if a machine in use died, or later, to use new machines."""
         self._grow_if_due(change.seconds)
         used = len(self._machines_in_use)
         self._idle_machines |= dict.fromkeys(change.added)
@@ -54,7 +54,7 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Train as before. If idle machines make one more pipeline, restart with them after the next checkpoint."""
+        """Return phases of training, with a restart after the next checkpoint if idle machines make a pipeline."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]
@@ -70,7 +70,7 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Use idle machines from the planned restart on, if that was before now."""
+        """Put idle machines to use if the restart that was planned for them was before `now`."""
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -83,7 +83,7 @@ class Restart(Policy):
         return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
 
     def _fill_pipelines(self) -> None:
-        """Use as many machines as make whole pipelines."""
+        """Use as many machines as make whole pipelines. All others are idle."""
         count = self._count_usable_machines()
         surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines

@@ -63,12 +63,15 @@ class Slipstream(Rerouting):
         """Slowdown factors of the machines that were slow when the rebalanced plan was made."""
 
     def rate(self, down: DownByStage) -> float:
-        """Return the rate of the planner's schedule, or of 1F1B on the whole pipelines if that is faster."""
+        """Return the samples per second of the planner's schedule with layers in place, or of 1F1B if that is faster.
+
+        1F1B runs on the pipelines without a dead worker. `down` has the number of dead workers of each stage.
+        """
         return self.throughputs.in_place_rate(down)
 
     @property
     def fault_free_rate(self) -> float:
-        """Best rate with all workers alive. The rates with fewer workers are also possible with all."""
+        """Samples per second of the best schedule with all workers alive."""
         return self.steady_rate(0)
 
     def rebalanced_rate(self, down: DownByStage) -> float:
@@ -82,13 +85,16 @@ class Slipstream(Rerouting):
         return max(at_once, self.throughputs.rebalanced_answer(failures)[0]) if self.moves_layers else at_once
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Use the rebalanced plan from the beginning, if some machines are missing."""
+        """Return the phases from the beginning, by the rebalanced plan if that is faster."""
         super().start(live)
         self._settled_at, self._planned_rate, self._planned_slowness = 0.0, self._rebalanced_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Use the rebalanced plan, because all machines load their layers from the checkpoint anyway."""
+        """Return the phases of a restart, by the rebalanced plan if that is faster.
+
+        All machines load their layers from the checkpoint anyway. The parameter `rate` is not used.
+        """
         self._planned_rate, self._planned_slowness = self._rebalanced_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
 
@@ -121,7 +127,10 @@ class Slipstream(Rerouting):
                                                 for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases after a change; a switch is needed if other workers are then left idle."""
+        """Return the phases after a change.
+
+        They begin with a switch if the change makes other slow machines idle than before.
+        """
         if change.removed or change.seconds < self._settled_at:
             self._planned_rate = 0.0  # some of its layers are lost, or not loaded yet
         phases = super().on_change(change, remaining)
@@ -136,7 +145,10 @@ class Slipstream(Rerouting):
         return self._rate_of_best_choice(stages, self.rate)
 
     def _rate_of_best_choice(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second of the best choice."""
+        """Return the samples per second with the best number of the slowest machines left idle.
+
+        The function `rate` maps the dead or idle workers of each stage to samples per second.
+        """
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
@@ -144,7 +156,8 @@ class Slipstream(Rerouting):
     def _choose_left_out(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
         """Choose how many of the slowest machines to leave idle. All others wait for the slowest of the rest.
 
-        A schedule in which every op takes at most f times as long has at most f times the period.
+        The function `rate` maps the dead or idle workers of each stage to samples per second. A schedule in which every
+        op takes at most f times as long has at most f times the period.
         """
         down = list(stages.down_by_stage)
         slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.stage_of),
@@ -161,7 +174,10 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return phases with machines that hold a stage, or with the last rebalanced plan; then with all."""
+        """Return the phases from `now` on: with machines that hold their stage, then with all, then rebalanced.
+
+        If the last rebalanced plan is still possible and faster, it is used from the beginning.
+        """
         settled = self._current_rebalanced_rate()
         first_rate, final_rate = max(settled, self._rate_for_stages(self._held_stages)), max(settled,
                                                                                              self._rate_for_stages(self._stages))

@@ -37,13 +37,13 @@ class TorchFT(Policy):
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole groups as there are machines for."""
+        """Form as many whole groups as possible, and return the phases from the beginning."""
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._form_whole_groups())
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups that lost a worker, and restart whole groups in the background."""
+        """Drop groups that lost a worker, restart whole groups in the background, and return the next phases."""
         now, dead = change.seconds, set(change.removed)
         if now >= self._restarted_at:
             self._join_restarted_groups()

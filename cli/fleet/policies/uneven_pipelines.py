@@ -8,7 +8,7 @@ from slipstream.cli.fleet.policies.oobleck_templates import Template
 
 
 class PipelineGroups:
-    """Lists of machines (pipelines, replicas), with the list of each machine.
+    """Lists of machines, one for each pipeline or replica, in which the list of a machine is found without a search.
 
     The cost of a change depends on the number of machines that it concerns, and not on the size of the job.
     """
@@ -18,17 +18,17 @@ class PipelineGroups:
         self.group_of = {machine: group for group in self.groups for machine in group}
 
     def add_machine(self, machine: int, group: list[int]) -> None:
-        """Add a machine that is in no list to this one."""
+        """Add a machine to one of the lists. It must be in no other one."""
         group.append(machine)
         self.group_of[machine] = group
 
     def add_group(self, group: list[int]) -> None:
-        """Add a list."""
+        """Add a list of machines."""
         self.groups.append(group)
         self.group_of |= dict.fromkeys(group, group)
 
     def remove_group(self, group: list[int]) -> list[int]:
-        """Remove a list, and return its machines."""
+        """Remove a list of machines, and return its machines."""
         del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
             del self.group_of[machine]
@@ -69,7 +69,10 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 
 
 def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:
-    """Return the seconds of each stage if nodes in turn take all layers that fit; None if some are left."""
+    """Return the seconds of each node's stage if nodes in turn take all layers that fit into `seconds`.
+
+    Returns None if layers remain. `prefix` has the sums of layers' seconds, and `factors` the slowdown of each node.
+    """
     position, stages = 0, []
     for factor in factors:
         end = position

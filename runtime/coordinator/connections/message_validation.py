@@ -29,7 +29,8 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 MAX_ITERATIONS_AHEAD = 8
-"""Limit on iterations ahead of the last committed one: members are one ahead, or two if clipping is decided later."""
+"""Number of iterations by which a reported one may exceed the last committed one. Members are one ahead, or two if
+clipping is decided later."""
 MAX_RANKS = 64
 """Largest number of ranks of a worker, by `[training] tensor_parallel`."""
 MAX_TEXT_CHARACTERS = 1000
@@ -47,7 +48,10 @@ class MessageBounds:
     """All workers of the grid."""
 
     def find_violation(self, message: ToCoordinator, next_iteration: int) -> str | None:
-        """Return what is impossible in a message, or None; `next_iteration` is the first uncommitted one."""
+        """Return a description of the impossible value in a message, or None if all its values are possible.
+
+        The argument `next_iteration` is the first iteration that is not committed.
+        """
         iterations = range(self.setup.first_iteration - 1,
                            min(self.setup.iterations, next_iteration + MAX_ITERATIONS_AHEAD))
         match message:

@@ -106,9 +106,12 @@ class NodeAgents:
 
     def receive_reports(self, node: int, here: Collection[Worker], gathered: GatheredReports,
                         following: int) -> tuple[IterationReport, ...]:
-        """Return the reports of workers that a batch of a node completes; `send_answers` answers its agent in any case.
+        """Add the iteration reports in a batch from a node's agent, and return those of workers all of whose ranks have
+        reported.
 
-        The workers of the node are `here`, and `following` is the iteration to be committed next.
+        Reports of workers other than the node's own (`here`) are ignored. A worker that reports an impossible value is
+        disconnected. The argument `following` is the iteration to be committed next. The agent is answered by
+        `send_answers`, even if no worker's report is complete.
         """
         self._answers[node], completed = [], list[IterationReport]()
         for one in gathered.reports:

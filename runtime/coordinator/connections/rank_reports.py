@@ -44,7 +44,12 @@ class RankReports:
         """Messages of each worker that some of its ranks have sent, and not all."""
 
     def add_message(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
-        """Add a message of a rank; return the worker's message if it is complete, otherwise None."""
+        """Add a message of a rank, and return the worker's message once all of its ranks have sent theirs; until then,
+        None.
+
+        A message that a rank sends only for itself is returned at once. All ranks send the same `StepValidated`; that
+        of rank 0 is returned.
+        """
         processes = self._processes
         if processes == 1:
             return message
@@ -114,7 +119,11 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
 
 
 def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> IterationReport:
-    """Combine reports of an iteration: the loss is the same on all ranks, and sums of squares are per shard."""
+    """Combine the ranks' reports of one iteration.
+
+    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The window is
+    the longest of any rank.
+    """
     squares = [one.squares for one in reports]
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for one in (one for report in reports for one in report.checksums):
@@ -125,7 +134,8 @@ def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> 
 
 
 def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
-    """Combine reports of a pause. The reason is that of the first rank to stop; the others only lost it."""
+    """Combine the ranks' reports of a pause. The reason is that of the first rank to give one; the other ranks then
+    only lost their connections to it."""
     factors = [one.validated for one in reports if one.validated is not None]
     return replace(first, kept=intersect_held_state([one.kept for one in reports]),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
@@ -133,9 +143,11 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:
-    """Combine what the ranks of a worker know; None if a rank has just been started. If only some have received the
-    last order, the worker holds no state from which all can continue. All have paused, so none has run anything of that
-    order."""
+    """Combine the reports of a worker's ranks to a new coordinator; return None if a rank has just been started.
+
+    If only some ranks have received the last order, the worker holds no state from which all can continue. All ranks
+    have paused, so none has run anything of that order.
+    """
     found = [known for known in by_rank if known is not None]
     if len(found) < len(by_rank):
         return None

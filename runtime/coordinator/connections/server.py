@@ -22,7 +22,8 @@ from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker
 from slipstream.schedules.schedule import Worker
 
 MAX_UNSENT_BYTES = 2 * MAX_BYTES
-"""Largest number of bytes that may wait to be sent to a peer; with more, the peer is taken not to read."""
+"""Largest number of bytes that may wait to be sent to a peer. A peer for which more wait does not read, and is cut
+off."""
 
 _FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
@@ -31,14 +32,16 @@ MessageCallback = Callable[["Connection", ToCoordinator | None], None]
 
 
 class Server:
-    """State that the connections share.
+    """State that all connections of the coordinator's server share.
 
     Parameters
     ----------
+    heard
+        Function that is called with each message, and at the end of a connection.
+    say
+        Function that is called with a line about a connection that was cut off because of what its peer sent.
     most_unknown
         Number of connections that may be open without an identified peer; if there are more, the oldest is closed.
-    say
-        Function that is called with a line about each connection that is ended because of what its peer sends.
     """
 
     def __init__(self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int) -> None:
@@ -211,7 +214,8 @@ class Connection(asyncio.Protocol):
 
 
 def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Return whether this peer may send a message: a worker about itself, or an agent one of agents."""
+    """Return whether a peer may send a message: a worker only about itself, a node agent only messages of node
+    agents."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer

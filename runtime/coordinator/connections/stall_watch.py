@@ -76,7 +76,13 @@ class StallWatch:
 
     def check_progress(self, members: Collection[Worker], interval_seconds: float, *,
                        planning: bool) -> StallReport | None:
-        """Ask members after a timeout; return the stall once they have answered. To be called at an interval."""
+        """Ask all members for their activity once the timeout has passed without a commit; return a report when they
+        have answered.
+
+        Returns None while there is nothing to report. Members have `STATUS_ANSWER_SECONDS` to answer. To be called
+        every `interval_seconds`: a call that comes much later means that this process was not scheduled, and that time
+        does not count. The argument `planning` is True if members wait for a schedule.
+        """
         now = time.monotonic()
         if now - self._looked > 3 * interval_seconds:  # this process was not scheduled
             self._from = max(self._from, now - interval_seconds)

@@ -105,7 +105,11 @@ class WorkerConnections:
         return True
 
     def combine_message(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
-        """Add a message of a process; return the worker's message if it is complete, otherwise None."""
+        """Add a message of a worker's process, and return the worker's message once all of its processes have sent
+        theirs.
+
+        Returns None until then, and for a connection that is not the current one of its process.
+        """
         worker = connection.peer
         if not isinstance(worker, Worker) or not self.record_sign_of_life(connection):
             return None
@@ -211,7 +215,7 @@ class WorkerConnections:
         return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
 
     def _handle_drained_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a process for whose last messages the wait is over."""
+        """Handle the end of a process after `DRAIN_SECONDS`, unless its last messages have arrived before."""
         if self._ended.get(ended.worker) is ended:
             self._handle_end(self._ended.pop(ended.worker))
 

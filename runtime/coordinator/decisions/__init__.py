@@ -9,7 +9,7 @@ Nothing here waits, opens a connection, or reads a clock. Only `journal` reads a
     orders               sends orders to workers
     next_order           chooses the next order once all members have paused
     iteration_boundary   prepares changes while all train; chooses the iteration before which all stop for them
-    schedule_requests            requests for schedules, and their answers
+    schedule_requests    requests for schedules, and their answers
     schedule_choice      chooses which schedule to request
     part_moves           computes which parts of layers move between which workers
     lost_workers         reasons why workers are lost

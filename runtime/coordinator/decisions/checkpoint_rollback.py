@@ -87,14 +87,21 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
 
 def find_newest_checkpoint(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range
                            ) -> tuple[int, list[Worker]] | None:
-    """Return the last iteration that any worker can go back to, and all workers that can; None if none can."""
+    """Return the last of the given iterations whose checkpoint any of the workers can read, and all workers that can
+    read it.
+
+    Returns None if there is none. The argument `readable` has the checkpoints that each worker can read.
+    """
     candidates = {worker: set(readable.get(worker, ())).intersection(iterations) for worker in workers}
     last = max((max(choices) for choices in candidates.values() if choices), default=None)
     return None if last is None else (last, sorted(one for one, choices in candidates.items() if last in choices))
 
 
 def assign_layer_readers(needs: LayersByWorker, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:
-    """Return the layers that each reader reads: its own, and those of workers that cannot read the checkpoint."""
+    """Return the layers that each of `readers`, the workers that can read the checkpoint, reads from it.
+
+    A reader reads the layers that it needs itself. Layers that only other workers need are distributed evenly.
+    """
     reads = {reader: sorted(needs[reader]) for reader in sorted(readers) if reader in needs}
     count = Counter({reader: len(layers) for reader, layers in reads.items()})
     read = {layer for layers in reads.values() for layer in layers}

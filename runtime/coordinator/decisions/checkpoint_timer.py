@@ -30,7 +30,8 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     automatic: bool = False
-    """True if the coordinator chooses when to save; otherwise workers know it, and `is_due` is always False."""
+    """True if the coordinator chooses when to save. Otherwise workers save at a fixed interval, and `is_due` is always
+    False."""
     began: float | None = None
     """Time of the last checkpoint or, before the first one, of the start of training."""
     iteration: int | None = None
@@ -66,7 +67,10 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, iteration=iteration, asked_at=at)
 
     def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
-        """Return the timer after a worker has written its layers, or failed to."""
+        """Return the timer after a worker has written its layers of a checkpoint, or failed to.
+
+        The argument `seconds` is the training time that this cost the worker. A checkpoint costs the largest such time.
+        """
         new = replace(self, iteration=None, began=self.asked_at) if iteration == self.iteration else self
         if seconds <= self.seconds.get(iteration, -1.0):
             return new

@@ -25,7 +25,8 @@ MIN_KEPT_WINDOWS = 4096
 
 
 class CommitLogError(RuntimeError):
-    """Reports that end the run because workers disagree or a loss is not finite. The message is one line."""
+    """Error that ends the run: workers report different values where they must agree, or a loss is not finite. The
+    message is one line."""
 
 
 class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     loss: float
     window_seconds: float
-    """Longest busy window of any member."""
+    """Longest busy window of any member: the time from the start of its first op to the end of its optimizer step."""
     gradient_norm: float | None
     """Norm of all gradients before clipping; None if it was not finite."""
     evaluation: float | None
@@ -55,7 +56,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     skips: bool = False
     """True if a loss may be infinite or nan. Its iteration made no step, and is recorded with loss nan."""
     validates: bool = False
-    """True if steps depend on the gradients of all stages, so that a commit also needs the iteration's factor."""
+    """True if steps depend on the gradients of all stages, so that a commit also needs the factor that scales the
+    gradients."""
     order: int = 0
     members: int = 0
     """Number of members of the current order."""
@@ -161,8 +163,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
         """Return the median over iterations of the longest busy window of any member; None without iterations.
 
-        The iterations are those of this run, or those from `first` to before `end`. The first one is left out, because
-        it warms up.
+        The iterations are those of this run, or those from `first` up to but excluding `end`. The first one is left
+        out, because it warms up.
         """
         windows = self._windows_between(first, end)
         windows = windows[1:] or windows

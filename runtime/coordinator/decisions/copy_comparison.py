@@ -41,7 +41,10 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
-    """Return the difference between copies that all members reported before an iteration; None if there is none."""
+    """Return the difference between the copies of state on which an iteration ran, or None if all copies are equal.
+
+    The copies are compared by the checksums in the reports that all members have sent of the iteration.
+    """
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:
         for checksum in report.checksums:

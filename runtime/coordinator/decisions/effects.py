@@ -40,7 +40,7 @@ class EffectCollector:
         self.effects: list[Any] = []
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect."""
+        """Add an effect, which is carried out after the effects that were added before it."""
         self.effects.append(effect)
 
     def send(self, workers: Iterable[Worker], message: ToWorker) -> None:

@@ -76,7 +76,10 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which the last worker came for the first time."""
 
     def with_worker(self, worker: Worker, known: RecoveryReport | None, at: float) -> "RejoiningPhase":
-        """Return the phase with a worker added. A worker that has just started counts only before the first commit."""
+        """Return the phase with a worker added that has reported what it knows of the run.
+
+        A worker that knows nothing (None) has just been started; it is added only if no iteration has been committed.
+        """
         if known is None:
             if self.losses:
                 return self
@@ -103,7 +106,7 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return max((known.order for known in self.known.values()), default=0)
 
     def is_complete(self, at: float) -> bool:
-        """Return whether no further workers are waited for. Raises NobodyLeftError if none came in time."""
+        """Return whether no further workers are waited for. Raises NoLiveWorkerError if none came in time."""
         if not self.known and at - self.began > FIRST_WORKER_SECONDS:
             raise NoLiveWorkerError("nobody is left of the run that another node 0 has led here")
         if not self.known or self.came_last is None:

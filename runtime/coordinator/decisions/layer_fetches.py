@@ -1,4 +1,4 @@
-"""Join planning: fetches of layers while training continues, and whether all layers have arrived.
+"""Layer fetches: copying layers to workers while training continues, and whether all layers have arrived.
 
 Layers are fetched for workers that join, or only for members, to change to a better schedule (`settling`). What is
 fetched are parts of layers (`part_moves`).
@@ -57,7 +57,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     """Time of `time.monotonic` before which no fetch may begin."""
 
     def can_begin(self, at: float) -> bool:
-        """Return whether a change may be planned."""
+        """Return whether a fetch may begin: none is pending, and the pause after a failed one is over."""
         return self.join is None and at >= self.not_before
 
     @property

@@ -60,7 +60,11 @@ class PartitionPlanner:
     def find_held_states(self, schedule: Schedule, after: int, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                          which: Callable[[StatePartition, Worker],
                                          tuple[Span, ...]] = StatePartition.stored_parts) -> HeldStateByWorker:
-        """Return what each worker that trains by a schedule keeps after an iteration."""
+        """Return the layers and parts that each worker of a schedule has after iteration `after`.
+
+        The argument `cut_for` has the former members of ranges that keep their partition. The function `which` selects
+        a worker's parts in a partition; by default, all that it stores.
+        """
         cuts = self._partition_schedule(schedule, cut_for)
         return {worker: HeldState(_join_layers(layers), tuple(
                     (layer, *span) for layer, spans in self._find_parts_of(worker, cuts, which).items()
@@ -99,7 +103,10 @@ class PartitionPlanner:
 
     def plan_fetches(self, schedule: Schedule, present: Schedule, members: Collection[Worker],
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> tuple[LayerMove, ...]:
-        """Return the moves that a schedule needs, to be made while members train by the schedule `present`."""
+        """Return the moves that a schedule needs, to be made while members train by the schedule `present`.
+
+        Each move with optimizer state is of a whole part that its source steps.
+        """
         keepers, sources = ({worker: kept for worker, kept in self.find_held_states(present, 0, cut_for, which).items()
                              if worker in members}
                             for which in (StatePartition.stored_parts, StatePartition.stepped_parts))

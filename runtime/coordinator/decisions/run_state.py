@@ -46,7 +46,8 @@ class RunRules:
     mtbf_seconds: float | None = None
     """Mean time between failures, as in `Settling.mtbf_seconds`."""
     automatic_checkpoints: bool = False
-    """True if the coordinator chooses when checkpoints are written; otherwise the workers know it themselves."""
+    """True if the coordinator chooses when checkpoints are written; otherwise workers write them at a fixed
+    interval."""
     plans_for_speeds: bool = False
     """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = NO_SHARED_DOMAINS

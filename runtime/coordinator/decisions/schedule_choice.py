@@ -53,7 +53,10 @@ def find_settled_schedule(step: TransitionBuilder) -> Schedule | None:
 
 def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
                             moved: ScheduleAttempt) -> Schedule | None:
-    """Return a schedule with moved layers if layers may move; otherwise prefer a schedule of whole stages."""
+    """Return a schedule of whole stages, or the schedule that `moved` finds, whichever is preferred and exists.
+
+    The latter is preferred in runs that move layers to better schedules (`RunRules.settles`).
+    """
     ways = (_attempt_whole_stages(step, live), moved)
     return _try_in_order(*(ways if step.rules.settles is None else reversed(ways)))
 

@@ -18,7 +18,8 @@ from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.schedules.schedule import Speeds
 
 PRIOR_SECONDS = 3600.0
-"""Time in which one failure is assumed besides those observed: after the first failure, little is known."""
+"""Length of time with one assumed failure, which is added to what was observed: after the first failure, little is
+known."""
 DEFAULT_PAUSE_SECONDS = 0.3
 """Assumed duration of a change of schedules if none has been measured yet."""
 DEFAULT_BYTES_PER_SECOND = 1e9

@@ -50,7 +50,8 @@ from slipstream.schedules.schedule import LayerRange, OpKind, Worker
 Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
-"""Time over which iterations are grouped. Where processes share cores, a process may get no core for seconds."""
+"""Shortest duration of the iterations that form one observation. Where processes share cores, a process may get no core
+for seconds."""
 WINDOW_LENGTHS = 5, 20
 """Numbers of last observations that are examined together."""
 KEPT_OBSERVATIONS = 60
@@ -60,7 +61,8 @@ MIN_SPREAD = 0.04
 MIN_CHANGE = 0.15
 """Smallest relative change of a factor that counts: the larger of two factors, divided by the smaller, minus 1."""
 INLIER_SHARE = 0.8
-"""Share of the differences that determines the spread; the remaining ones are treated as outliers."""
+"""Share of the differences between successive observations that determines the spread; the remaining ones are treated
+as outliers."""
 _SPREAD_SCALE = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + INLIER_SHARE) / 2)
 MIN_OBSERVATIONS = 3
 """Smallest number of observations from which a new factor is measured."""
@@ -106,7 +108,8 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the limit that three quarters of `window` observations must exceed; `common` is the median spread."""
+        """Return the limit that three quarters of the last `window` observations must exceed; `common` is the median
+        spread of all workers."""
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
@@ -136,7 +139,7 @@ class SlowDetector:
         return new
 
     def believed_factor(self, worker: Worker) -> float:
-        """Return the believed factor of a worker."""
+        """Return the factor by which a worker's ops are believed to take longer than usual; 1 is usual."""
         return self._watched[worker].factor if worker in self._watched else 1.0
 
     def set_factor(self, worker: Worker, factor: float) -> None:
@@ -171,7 +174,10 @@ class SlowDetector:
         return self._add_observations(observed, self._find_compared_with_slow(measured))
 
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
-        """Return the time of each worker's ops relative to other workers, if it can be compared with any."""
+        """Return the time that each worker's ops took, divided by the time that they take on its peers.
+
+        A worker that ran no ops that can be compared is left out. The usual times of layers are updated, too.
+        """
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
         for worker, cells in measured.items():
@@ -196,7 +202,8 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the usual time of an op of a cell from earlier measurements; None if it is not known."""
+        """Return the time of an op of this kind on these layers at usual speed, estimated from the planned time and
+        earlier measurements; None if a layer has not been measured."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]
         return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
@@ -246,7 +253,10 @@ class SlowDetector:
                 for change in self._find_changes(by_length[length], found, common)]
 
     def _find_changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
-        """Yield the changes of speed of workers that have equally many observations."""
+        """Yield the changes of speed of workers that have equally many observations.
+
+        Each row of `values` has the observations of one worker; `common` is the median spread of all workers.
+        """
         changed = dict[Worker, int]()
         for window in (length for length in WINDOW_LENGTHS if length <= values.shape[1]):
             ordered, quarter = np.sort(values[:, -window:], axis=1), (window - 1) // 4
@@ -274,8 +284,11 @@ class SlowDetector:
 
 
 def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
-    """Return, for each worker that ran a cell, the median time of the others, of usual speed if there are any. A worker
-    that ran it alone is left out."""
+    """Return, for each worker, the median time of the other workers for ops of one kind on the same layers.
+
+    If some of the others run at usual speed, which those in `unusual` do not, only these count. A worker without others
+    is left out.
+    """
     values, usual = np.array(list(seconds.values())), np.array([worker not in unusual for worker in seconds])
     of_usual, of_all = np.sort(values[usual]), np.sort(values)
     medians = np.full(len(values), np.nan)
@@ -289,7 +302,10 @@ def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[W
 
 
 def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the iteration at which the values changed from 0 to another level, and that level."""
+    """Return the iteration from which a worker's observations differ from 0, and their median from there on.
+
+    Each of `values` is the first iteration of an observation, and the observation.
+    """
     def cost(begin: int) -> float:
         before, after = values[:begin], [value for _, value in values[begin:]]
         level = statistics.median(after)
@@ -300,7 +316,10 @@ def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def _estimate_spreads(values: Floats) -> Floats:
-    """Return each row's spread: the standard deviation of normal values with successive differences as small."""
+    """Return the spread of each worker's observations, which are a row of `values`.
+
+    It is the standard deviation of a normal distribution whose successive values differ by as much.
+    """
     ordered = np.sort(np.abs(np.diff(values, axis=1)), axis=1)
     return np.asarray(ordered[:, int(INLIER_SHARE * ordered.shape[1])] / _SPREAD_SCALE)
 

@@ -210,7 +210,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(new, asked=question, answered=False, decision=None)
 
     def with_answer(self, planned: SpeedAnswer, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state after the answer to a request."""
+        """Return the state after a request for a decision has been answered. An answer to an earlier request is
+        ignored."""
         if planned.question is not self.asked:
             return self
         new, decision = replace(self, answered=True), planned.answer
@@ -266,7 +267,10 @@ class PlannedCells:
                 for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
 
     def convert_times(self, times: Sequence[OpTime]) -> list[CellTime]:
-        """Return measured times of ops, by layers. Times of ops that no worker can have run are left out."""
+        """Return measured times of ops together with the layers that the ops ran on and their planned times.
+
+        Times of ops that are not in the schedule are left out.
+        """
         planned = self._planned_cells
         return [CellTime(op_time.kind, cell[0], op_time.number, op_time.seconds, cell[1])
                 for op_time in times if (cell := planned.get((op_time.kind, op_time.slice))) is not None]

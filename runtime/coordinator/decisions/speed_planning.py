@@ -19,7 +19,8 @@ MIN_WORKER_GAIN = 0.01
 MIN_EXCLUSION_FACTOR = 2.0
 """Smallest factor of a slow worker for which a schedule without it is considered."""
 STEPS_PER_UNIT = 20
-"""Factors are rounded to multiples of 1 / 20: smaller differences do not matter, and fewer schedules are planned."""
+"""Number of steps in a factor of 1: factors are rounded to multiples of 1 / 20, because smaller differences do not
+matter and fewer schedules are planned."""
 
 
 class SpeedDecision(NamedTuple):
@@ -28,12 +29,12 @@ class SpeedDecision(NamedTuple):
     schedule: Schedule | None
     """Schedule to change to; None: the current one stays."""
     present_seconds: float
-    """Period of the current schedule at these speeds."""
+    """Period of the current schedule, in seconds at these speeds."""
     seconds: float
-    """Period from now on."""
+    """Period of the schedule that is run from now on, in seconds at these speeds."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
-    """Period including the workers that are left out."""
+    """Period of the schedule that includes the workers that are left out, in seconds at these speeds."""
     reason: str | None = None
     """Reason why there is no schedule for these speeds."""
 
@@ -65,7 +66,7 @@ def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDeci
 
 
 def round_factor(factor: float) -> float:
-    """Return a factor rounded to one that schedules are planned for."""
+    """Return a worker's speed factor rounded to a multiple of 1 / `STEPS_PER_UNIT`, for which schedules are planned."""
     return round(factor * STEPS_PER_UNIT) / STEPS_PER_UNIT
 
 

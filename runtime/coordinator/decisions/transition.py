@@ -52,7 +52,8 @@ MAX_EMPTY_ORDERS = 2
 """Number of consecutive orders that may end before any member has begun an op, as when several workers die together.
 Each further such order is followed by a pause."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
-"""First and longest pause after such an order. Pauses double, as refused connections may have left threads behind."""
+"""First and longest pause before the next order after `MAX_EMPTY_ORDERS` consecutive orders in which no member began an
+op. Each pause is twice the one before, as refused connections may have left threads behind."""
 
 
 class WorkerLost(NamedTuple):
@@ -98,7 +99,7 @@ def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: fl
     """Return the state after an event, and the effects of the event in order (`effects`).
 
     The event happened at `at`, a time of `time.monotonic`. Raises RunError if the run cannot continue, CommitLogError
-    if workers disagree, and NobodyLeftError if no worker of a dead coordinator can be found.
+    if workers disagree, and NoLiveWorkerError if no worker of a dead coordinator can be found.
     """
     step = TransitionBuilder(rules, state, at)
     _handle_event(step, event)

@@ -31,7 +31,8 @@ DoneCallback = Callable[[T | BaseException], None]
 MAX_SMALL_JOB_WORKERS = 64
 """Largest number of workers of a small job: awaited plans are made in a thread, and none are precomputed."""
 AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits of a process, for awaited and other work. If one is exceeded, the work is done in a thread."""
+"""Time limits of a planning process, for a plan that workers wait for and for any other plan. If one is exceeded, the
+process is killed and the plan is made in a thread."""
 NICENESS = 10
 """Niceness of processes whose results no worker waits for, so that the workers of this machine take precedence."""
 
@@ -48,7 +49,10 @@ class PlannerDiedError(RuntimeError):
 
 
 def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
-    """Run work in a daemon thread. The work must not change state that others see."""
+    """Run `work` in a daemon thread, then call `done` on the event loop with its result or exception.
+
+    The work must not change state that other threads see.
+    """
     loop = asyncio.get_running_loop()
 
     def run() -> None:
@@ -61,7 +65,10 @@ def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool
 
 
 def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-    """Run work in a process that is forked here and is killed if the thread that called this ends."""
+    """Run `work` in a forked process, then call `done` on the event loop with its result or exception.
+
+    The process is killed if the calling thread ends. If no process can be forked, the work is done in a thread.
+    """
     try:
         ours, theirs = os.pipe()
         process = os.fork()
@@ -76,9 +83,12 @@ def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: boo
 
 
 def choose_background(workers: int) -> BackgroundRunner:
-    """Return where to plan for a job of the given number of workers. Schedules for few workers are planned within
-    milliseconds. To fork this process and to copy its memory on write would take longer, so only plans that no worker
-    waits for are made in a process. On systems other than Linux, libraries may not be usable in a forked process."""
+    """Return the function that runs planning for a job of the given number of workers, in a thread or in a process.
+
+    Schedules for few workers are planned within milliseconds. To fork this process and to copy its memory on write
+    would take longer, so only plans that no worker waits for are made in a process. On systems other than Linux,
+    libraries may not be usable in a forked process.
+    """
     if sys.platform != "linux":
         return run_in_thread
     return run_in_process if workers > MAX_SMALL_JOB_WORKERS else _run_in_thread_if_awaited
@@ -99,8 +109,8 @@ def capture_result(work: Callable[[], T]) -> T | BaseException:
 def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
     """Return the answer that a forked process has written, or raise the exception that it contains.
 
-    A lock that another thread held at the fork is never released in the process, which then waits without end. If no
-    answer arrives within `seconds`, the process is killed and the work is done here. Raises DiedError if the process
+    A lock that another thread held at the fork is never released in the process, which then waits forever. If no answer
+    arrives within `seconds`, the process is killed and the work is done here. Raises PlannerDiedError if the process
     ended without an answer.
     """
     with open(pipe, "rb") as file:

@@ -28,7 +28,7 @@ DownWorkers = tuple[Worker, ...]
 
 
 class PrecomputedPlan(msgspec.Struct, frozen=True):
-    """Schedule with its shares, as it is stored."""
+    """Precomputed schedule and its division into the shares of the workers, in the form in which both are stored."""
 
     schedule: Schedule
     parts: DividedSchedule
@@ -61,13 +61,20 @@ class FailurePrecomputer:
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
         """Plan for each pattern of failures, as a compressed `PrecomputedPlan`; None: there is no plan, or it is being
-        made."""
+        made.
+
+        Sets of failed workers have the same pattern if they differ only in the numbers of equivalent pipelines.
+        """
         self._next: dict[Pattern, DownWorkers] = {}
         self._busy = False
         preload_solver()
 
     def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
-        """Return a precomputed schedule and its shares, fitted to these workers being down; None if there is none."""
+        """Return a precomputed schedule for exactly these workers being down, and its division into shares; None if
+        there is none.
+
+        The plan may have been made for equivalent workers; then its pipelines are renumbered.
+        """
         data = self._known.get(pattern_of(down, self._classes))
         if data is None:
             return None
@@ -76,7 +83,8 @@ class FailurePrecomputer:
         return None if fitted is None else (fitted, self._divided(fitted, (answer.parts, numbers)))
 
     def precompute_for(self, schedule: Schedule) -> None:
-        """Plan for likely failures while all train by this schedule, if neither speeds nor layers changed."""
+        """Plan for likely next failures while all train by this schedule. Does nothing if speeds have changed or layers
+        have moved since the run began."""
         may_plan = schedule.times.per_mille_of == self._speeds \
             and not any(map(schedule.has_moved_layers, schedule.seats))
         chances: Counter[Pattern] = Counter()
@@ -101,7 +109,7 @@ class FailurePrecomputer:
         yield from ((together, 1) for together in self._domains.domains)
 
     def _plan_next_failure(self) -> None:
-        """Plan for the next failure that has no plan yet, unless a plan is being made."""
+        """Plan for the likeliest failure that has no plan yet, unless a plan is being made."""
         if self._busy:
             return
         pattern = next((candidate for candidate in self._next if candidate not in self._known), None)

@@ -74,14 +74,15 @@ MAX_PREPARED = 8
 
 
 class ScheduleDivider(Protocol):
-    """Function that divides a schedule among its workers, like `schedules.worker_programs.divide`."""
+    """Function that divides a schedule among its workers, like `schedules.worker_programs.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
-        """Return the shares of the workers; for `alike`, see `schedules.worker_programs.divide`."""
+        """Return the shares of the workers; for `alike`, see `schedules.worker_programs.divide_schedule`."""
 
 
 PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
-"""Function that returns a precomputed schedule and its shares for these workers being down; None if there is none."""
+"""Function that returns a precomputed schedule for these workers being down and its division into shares; None if there
+is none."""
 
 
 class ScheduleService:
@@ -114,7 +115,8 @@ class ScheduleService:
         self._background = background
         self._known = known
         self._prepared: dict[int, tuple[Schedule, PreparedSchedule]] = {}
-        """Recent schedules in prepared form, by `id`; each is kept with its result, so that the `id` stays unique."""
+        """Recent schedules in prepared form, by the `id` of the schedule. The schedule is kept, too, so that its `id`
+        stays unique."""
         self._finders = finders
         self._found = found
         self._tell = tell
@@ -122,7 +124,8 @@ class ScheduleService:
         """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
 
     def get_prepared(self, schedule: Schedule) -> PreparedSchedule:
-        """Return a schedule in the form in which an order sends it; those found here are prepared already."""
+        """Return a schedule in the form in which an order sends it. Schedules that this service found are already
+        prepared."""
         _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare_schedule(schedule))
         self._store_prepared(schedule, prepared)
         return prepared

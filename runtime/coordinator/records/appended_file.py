@@ -12,7 +12,7 @@ import msgspec
 from slipstream.runtime.events import encode
 
 MAX_UNWRITTEN_LINES = 100_000
-"""Largest number of lines that wait; if there are more, the oldest are dropped."""
+"""Largest number of lines that wait to be written; if there are more, the oldest are dropped."""
 
 
 class AppendedFile:
@@ -32,7 +32,7 @@ class AppendedFile:
         self._size = self._file.truncate(_find_complete_size(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
-        """Write a line, after all lines that wait."""
+        """Write a struct as a line of JSON, after all lines that still wait to be written."""
         self._unwritten.append(encode(line) + b"\n")
         try:
             while self._unwritten:
@@ -53,7 +53,8 @@ class AppendedFile:
                           "what waits when it can")
 
     def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:
-        """Drop all lines from the first for which `keeps` is False; this needs no room. Raises OSError."""
+        """Drop the first line for which `keeps` is False, and all lines after it. This needs no free disk space. Raises
+        OSError."""
         self._unwritten = deque((line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES)
         self._file.seek(0)
         size = 0
@@ -70,8 +71,11 @@ class AppendedFile:
 
 
 class IterationLines(AppendedFile):
-    """File with a line for each committed iteration. Lines of an earlier run for iterations before `first` are kept.
-    Raises OSError also if it cannot be truncated to go back."""
+    """File with a line for each committed iteration. When it is opened, only lines of iterations before `first` are
+    kept.
+
+    Raises OSError if the file cannot be opened or truncated.
+    """
 
     def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
         super().__init__(path, say)

@@ -23,7 +23,15 @@ class IterationWork:
 
 
 class MetricsBuilder:
-    """Collects what is known about each iteration of a run that had some `recoveries` before this start."""
+    """Builder of the metrics of each committed iteration.
+
+    Parameters
+    ----------
+    work
+        Work of one iteration, from which speeds are computed.
+    recoveries
+        Number of recoveries in earlier starts of the run.
+    """
 
     def __init__(self, config: TrainingConfig, work: IterationWork, recoveries: int = 0) -> None:
         self._config = config
@@ -44,7 +52,8 @@ class MetricsBuilder:
                 self._recoveries += 1
 
     def build_metrics(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
-        """Return the metrics of the iteration that is committed next."""
+        """Return the metrics of a committed iteration, given its `line` of `losses.jsonl`. Iterations must be passed in
+        order."""
         work, seconds = self._work, None
         if line.time is not None:
             seconds = None if self._before is None else line.time - self._before

@@ -19,7 +19,7 @@ REPORT_INTERVAL_SECONDS = 30.0
 MAX_NAMES = 8
 """Largest number of workers or nodes that a line names."""
 RECENT_NOTES = 32
-"""Number of last notes with which a line is compared before it is repeated."""
+"""Number of the latest notes among which a note is not repeated."""
 
 
 class RunReporter:
@@ -81,7 +81,7 @@ class RunReporter:
         self._checkpointed = min(self._checkpointed, iteration)
 
     def report_failover(self, found: FailoverResult) -> None:
-        """Report a failover, and log committed iterations that have no line, for a further coordinator."""
+        """Report a failover to users, and log the committed iterations that the dead coordinator has not logged."""
         count = found.committed + 1
         self._log.drop_iterations_from(found.unwritten.start)
         losses = found.losses[len(found.losses) - len(found.unwritten):]

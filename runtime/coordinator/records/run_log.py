@@ -85,7 +85,11 @@ class RunLog:
                         gradient_norm: float | None = None, evaluation: float | None = None,
                         cost_error: float | None = None
                         ) -> None:
-        """Write the next iteration, which is committed now, with what is known about it."""
+        """Write the loss and the metrics of the next iteration, which is committed now.
+
+        The argument `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss, and
+        `cost_error` the relative error of the expected costs of samples. None: not known.
+        """
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
                          period=None if period_seconds is None else round(period_seconds, 6), time=self._current_time(),
                          cost_error=None if cost_error is None else round(cost_error, 4))

@@ -46,7 +46,8 @@ _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 T = TypeVar("T")
 LayerState = Mapping[str, Tensor]
-"""Whole state of a layer as `part_state.assemble_state` returns it."""
+"""Whole state of a layer, by name: parameters, buffers and optimizer state, as `part_state.assemble_state` returns
+it."""
 OnEnded = Callable[["CheckpointError | None"], None]
 """Callback for the end of a save: gets None after success, else the error."""
 
@@ -97,14 +98,15 @@ class Checkpoint:
 
     @property
     def iteration(self) -> int:
-        """Number of the next iteration to run."""
+        """Number of the first iteration that a run from this checkpoint runs."""
         return self.manifest.iteration
 
 
 def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     """Return the properties that a job must share with a checkpoint to resume from it: model and format of the state.
 
-    Properties that may change between runs, such as the grid, the text and the learning rate, are not included.
+    The argument `layers` is the number of the model's layers. Properties that may change between runs, such as the
+    grid, the text and the learning rate, are not included.
     """
     training, model = config.training, msgspec.to_builtins(config.model)
     if config.model.hugging_face is not None:
@@ -198,7 +200,7 @@ def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Chec
 
 
 def find_complete(folder: Path) -> dict[int, Path]:
-    """Return the folders of all complete checkpoints by iteration."""
+    """Return the folders of all complete checkpoints in `folder`, by their numbers of completed iterations."""
     return _list_folders(folder, _COMPLETE)
 
 
@@ -277,7 +279,10 @@ def rename_damaged(path: Path) -> Path:
 
 
 def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return the whole states of some layers, on the CPU, for `part_state.as_whole_part`. Raises CheckpointError."""
+    """Return the whole states of some layers by the layers' numbers, on the CPU, for `part_state.as_whole_part`.
+
+    Raises CheckpointError.
+    """
     return {layer: _load_layer(checkpoint, layer) for layer in layers}
 
 
@@ -359,7 +364,10 @@ def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerSt
 
 
 def _complete_if_all_saved(folder: Path, saving: Path, manifest: Manifest) -> None:
-    """Turn the folder into a checkpoint if the notes of all layers are there. Several workers may try concurrently."""
+    """Rename the folder `saving` to a complete checkpoint if it has the notes of all layers.
+
+    Several workers may try concurrently.
+    """
     files: list[LayerFile] = []
     for layer in range(manifest.identity["layers"]):
         note = saving / f"layer-{layer:04d}.json"
@@ -406,13 +414,16 @@ def _remove_unlisted_files(path: Path) -> None:
 
 
 def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the folders that match a pattern, by their number; complete checkpoints only, if the pattern is theirs."""
+    """Return the folders whose name matches a pattern, by the iteration in the name.
+
+    Unless the pattern is that of unfinished checkpoints, only complete checkpoints are included.
+    """
     return {number: path for number, path in _list_matching(folder, pattern).items()
             if pattern is _SAVING or is_complete(path)}
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return all entries of a folder whose name matches a pattern, by the number in the name."""
+    """Return all entries of a folder whose name matches a pattern, by the iteration in the name."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():

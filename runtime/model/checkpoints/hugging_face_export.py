@@ -34,7 +34,10 @@ another layer."""
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint to a folder. Raises CheckpointError if it is of another kind, and OSError."""
+    """Write the model of a checkpoint to a folder.
+
+    Raises CheckpointError if it is not one of `[model] hugging_face`, and OSError if the folder cannot be written.
+    """
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):
         raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] hugging_face: its model.name is "
@@ -50,8 +53,9 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
 def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, source: Path | None = None) -> None:
     """Write a model to a folder, completely or not at all, and replace what the folder holds.
 
-    The model's config.json is `document`. The pretrained model that training began with lies in `source`; its tokenizer
-    files are copied. Raises OSError if the folder cannot be written.
+    The parsed config.json of the model is `document`, and `state` returns the tensors of each layer. The pretrained
+    model that training began with lies in `source`; its tokenizer files are copied. Raises OSError if the folder cannot
+    be written.
     """
     config = transformers_config(document, str(folder))
     with replace_folder(folder) as draft:

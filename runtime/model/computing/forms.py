@@ -1,4 +1,5 @@
-"""Forms of the values between layers, found with tensors without memory; and checks that a model keeps its contract.
+"""Forms (shapes and dtypes) of the values between layers, found without memory; and checks that a model keeps its
+contract.
 
 docs/own-model.md states the contract. A model that breaks it is refused before any worker is started, in one line that
 names the layer, what it returned and what was expected.
@@ -35,7 +36,7 @@ from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, uns
 
 
 def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
-    """Return the form of the input of each layer, followed by the form of the last layer's output.
+    """Return the shapes and dtypes of the input of each layer, followed by those of the last layer's output.
 
     Raises ConfigError if the runtime cannot run a layer or the loss.
     """
@@ -78,7 +79,8 @@ def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mod
 
 
 def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError unless the parameters of each shared group exist and have the same shape and dtype."""
+    """Raise ConfigError unless the parameters in each group that layers share exist and have the same shape and
+    dtype."""
     for group in sharing_of(model).groups:
         try:
             first, *others = [modules[place.layer].get_parameter(place.name) for place in group]
@@ -93,7 +95,11 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError if workers are several processes, but no layer has shards, or one of an unknown name."""
+    """Raise ConfigError if a worker has several ranks and no layer can be cut over them, or a cut parameter does not
+    exist.
+
+    The attribute `shards` of a layer names the parameters that are cut.
+    """
     ranks = config.training.tensor_parallel
     if ranks == 1:
         return

@@ -27,7 +27,7 @@ class Rehearsal:
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice, unless a slice of such layers was run before.
+        """Run F, I and W of a slice, unless they were run for a slice whose layers have the same kinds.
 
         The caller must set the resulting gradients to zero. Buffers and losses are as before.
 
@@ -36,7 +36,7 @@ class Rehearsal:
         takes, gives
             Forms of the input and the output of the slice.
         read
-            Returns the data of a micro-batch.
+            Function that returns the data of a micro-batch.
         microbatch
             Micro-batch whose data are used; the result is discarded.
         """
@@ -76,7 +76,7 @@ class Rehearsal:
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return whether this kind has not been seen before, and remember it."""
+        """Return whether a kind, of the layers of a slice or of the dtypes of a step, is new, and remember it."""
         new = kind not in self._known
         self._known.add(kind)
         return new

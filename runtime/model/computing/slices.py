@@ -45,7 +45,7 @@ class _MicrobatchState(NamedTuple):
 
 
 LossScale = Callable[[Microbatch], float]
-"""Function that returns the factor of a micro-batch's loss."""
+"""Function that returns the factor of a micro-batch's loss in the loss of its iteration."""
 
 
 class SliceRunner:
@@ -73,7 +73,7 @@ class SliceRunner:
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
         self.modules = [modules[layer] for layer in range(*layers)]
-        """Layers of the range, in order."""
+        """Modules of the slice's layers, in order."""
         self.device = model.device
         self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
                        for layer in range(*layers)}
@@ -199,13 +199,14 @@ class SliceRunner:
 
 
 class WorkerSlices:
-    """Slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
+    """Runners (`SliceRunner`) of the slices of one worker, by the slices' numbers, over the layers that the worker
+    holds."""
 
     def __init__(self, holding: HeldLayers, layers: Mapping[int, LayerRange], model: LayeredModel, *,
                  loss_scale: float | LossScale, config: RunConfig) -> None:
         self.holding = holding
         self.layers = layers
-        """Half-open range of layers of each slice."""
+        """Half-open range of the model's layers of each slice, by the slice's number."""
         self.runners = {number: SliceRunner(layer_range, holding.modules, model, loss_scale=loss_scale, config=config)
                         for number, layer_range in layers.items()}
 
@@ -215,7 +216,8 @@ class WorkerSlices:
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """Return this worker's share of the mean loss since the last call."""
+        """Return the sum of this worker's shares of the mean loss since the last call; 0 without layers that add to the
+        loss."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def free_microbatches(self) -> None:

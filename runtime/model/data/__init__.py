@@ -1,11 +1,11 @@
 """Data that a run trains on.
 
-    data              text, cut into micro-batches; the protocols that data implement
-    loss_weights      the weight of each micro-batch in the loss
-    torchtitan_data   torchtitan's tokenizers and data sets
-    token_data        tokens, read epoch by epoch
-    document_data     tokens in which documents follow each other
-    token_file        files of tokens, mapped
-    tokenized_text    text as tokens
-    sample_order      the order of an epoch, computed and not stored
+    data             text, cut into micro-batches; the protocols that data implement
+    loss_weights     the weight of each micro-batch in the loss
+    torchtitan_data  torchtitan's tokenizers and data sets
+    token_data       tokens, read one pass over the file (epoch) after another
+    document_data    tokens in which documents follow each other
+    token_file       files of tokens, mapped
+    tokenized_text   text as tokens
+    sample_order     the order of the samples in a pass, computed and not stored
 """

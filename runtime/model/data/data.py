@@ -32,9 +32,9 @@ from slipstream.runtime.model.seeds import derive_seed
 CHECKED_MICROBATCHES = 64
 """Number of micro-batches of the user's own data that are read before a run, to check that their forms are equal."""
 LIBRARY_BYTES = 4 * 2**20
-"""Number of bytes read of the standard library's sources."""
+"""Number of bytes of the standard library's sources that are the text of a job without data."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
-"""Pattern of the job file's keys for data in error messages."""
+"""Pattern that finds a key for training data in an error message, to replace it with the key for validation data."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -120,12 +120,17 @@ class _IterationAdapter:
 
 
 def has_costs(data: Data) -> bool:
-    """Return whether the data have a method `costs(iteration)` for the costs of samples, see `schedules.dealing`."""
+    """Return whether the data have a method `costs(iteration)`: the time of F, I and W of each sample, relative to the
+    mean.
+
+    See `schedules.dealing`.
+    """
     return callable(getattr(data, "costs", None))
 
 
 def has_lengths(data: Data) -> bool:
-    """Return whether the data have a method `lengths(iteration)` for the lengths of each sample's documents."""
+    """Return whether the data have a method `lengths(iteration)`: the lengths in tokens of the documents of each
+    sample."""
     return callable(getattr(data, "lengths", None))
 
 
@@ -135,11 +140,11 @@ def may_have_extra_tensors(training: TrainingConfig) -> bool:
 
 
 def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = NOTHING_READ) -> Data:
-    """Load the data that a configuration names, for the number of micro-batches of each pipeline in an iteration.
+    """Load the data that a configuration names.
 
-    The count of samples continues from `read`, the samples that runs on other grids have read. Raises ConfigError if
-    the text cannot be read or is shorter than a sequence, if the user's function cannot be imported, or if the data
-    cannot continue the count.
+    The argument `microbatches` has the number of micro-batches of each pipeline in an iteration. The count of samples
+    continues from `read`, the samples that runs on other grids have read. Raises ConfigError if the text cannot be read
+    or is shorter than a sequence, if the user's function cannot be imported, or if the data cannot continue the count.
     """
     if config.training.data is not None:
         return _load_user_data(config, config.training.data, microbatches, read)
@@ -222,7 +227,8 @@ def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRe
 
 
 def batch_form(config: RunConfig) -> TupleForm:
-    """Return the forms of a micro-batch's tensors. Raises ConfigError unless the data return a tuple of tensors."""
+    """Return the shapes and dtypes of a micro-batch's tensors. Raises ConfigError unless the data return a tuple of
+    tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
         tokens = TensorForm((training.batch, context), torch.int64)
@@ -240,7 +246,10 @@ def batch_form(config: RunConfig) -> TupleForm:
 
 
 def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
-    """Read micro-batches of an iteration of the user's own data. Raises BadSampleError if one has another form."""
+    """Raise BadSampleError if micro-batches of the user's own data have other shapes or dtypes than `form`.
+
+    Reads the first `CHECKED_MICROBATCHES` of an iteration; does nothing for data of other kinds.
+    """
     names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
              for index in range(count))
     for name in islice(names, CHECKED_MICROBATCHES) if config.training.data is not None else ():
@@ -248,7 +257,7 @@ def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int
 
 
 def require_form(given: object, form: Form, name: Microbatch) -> None:
-    """Raise BadSampleError if a micro-batch has another form than the one for which receives are posted."""
+    """Raise BadSampleError if a micro-batch has other shapes or dtypes than `form`, for which receives are posted."""
     actual = form_of(given) if isinstance(given, tuple) and all(isinstance(item, Tensor) for item in given) else None
     if actual != form:
         raise BadSampleError(
@@ -279,7 +288,7 @@ def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _library_text() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the first `LIBRARY_BYTES` bytes of the standard library's sources, in the order of their paths."""
+    """Return the first `LIBRARY_BYTES` bytes of the standard library's sources, one file after the other."""
     text = bytearray()
     root = Path(sysconfig.get_path("stdlib"))
     for path in _walk_sources(root) if root.is_dir() else ():  # some Python installations have no sources

@@ -49,7 +49,10 @@ class LossWeights:
 
 
 def count_loss_tokens(data: Data, iteration: int, samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the number of tokens that each sample's loss is a mean over. Raises ConfigError if counts are bad."""
+    """Return the number of tokens that the loss of each sample of an iteration is a mean over.
+
+    Raises ConfigError if the data do not return one number above 0 for each of `samples` samples.
+    """
     count = getattr(data, "tokens", None)
     if not callable(count):
         raise ConfigError("training.loss_weights is 'tokens', and the data have no method tokens(iteration); expected "

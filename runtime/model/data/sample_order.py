@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from slipstream.runtime.model.seeds import derive_seed
 
 ROUNDS = 8
-"""Number of rounds: four suffice for a random-looking permutation of a large set; small sets need more."""
+"""Number of rounds of the Feistel network: four suffice for a random-looking permutation of a large set; small sets
+need more."""
 Numbers = NDArray[np.uint64]
 
 
@@ -30,7 +31,7 @@ def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
 
 
 def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
-    """Apply the Feistel network to numbers of twice `half` bits."""
+    """Apply the Feistel network, with one round for each of `keys`, to numbers of twice `half` bits."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:

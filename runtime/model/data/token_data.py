@@ -1,8 +1,8 @@
 """Tokens cut into samples, which are read epoch by epoch: a micro-batch is the same on every worker and at any time.
 
-A sample is `context` tokens and the one that follows; the next sample begins with that one. All samples that a run
-reads are numbered: iteration by iteration, pipeline by pipeline, micro-batch by micro-batch. The number determines the
-epoch, and the place in the epoch's order (`runtime.model.data.sample_order`).
+An epoch is here one pass over the tokens. A sample is `context` tokens and the one that follows; the next sample begins
+with that one. All samples that a run reads are numbered: iteration by iteration, pipeline by pipeline, micro-batch by
+micro-batch. The number determines the epoch, and the place in the epoch's order (`runtime.model.data.sample_order`).
 """
 
 import hashlib
@@ -21,8 +21,10 @@ from slipstream.runtime.model.microbatch import NOTHING_READ, Microbatch, Sample
 from slipstream.runtime.model.seeds import derive_seed
 
 DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
-"""Number of evenly spread blocks of a file that its digest covers, as a file may be too large to read, and tokens of a
-block."""
+"""Number of blocks, spread evenly over the tokens, that a digest covers, and number of tokens in a block.
+
+Files may be too large to be read as a whole.
+"""
 CHECKED_TOKENS = 2**25
 """Number of tokens checked against the vocabulary before training. Each sample is checked again when it is read."""
 
@@ -67,7 +69,7 @@ class TokenData:
         self._shuffle = shuffle
         self._read = read
         self.samples = (len(tokens) - 1) // context
-        """Number of samples in an epoch."""
+        """Number of samples in one pass over the tokens."""
         info = np.iinfo(tokens.dtype)
         self._may_be_beyond = info.max >= vocabulary or info.min < 0
         for start in self._block_starts(CHECKED_TOKENS):
@@ -75,7 +77,7 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the number of tokens and of some of them."""
+        """SHA-256 of the dtype and number of the tokens, and of some blocks of them."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
             hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
@@ -92,7 +94,7 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """Return the tokens of the samples at these places: int64 [samples, context + 1]."""
+        """Return the tokens of the samples at these places in the order of reading: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._sample_numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
@@ -113,7 +115,8 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the first token of each block, for blocks of at most `limit` tokens together.
+        """Return the position of the first token of each block to read; the blocks have at most `limit` tokens
+        together.
 
         These are all blocks of the file if they fit, else some, spread evenly, with the first and the last.
         """

@@ -77,7 +77,7 @@ def _cache_path(text: Path, tokenizer: Path) -> Path:
 
 
 def _tokenize_pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the tokens of a text, piece by piece."""
+    """Yield the tokens of a text, in arrays of the tokens of about `PIECE_CHARACTERS` characters each."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(PIECE_CHARACTERS):

@@ -106,7 +106,7 @@ class TorchtitanData:
         return int((sample.targets != IGNORED_TARGET).sum())
 
     def _read_iteration(self, count: int) -> list[Sample]:
-        """Store the position in the stream, and read the next iteration."""
+        """Store the position in the stream, and return the next `count` micro-batches, those of one iteration."""
         self._states[self._next] = self._data.state_dict()
         while len(self._states) > STORED_STATES:
             self._states.popitem(last=False)

@@ -53,7 +53,8 @@ def needs_batch(function: Callable[..., Any]) -> bool:
 
 
 class LayerCall:
-    """Layer with the arguments that its forward takes; compiled if requested."""
+    """Callable that runs a layer, compiled if requested, and passes it the micro-batch's data if its forward takes
+    them."""
 
     def __init__(self, module: nn.Module, *, compiled: bool = False) -> None:
         self._module, self._compiled = module, compiled

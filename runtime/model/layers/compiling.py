@@ -33,7 +33,7 @@ COMPILABLE_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
 def require_compilable(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError if the model's layers cannot be compiled, or not on this machine."""
+    """Raise ConfigError if torch.compile does not support the model's layers, the kind of data, or this machine."""
     named, model = "training.compile is true, and", config.model
     if model.torchtitan is not None:
         _require_torchtitan(config, named)
@@ -91,7 +91,7 @@ def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
-    """Replace a product with a parameter by our op, if its other operand gets a gradient."""
+    """Replace a product with a parameter in a graph by `product`, if its other operand gets a gradient."""
     target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
         torch.matmul if node.target is operator.matmul else node.target
     if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
@@ -120,7 +120,11 @@ def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.No
 
 @torch.library.custom_op("slipstream::product", mutates_args=())
 def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Compute a product with a parameter, in the value's dtype."""
+    """Return the product of a value with a parameter, in the value's dtype, plus the bias.
+
+    With `transposed` it is value @ weight, otherwise value @ weight^T. Calls of one graph have different numbers
+    `site`, so that the compiler does not merge equal ones.
+    """
     return multiply(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
 
 
@@ -132,7 +136,7 @@ def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
 def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
                   transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the gradient of the value. A call of this op leaves the weight's gradient to W."""
+    """Return the gradient of the value of a `product`. The call also leaves the gradient of the weight to W."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 

@@ -12,27 +12,33 @@ BACKWARD_PRODUCTS = 2
 
 
 class ForwardFlops:
-    """Operations of matrix products and attention, as torch's FlopCounterMode counts them; other ops count nothing.
+    """Floating-point operations of a forward: matrix products and attention, as torch's FlopCounterMode counts them.
 
-    Activation recomputation is not part of the model's work and is not counted.
+    Other ops count nothing. Activation recomputation is not part of the model's work and is not counted.
     """
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self._counter = counter
 
     def training_flops(self, microbatches: int) -> float:
-        """Return the operations of forward and backward of some micro-batches, from those counted in one forward."""
+        """Return the floating-point operations of forward and backward of `microbatches` micro-batches.
+
+        They are computed from those counted in one forward.
+        """
         return float(self._counter.get_total_flops()) * (1 + BACKWARD_PRODUCTS) * microbatches
 
 
 @contextmanager
 def counting_flops() -> Iterator[ForwardFlops]:
-    """Count the operations within the context, also on tensors without memory."""
+    """Count the floating-point operations of a forward within the context, also on tensors without memory."""
     with FlopCounterMode(display=False, custom_mapping={
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}) as counter:
         yield ForwardFlops(counter)
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of the CPU's attention kernel, which torch does not count."""
+    """Return the floating-point operations of the CPU's attention kernel, from the shapes of its operands.
+
+    torch does not count that kernel.
+    """
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]

@@ -52,7 +52,8 @@ class Embedding(nn.Module):
         return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
     def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """Return the features [B, T, C] of the numbers whose rows this rank has, and zeros for the others."""
+        """Return an embedding [B, T, C] of the numbers whose rows of the table this rank has, and zeros for the
+        others."""
         if self.group is None:
             features: Tensor = rows(number_BT)
             return features
@@ -172,7 +173,7 @@ class GPT:
         return self.config.blocks + 2
 
     def build(self, layer: int) -> nn.Module:
-        """Build one layer, or this rank's part of it. Raises IndexError if there is no such layer."""
+        """Build layer number `layer`, or this rank's part of it. Raises IndexError if there is no such layer."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block

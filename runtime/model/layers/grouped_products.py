@@ -37,12 +37,15 @@ def _(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # 
 
 @register_flop_formula(torch.ops.slipstream.grouped_product)
 def _product_flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[int], expected: int, **__: Any) -> int:
-    """Return the operations for MFU (`runtime.model.layers.flops`): two for each product of a number with a weight."""
+    """Return the floating-point operations of `grouped_product`: two for each product of a number with a weight.
+
+    Model FLOPs utilization is computed from them (`runtime.model.layers.flops`).
+    """
     return 2 * expected * value[1] * weight[2]
 
 
 class ExpertGroups(NamedTuple):
-    """Rows of each expert."""
+    """Groups of rows, sorted by expert: those of each of the E experts on this rank."""
 
     ends: Tensor
     """Row at which each expert's rows end: int32 [E]."""
@@ -50,7 +53,7 @@ class ExpertGroups(NamedTuple):
     """True for each row that belongs to an expert of another rank, bool [S, 1]; None if all experts are on this
     rank."""
     expected: int
-    """Average number of rows that belong to these experts."""
+    """Average number of rows that belong to the experts on this rank."""
 
     def product(self, value: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [S, n] by their experts' matrices [E, n, m]; rows of other ranks' experts become zero."""
@@ -100,7 +103,7 @@ def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tens
 
 
 def _add_gradient(weight: Tensor, find: Any) -> None:
-    """Add the gradient that `find` computes to that of the weight."""
+    """Add the gradient that the function `find` computes to `.grad` of the weight."""
     if weight.grad is None:
         weight.grad = find()
     else:
@@ -108,7 +111,10 @@ def _add_gradient(weight: Tensor, find: Any) -> None:
 
 
 def _has_native_kernel(value: Tensor, width: int) -> bool:
-    """Return whether torch has one kernel for all groups, which needs no synchronization to learn where they end."""
+    """Return whether torch has one kernel for all groups of rows `value` and matrices of `width` columns.
+
+    Such a kernel needs no synchronization to learn where groups end.
+    """
     return value.is_cuda and value.dtype == torch.bfloat16 and value.shape[1] % 8 == 0 and width % 8 == 0
 
 

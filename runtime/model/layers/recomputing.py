@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class RecomputeChoice(NamedTuple):
-    """Layers and parts that are recomputed."""
+    """Layers, and parts of layers, whose activations are computed again before their backward."""
 
     layers: frozenset[int] = frozenset()
     parts: frozenset[str] = frozenset()
@@ -31,7 +31,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def parse_recompute(config: TrainingConfig, layers: int) -> RecomputeChoice:
-    """Return what `[training] recompute` names. Raises ConfigError if the model has no such layer."""
+    """Return the layers and parts of layers that `[training] recompute` names. Raises ConfigError if a layer does not
+    exist."""
     named = config.recompute
     if isinstance(named, str):
         if named in PARTS:
@@ -55,8 +56,10 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Recompute these parts of layers that run within the context. Requires
-    `runtime.model.seeds.restoring_generators`."""
+    """Recompute these parts of all layers that run within the context in their backward.
+
+    Requires `runtime.model.seeds.restoring_generators`.
+    """
     before = _CHOSEN.set(_ActiveParts(parts, device) if parts else None)
     try:
         yield

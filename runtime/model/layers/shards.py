@@ -94,6 +94,9 @@ def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
-    """Return the shard of the parameter to which a state's tensor belongs; None if the tensor lacks that dimension."""
+    """Return how the parameter to which a tensor of a layer's state belongs is cut over ranks.
+
+    Returns None if it is not cut, or if the tensor lacks the dimension that is cut.
+    """
     shard = shards.get(parameter_name(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard

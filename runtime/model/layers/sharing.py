@@ -41,7 +41,8 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return a layer's parameters that belong to other layers, each with the first parameter of its group."""
+        """Return a layer's shared parameters that another layer owns, by name, each with its owner: the first of its
+        group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
@@ -66,7 +67,10 @@ class Sharing:
 
     def with_copies(self, layer: int, state: Mapping[str, Tensor],
                     read: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return a written state completed by parameters that belong to other layers, whose states `read` returns."""
+        """Return a layer's saved state with the parameters that other layers own, which saved states leave out.
+
+        The function `read` returns the saved state of another layer.
+        """
         whole = dict(state)
         for name, first in self.copies_in(layer).items():
             for key, tensor in read(first.layer).items():
@@ -80,7 +84,10 @@ NOTHING_SHARED = Sharing()
 
 
 def sharing_of(model: Any) -> Sharing:
-    """Return the groups of a model's attribute `shared`. Raises ConfigError unless these are groups of "LAYER.NAME"."""
+    """Return the groups of shared parameters that a model's attribute `shared` lists.
+
+    Raises ConfigError unless these are groups of "LAYER.NAME".
+    """
     groups = getattr(model, "shared", ())
     try:
         return Sharing(tuple(tuple(_parse(text, model.layers) for text in group) for group in groups), model.layers - 1)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from slipstream.runtime.torch_private import has_gradient_hooks, run_backward
 
 WeightWork = deque[Callable[[], None]]
-"""Calls that W has to run, in the order in which I left them."""
+"""Queue of the calls that W has to run, in the order in which I left them."""
 
 
 _CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
@@ -107,7 +107,10 @@ _DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
 
 
 def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
-    """Register an op of compiled backwards: when I calls it, `work` makes a call for W from the op's arguments."""
+    """Register an op of compiled backwards whose weight gradient is left to W.
+
+    When I calls the op, the function `work` returns the call that W has to run, from the op's arguments.
+    """
     _DEFERRED_OPS[op] = work
 
 
@@ -133,7 +136,7 @@ class _DeferringMode(TorchFunctionMode):
 
 
 def _is_deferrable(product: _Product) -> bool:
-    """Return whether the weight gradient of a product can be deferred."""
+    """Return whether the weight gradient of a product can be computed in W instead of I."""
     value, weight, bias, _ = product
     return (isinstance(value, Tensor) and _is_trained(weight) and weight.dim() == 2 and value.dim() >= 1
             and (bias is None or (_is_trained(bias) and bias.dim() == 1)))
@@ -176,7 +179,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def multiply(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Compute a `_Product` whose operands have the same dtype."""
+    """Return value @ weight^T + bias, or value @ weight + bias if `transposed`, of tensors of one dtype."""
     if not transposed:
         return functional.linear(value, weight, bias)
     return value @ weight if bias is None else torch.addmm(bias, value, weight)

@@ -99,7 +99,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor],  # type: ignore[override]
                   opts: Any = None) -> distributed.Work:
-        """Reduce each tensor in place."""
+        """Reduce each tensor, in place, over all ranks of the worker."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             with self._carry_tensors("reducing tensors", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -107,11 +107,11 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> distributed.Work:
-        """Reduce each tensor in place."""
+        """Reduce each tensor, in place, over all ranks of the worker."""
         return self.allreduce(tensors, _reduce_options(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
-        """Send one rank's tensors to all ranks."""
+        """Copy one rank's tensors to the tensors of all ranks, in place."""
         for tensor in tensors:
             with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -180,7 +180,12 @@ class WorkerGroup(distributed.ProcessGroup):
     @contextlib.contextmanager
     def _carry_tensors(self, what: str, outputs: Sequence[Tensor], input: Tensor
                        ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
-        """Yield the connection, with tensors in memory that it can carry, and then copy results to the outputs."""
+        """Yield the connection and the tensors to pass to it, in host memory if it needs that; afterwards copy results
+        back.
+
+        The operation `what` is named in errors. The yielded list has the outputs first, then the input unless it is the
+        first output. Without a connection, it has the tensors themselves.
+        """
         connection, tensors = self._connection, [*outputs, *([] if input is outputs[0] else [input])]
         if connection is None:
             yield None, tensors
@@ -202,14 +207,14 @@ def _reduce_options(options: Any) -> Any:
 
 
 class _ThreadGroup(threading.local):
-    """Group that a thread simulates a rank of."""
+    """Group of which a thread simulates a rank, or None."""
 
     group: WorkerGroup | None = None
 
 
 _THREAD_GROUP = _ThreadGroup()
 _PROCESS_GROUPS: list[WorkerGroup] = []
-"""Group of this process, if it has one."""
+"""List of the group of which this process is a rank; empty if a worker is one process."""
 
 
 def worker_group() -> WorkerGroup | None:
@@ -255,7 +260,7 @@ def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _set_default_group(rank: int, size: int) -> None:
-    """Make the current group torch.distributed's default group."""
+    """Make a group of this size, in which this process has this rank, torch.distributed's default group."""
     if BACKEND_NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(BACKEND_NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
     distributed.init_process_group(BACKEND_NAME, rank=rank, world_size=size, store=HashStore())

@@ -1,6 +1,6 @@
 """Layers that a worker holds, their gradients, and the optimizer that steps them.
 
-    held_layers           layers, gradients, one optimizer
+    held_layers       layers, their gradients, and one optimizer over them
     undoable_steps    steps that can be undone exactly; the built-in optimizers
     parameter_groups  the options of the optimizer that each parameter has
     muon              Muon, with AdamW for the parameters that it does not step
@@ -11,7 +11,7 @@
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer, of parts of layers, and of float32 master weights
     late_steps        steps of copies of others' parts, made once their iteration is committed
-    copy_gradients       buffers for the gradient sums of these copies
+    copy_gradients    buffers for the gradient sums of copies of others' parts
     received_part     parts that another worker owns, received while it trains
     layer_sizes       sizes of layers that another worker needs
     version           the iteration that some state is the result of, and whether it is whole

@@ -17,9 +17,10 @@ WORD_BYTES = 8
 BLOCK_WORDS = 2**18
 """Number of words with weights of their own: 2 MB, which fits in a processor's cache."""
 BLOCKS_AT_ONCE = {"cuda": 16}
-"""Number of blocks summed in one call, so that a GPU does more work than a launch costs; one on other devices."""
+"""Number of blocks summed in one call, by type of device, so that a GPU does more work than a launch costs; one on
+other devices."""
 SMALL_BYTES = 2**16
-"""Size up to which tensors are concatenated, because a launch takes longer than the computation."""
+"""Size in bytes up to which tensors are concatenated, because a launch takes longer than the computation."""
 
 
 def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
@@ -42,7 +43,8 @@ def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _block_sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the sums of a flat tensor's blocks, and of the words after the last whole block."""
+    """Yield the checksums of a flat tensor's blocks of `BLOCK_WORDS` words, then of the words after the last whole
+    block."""
     in_word = max(1, WORD_BYTES // flat.itemsize)
     whole = len(flat) - len(flat) % in_word
     body = flat[:whole]
@@ -61,19 +63,23 @@ def _block_sums(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _sum_rows(words: Tensor) -> Tensor:
-    """Return one number for each row of words."""
+    """Return the checksum of each row of 64-bit words: the sum of its folded words, each times the weight of its
+    place."""
     folded = words >> 31
     return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
 
 
 def _weighted_sum(numbers: Tensor) -> Tensor:
-    """Return the sum of numbers, each times its weight."""
+    """Return the sum of numbers, each times the weight of its place, modulo 2**64."""
     return (numbers * _word_weights(numbers.device)[:len(numbers)]).sum()
 
 
 @functools.cache
 def _word_weights(device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern: SplitMix64 (Steele et al., OOPSLA 2014), with shifts that keep the sign."""
+    """Return the weights of the places in a block: odd numbers without a pattern, int64 [BLOCK_WORDS].
+
+    They are those of SplitMix64 (Steele et al., OOPSLA 2014), with shifts that keep the sign.
+    """
     mixed = torch.arange(1, BLOCK_WORDS + 1) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor

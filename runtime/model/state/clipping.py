@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.runtime.config import TrainingConfig
 
 CHUNK_SIZE = {"cpu": 2**18, "cuda": 2**22}
-"""Number of gradient elements converted to float64 at a time.
+"""Number of gradient elements converted to float64 at a time, by type of device.
 
 On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three times as long. On a
 GPU, chunks are larger, for fewer and larger kernels.
@@ -27,16 +27,16 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def needs_gradient_norm(config: TrainingConfig) -> bool:
-    """Return whether a step depends on the gradients of other stages."""
+    """Return whether a step depends on the gradients of other stages: to clip by their norm, or to skip a step."""
     return config.clip_norm is not None or config.skip_nonfinite
 
 
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
-    """Return the factor of all gradients; None if the step is skipped.
+    """Return the factor by which a step scales all gradients to clip their norm; None if the step is skipped.
 
-    Its argument `squares` is the sum of squares of each layer's gradients (`PartOptimizer.layer_squares`). Their sum is
-    rounded once, so it depends neither on their order nor on which worker holds which layer: all workers get the same
-    bits.
+    It is skipped if the norm is not finite and the job says so. The argument `squares` is the sum of squares of each
+    layer's gradients (`PartOptimizer.layer_squares`). Their sum is rounded once, so it depends neither on their order
+    nor on which worker holds which layer: all workers get the same bits.
     """
     norm = math.sqrt(_exact_sum(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
@@ -46,7 +46,7 @@ def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | Non
 
 
 def _exact_sum(squares: Iterable[float]) -> float:
-    """Return the sum of squares, rounded once; infinity if it overflows."""
+    """Return the sum of the layers' sums of squares, rounded only once; infinity if it overflows."""
     try:
         return math.fsum(squares)
     except OverflowError:

@@ -11,11 +11,11 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
-"""Buffers of each part of a layer that is a copy."""
+"""Buffers for the gradient sums of each copied part, by the part's layer and span of the layer's elements."""
 
 
 class CopyGradients:
-    """Gradient buffers of one worker's copies, for all ranges that it reduces."""
+    """Gradient buffers of the parts that one worker keeps copies of, for all ranges of layers that it reduces."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
@@ -27,11 +27,12 @@ class CopyGradients:
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
     def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
-        """Return one of the two buffers of each copied part of a range."""
+        """Return buffer number `buffer`, of the two, of each copied part of a range of layers, by the part's span."""
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return all buffers by parts of layers; `elements` returns the number of cut elements of a layer."""
+        """Return all buffers, divided by layers; `elements` returns the number of a layer's elements that are cut into
+        parts."""
         sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
         for layers, spans in self._buffers.items():
             for span, buffers in spans.items():

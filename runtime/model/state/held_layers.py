@@ -35,7 +35,7 @@ from slipstream.schedules.schedule import Worker
 
 
 def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are accumulated; None for that of each parameter."""
+    """Return the dtype in which gradients are accumulated; None if it is that of each parameter."""
     if not config.master_weights:
         return None
     return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
@@ -44,7 +44,7 @@ def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
 class HeldLayers:
     """Layers of a model with gradients and optimizer. Each `.grad` is a view of a flat tensor, to be summed in place.
 
-    `keep` selects the parts of their state that are stored; before that, and if a process trains alone, all are.
+    `hold_layers` selects the parts of their state that are stored; before that, and if a process trains alone, all are.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
@@ -54,7 +54,7 @@ class HeldLayers:
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie_parameters(self.modules)
         self.cuts: dict[LayerRange, StatePartition] = {}
-        """Partition of each range that is reduced."""
+        """Partition of the optimizer's state of each range of layers whose gradients are reduced together."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopyGradients()
         self.optimizer = self._build_full_optimizer(self.modules)
@@ -75,9 +75,9 @@ class HeldLayers:
         """Hold exactly these layers, and of their optimizer's state the parts that `cuts` assigns to a worker.
 
         All of that state, and all missing elements of the parameters, must be in `parts` or already held, as they are
-        after the iteration `after`. Newly built layers, listed in the last argument, are in their initial state, which
-        is that after `after`. Raises VersionError, before anything has changed, if some state is missing. If layers and
-        partitions are as before, the memory stays in place, which is usual for workers of stages without a change.
+        after the iteration `after`. The layers in `built` are new and in their initial state, which is that after
+        `after`. Raises VersionError, before anything has changed, if some state is missing. If layers and partitions
+        are as before, the memory stays in place, which is usual for workers of stages without a change.
         """
         before, held = self.optimizer, self.modules
         self._require_all(modules, cuts, worker, parts, after, built)
@@ -110,7 +110,8 @@ class HeldLayers:
 
     def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, StatePartition], worker: Worker,
                      parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
-        """Raise VersionError unless all state that `keep` needs is available, as it is after an iteration."""
+        """Raise VersionError unless all state that `hold_layers` needs is available, as it is after iteration
+        `after`."""
         before, held = self.optimizer, self.modules
         for part in parts:
             part.require_version(after)
@@ -146,7 +147,8 @@ class HeldLayers:
                              self._sums.by_layer(lambda layer: count_elements(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[StatePartition, Worker], tuple[Span, ...]]) -> Parts:
-        """Return the spans of each layer that `which` selects for a worker, such as those it stores."""
+        """Return the parts that a worker stores, owns or steps, as `which` selects, as spans of each layer's
+        elements."""
         return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
@@ -154,7 +156,7 @@ class HeldLayers:
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
-        """Undo the open step."""
+        """Undo the open step: restore parameters and optimizer state from before it."""
         self.optimizer.undo()
 
     def return_to(self, committed: int) -> None:
@@ -163,7 +165,7 @@ class HeldLayers:
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, of those stepped in this order; -1 if none."""
+        """Last iteration whose step can no longer be undone, of those stepped in this generation; -1 if none."""
         return self.optimizer.last_final
 
     def sharded_partition(self, layers: LayerRange) -> StatePartition | None:
@@ -172,19 +174,24 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the copied parts of a range, each with the buffer for its gradient sums of the next step."""
+        """Return the parts of a range that are copies of another worker's, each with the buffer for its next gradient
+        sums."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def start_copy_steps(self) -> None:
-        """Start the steps of copies, after other workers' parameters of a step, which may be a guess, have arrived."""
+        """Start the optimizer steps of copies of other workers' parts, whose iteration is committed, during
+        computation.
+
+        To be called after other workers' parameters of the latest step, which may be a guess, have arrived.
+        """
         self.optimizer.start_copy_steps()
 
     def mark_gathering(self, iteration: int) -> None:
-        """Mark the parameters as being received from other workers, with arbitrary values until `gathered`."""
+        """Mark the parameters as being received from other workers, with arbitrary values until `mark_gathered`."""
         self.optimizer.mark_gathering(iteration)
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as those after an iteration."""
+        """Mark all elements of the parameters as those after iteration `iteration`."""
         self.optimizer.mark_gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
@@ -234,7 +241,8 @@ class HeldLayers:
         return self.optimizer.layer_squares()
 
     def sum_squares(self) -> float:
-        """Return the sum of squares of own gradients, for display: its bits depend on the layout."""
+        """Return the sum of squares of the gradients that this worker owns, for display: its bits depend on the
+        layout."""
         # Ranks of a group share some parameters, members may own parts, and parameters with rules do not count.
         if worker_group() is not None or any(one.sharded for one in self.cuts.values()) or any(
                 map(step_rules, self.modules.values())):
@@ -246,12 +254,16 @@ class HeldLayers:
         return float(torch.stack([sum_of_squares(flat) for flat in found]).sum().item()) if found else 0.0
 
     def _build_full_optimizer(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
-        """Build an optimizer that stores and owns all elements."""
+        """Build an optimizer that stores and owns all elements of the given layers."""
         everything = {layer: ((0, count_elements(module).total),) for layer, module in modules.items()}
         return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced_parameters(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
-        """Return the uncut parameters that are reduced with a range, or the others; without those with rules."""
+        """Return the parameters whose gradients are summed with those of a range of layers.
+
+        With `whole`, these are the parameters that are not cut into parts, otherwise those that are. Parameters that
+        layers share or that a rule steps are not included.
+        """
         return [parameter for layer in range(*layers) for name,
                 parameter in trained_parameters(self.modules[layer]).items()
                 if (name in uncut_names(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)
@@ -272,7 +284,7 @@ def build_on_device(model: LayeredModel, layer: int, *, filled: bool = True) -> 
     """Build a layer on the model's device. Another thread may compute meanwhile; its random numbers are not affected.
 
     If it is not `filled`, its parameters have arbitrary values in host memory that is never accessed; its state is
-    loaded after `moved` has put it on the device.
+    loaded after `move_uninitialized` has put it on the device.
     """
     if not filled:
         with building_uninitialized(), torch.no_grad():
@@ -292,7 +304,8 @@ def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
-    """Build a layer as `built` does, and mark the parameters that are not cut, so that a `HeldLayers` can hold it."""
+    """Build a layer as `build_on_device` does, and mark the parameters that are not cut into parts, for a
+    `HeldLayers`."""
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
     return module
@@ -346,7 +359,8 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
 
 
 def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:
-    """Return the properties of partitions that determine the flat tensors of ranges."""
+    """Return what decides the memory of each range's flat tensors: their padded length, and whether state is
+    sharded."""
     return {layers: (cut.padded_length, cut.sharded) for layers, cut in cuts.items()}
 
 

@@ -25,7 +25,7 @@ makes."""
 
 
 class _DueStep(NamedTuple):
-    """Step that is to be made."""
+    """Registered step of the copies that is still to be made: iteration, factor, and index of the gradient buffer."""
 
     iteration: int
     factor: float | None
@@ -33,16 +33,19 @@ class _DueStep(NamedTuple):
 
 
 class LateSteps(OptimizerSteps):
-    """Optimizer that steps one iteration late, by the gradients of each stepped tensor in one of its buffers."""
+    """Optimizer of copies of other workers' parts, which makes each step once its iteration is committed.
+
+    For each of its buffers, `gradients` has the gradient of each stepped tensor.
+    """
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
                  gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
         super().__init__(groups, config)
         self._gradients = gradients
         self._last_step: _DueStep | None = None
-        """Last step, made once its iteration is committed."""
+        """Step that was registered last; it is made once its iteration is committed."""
         self._committed_step: _DueStep | None = None
-        """Step before it, whose iteration is committed, until it is started."""
+        """Step of the iteration before `_last_step`, which is committed; None once the step is started."""
         self.version = Version(-1)
         """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
@@ -71,7 +74,8 @@ class LateSteps(OptimizerSteps):
             self._queue.submit(partial(self._run_step, committed))
 
     def cancel_step(self, iteration: int) -> None:
-        """Cancel that iteration's step. It may be registered again, with another factor and the same gradients."""
+        """Cancel the registered step of an iteration. It may be registered again, with another factor and the same
+        gradients."""
         if self._last_step is not None and self._last_step.iteration == iteration:
             self._buffer, self._last_step = self._last_step.buffer, None
 
@@ -89,12 +93,13 @@ class LateSteps(OptimizerSteps):
         return sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers)) + self._state_bytes()
 
     def _wait_for_step(self) -> None:
-        """Make the committed step, and wait until it is made."""
+        """Start the step whose iteration is committed, if it was not started, and wait until it is made."""
         self.start_committed()
         self._queue.wait()
 
     def _run_step(self, due: _DueStep) -> None:
-        """Make a step. Raises VersionError unless the copies are the state after the iteration before."""
+        """Make a registered step of the copies. Raises VersionError unless they are the state after the iteration
+        before."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
         if due.factor is None:
             self.version = Version(due.iteration)

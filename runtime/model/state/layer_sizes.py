@@ -10,7 +10,11 @@ from slipstream.runtime.model.state.parameter_groups import is_stepped_by_muon
 
 
 def slots_per_element(config: TrainingConfig, *, by_muon: bool = False) -> int:
-    """Return the number of values that an optimizer keeps of each element; a user's own counts like AdamW."""
+    """Return the number of values that the optimizer keeps for each element of a parameter, such as AdamW's two
+    moments.
+
+    A user's own optimizer counts like AdamW. With `by_muon`, it is that of parameters that Muon steps.
+    """
     if by_muon:
         return 1
     return 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0

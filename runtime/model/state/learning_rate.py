@@ -17,7 +17,8 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
     "wsd": lambda progress: 1 - progress,
 }
-"""Share of the decay that is still ahead, from 1 to 0, by the share of the decay's iterations that have passed."""
+"""Functions, by name of the schedule, from the share of the decay's iterations that have passed to the share of the
+decay that is still ahead, from 1 to 0."""
 
 
 def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
@@ -69,6 +70,6 @@ def _user_factor(config: TrainingConfig, iteration: int) -> float:
 
 @functools.cache
 def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
-    """Load a user's own schedule."""
+    """Import a user's own function for the factor of the learning rate, which `module:function` names."""
     found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
     return found

@@ -14,12 +14,12 @@ from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.step_rules import StepRule, step_rules
 
 OptimizerGroups = list[dict[str, Any]]
-"""Parameter groups as torch.optim takes them."""
+"""Parameter groups as torch.optim takes them: each a dict with "params" and options."""
 _OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
             "momentum": "momentum"}
 """Torch's names of options by the job file's names."""
 NO_RULES: Mapping[str, StepRule] = {}
-"""Empty table of rules."""
+"""Empty mapping of parameters to step rules."""
 
 
 def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
@@ -88,23 +88,23 @@ def _stepped_names(model: LayeredModel) -> Iterable[str]:
 
 
 def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
-    """Return the rules of some layers by `LAYER.NAME`."""
+    """Return the step rules of the parameters of some layers, by `LAYER.NAME`."""
     return {f"{layer}.{name}": rule for layer, module in modules.items() for name, rule in step_rules(module).items()}
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
-    """Return the number of the first group whose pattern matches; -1 if none does."""
+    """Return the number of the first parameter group whose pattern matches a parameter's name; -1 if none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
 
 
 def _muon_options(config: TrainingConfig) -> dict[str, Any]:
-    """Return the options of a group that Muon steps."""
+    """Return the options, by torch's names, of a parameter group that Muon steps."""
     rate = {} if config.muon.learning_rate is None else {"lr": config.muon.learning_rate}
     return {"muon": True, "momentum": config.muon.momentum, **rate}
 
 
 def _group_options(number: int, config: TrainingConfig) -> dict[str, Any]:
-    """Return the options that the job file gives to a group."""
+    """Return the options, by torch's names, that the job file gives to parameter group `number`; none for -1."""
     if number < 0:
         return {}
     group = config.parameter_groups[number]

@@ -62,20 +62,26 @@ class _Piece(NamedTuple):
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
-        """Return the gradient of these elements in the dtype that is stepped; a view if it has that dtype."""
+        """Return the gradient of these elements, converted to the dtype in which the optimizer steps them.
+
+        It is a view of `.grad` if that has this dtype, and None if there is no gradient.
+        """
         gradient = self.parameter.grad
         return None if gradient is None else restore_shape(
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled_gradient(self, factor: float) -> Tensor:
-        """Return the gradient that the last step used: times `factor`, by which a view has already been multiplied."""
+        """Return the gradient that the last step used, which was scaled by `factor`.
+
+        A gradient that is a view was scaled in place, and is returned as it is.
+        """
         gradient, parameter = self.get_gradient(), self.parameter
         assert gradient is not None and parameter.grad is not None
         return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
 
 
 NO_SUMS: CopyBuffers = {}
-"""Empty table of buffers, for an optimizer without copies."""
+"""Empty mapping of buffers, for an optimizer without copies."""
 
 
 class PartOptimizer(UndoableSteps):
@@ -93,18 +99,18 @@ class PartOptimizer(UndoableSteps):
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
-        """Stepped tensor of each parameter that layers share, which is stepped once if several of these layers are
+        """Tensor that is stepped for each parameter that layers share: only once if several of these layers are
         held."""
         pieces = [piece for layer, spans in kept.items() for part in spans
                   for piece in self._cut_pieces(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
-        """Pieces that are stepped within the iteration."""
+        """Pieces that are stepped within the iteration, unlike copies, which are stepped late."""
         self._copies = [piece for piece in pieces if piece.late]
         super().__init__(self._piece_groups(self._pieces, config), config)
         self._late = LateSteps(self._piece_groups(self._copies, config), config, [
             {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(GRADIENT_BUFFERS)])
         self._factor: float | None = 1.0
-        """Factor of the last step."""
+        """Factor of the gradients in the last step; None if it was skipped."""
         self.parameters = Version(-1, whole=False)
         """Version of all elements of the parameters, including those that come from other workers."""
 
@@ -120,7 +126,7 @@ class PartOptimizer(UndoableSteps):
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone, because a later one or that of copies was made."""
+        """Last iteration whose step can no longer be undone: a later step, or its step of the copies, has been made."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
@@ -142,11 +148,11 @@ class PartOptimizer(UndoableSteps):
                 yield layer, (0, count_elements(module).total), False, compute_checksum(parameters)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Flip one bit of a stored tensor, as broken memory would, and return whether there was one.
+        """Flip one bit of a stored tensor, as broken memory would, and return whether there was such a tensor.
 
-        With `what` one of "parameters", "state" or "copy", it is in the stepped parameters, in their optimizer state,
-        or in either of a copy. It is a high bit of the mantissa, because the next step may round a low one away, and
-        then nothing is wrong. Autograd does not notice the change.
+        The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if it is "state", and
+        in either of a copy of another worker's part if it is "copy". It is a high bit of the mantissa, because the next
+        step may round a low one away, and then nothing is wrong. Autograd does not notice the change.
         """
         pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
         piece = rng.choice(pieces) if pieces else None
@@ -194,11 +200,12 @@ class PartOptimizer(UndoableSteps):
         self.parameters = Version(iteration, whole=False)
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as those after an iteration."""
+        """Mark all elements of the parameters as those after iteration `iteration`, as they have arrived from other
+        workers."""
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
-        """Restore all stored state, bit for bit, from before the open step."""
+        """Restore all stored state, bit for bit, from before the open step, which can then be made again."""
         assert self.open_iteration is not None, "no step is open"
         self._late.cancel_step(self.open_iteration)
         self.mark_gathering(self.open_iteration - 1)
@@ -251,18 +258,21 @@ class PartOptimizer(UndoableSteps):
         return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """Return the gradients that the last step used for a part, mostly the live tensors; empty if it was skipped."""
+        """Return the gradients, by parameter, that the last step used for a part; empty if the step was skipped.
+
+        Most are the live tensors.
+        """
         if self._factor is None:
             return {}
         return {piece.name: piece.scaled_gradient(self._factor).view(-1) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
-        """Return this worker's own parts of a layer."""
+        """Return the state of each part of a layer that this worker owns, as live tensors."""
         return [self.part_state(layer, span) for span in self.own.get(layer, ())]
 
     def kept_states(self) -> list[PartState]:
-        """Return all stored parts."""
+        """Return the state of each part that is stored here, as live tensors."""
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
     def load_parts(self, parts: Iterable[PartState]) -> None:
@@ -290,7 +300,7 @@ class PartOptimizer(UndoableSteps):
         self.load_parts(parts)
 
     def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
-        """Copy the state in `parts` into pieces."""
+        """Copy the elements that pieces and `parts` have in common, with their optimizer state, into the pieces."""
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
@@ -305,7 +315,7 @@ class PartOptimizer(UndoableSteps):
         return sum(tensor.nbytes for tensor in masters) + self._state_bytes() + self._late.memory_bytes()
 
     def _cut_pieces(self, layer: int, module: nn.Module, part: Span, sums: CopyBuffers) -> Iterable[_Piece]:
-        """Yield the pieces of a part of a layer."""
+        """Yield the pieces of a part of a layer: for each parameter, the elements that are in the part."""
         for name, parameter, span in parameter_spans(module):
             overlap = intersect(span, part)
             if overlap is None:
@@ -320,7 +330,8 @@ class PartOptimizer(UndoableSteps):
             yield _Piece(layer, name, parameter, part, span, overlap, stepped, late)
 
     def _piece_groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> OptimizerGroups:
-        """Return the stepped tensors of pieces in the parameter groups of their parameters."""
+        """Return optimizer groups of the tensors that are stepped for pieces, each in the group of its piece's
+        parameter."""
         by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
         names = dict[str, nn.Parameter]()
         for piece in pieces:
@@ -356,7 +367,7 @@ class PartOptimizer(UndoableSteps):
                     piece.parameter_view().copy_(piece.stepped)
 
     def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
-        """Copy a part's tensors into a piece and its optimizer state."""
+        """Copy the elements `both`, which a part and a piece have in common, into the piece and its optimizer state."""
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._optimizer_of(piece).states
         slots = states[stepped]

@@ -28,22 +28,22 @@ class PartState(NamedTuple):
     state: bool = True
     """True if the part includes the optimizer's state; False for parameters alone."""
     after: int | None = None
-    """Iteration that the part is the state after; None if unknown."""
+    """Iteration after which the layer has this state; None if unknown."""
 
     def require_version(self, after: int) -> None:
-        """Raise VersionError unless the part is the state after this iteration."""
+        """Raise VersionError unless the part is the state after iteration `after`."""
         if self.after != after:
             raise VersionError(f"a part of layer {self.layer} is that after iteration {self.after}; needed is that "
                                f"after iteration {after}")
 
 
 def mark_uncut(module: nn.Module, names: Collection[str]) -> None:
-    """Mark parameters of a layer as not cut."""
+    """Mark parameters of a layer, by their names, as not cut into parts: all holders of the layer store them whole."""
     module.kept_whole = frozenset(names)  # type: ignore[assignment]
 
 
 def uncut_names(module: nn.Module) -> Collection[str]:
-    """Return the names of the layer's parameters that are not cut."""
+    """Return the names of the layer's parameters that are not cut into parts (`mark_uncut`)."""
     names: Collection[str] = getattr(module, "kept_whole", ())
     return names
 
@@ -56,13 +56,14 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all other tensors of the layer's state_dict."""
+    """Return the tensors of the layer's state_dict that are not trained: buffers and frozen parameters."""
     parameters = trained_parameters(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
 def count_elements(module: nn.Module) -> ElementCounts:
-    """Return the numbers of trained elements of a layer."""
+    """Return the numbers of trained elements of a layer: of those that are cut into parts, and of each uncut
+    parameter."""
     sizes, whole = {name: parameter.numel() for name,
                     parameter in trained_parameters(module).items()}, uncut_names(module)
     return ElementCounts(sum(size for name, size in sizes.items() if name not in whole),
@@ -78,23 +79,30 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Return the elements `wanted` of a tensor with elements `has`; unchanged if it is for the parameter as a whole."""
+    """Return the elements `wanted` of a flat tensor that has the elements `has` of a layer.
+
+    A tensor for a parameter as a whole, such as a step counter, is returned unchanged.
+    """
     return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
 
 
 def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Return all elements of a parameter in its shape, as some optimizers need them; fewer elements stay flat."""
+    """Return elements of a parameter in its shape if they are all of it, as some optimizers need; otherwise unchanged,
+    flat."""
     whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
     return elements.view(parameter.shape) if whole else elements
 
 
 def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor flat if it has the shape of `like`, as elementwise states have; otherwise unchanged."""
+    """Return an optimizer's tensor flat if it has the shape of its parameter `like`; otherwise unchanged."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
-    """Return whether a tensor has a number for each of these elements; otherwise it is for the parameter as a whole."""
+    """Return whether a flat tensor has one number for each element of the span `has`.
+
+    Otherwise it is for a parameter as a whole.
+    """
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
@@ -123,7 +131,7 @@ def require_fits(module: nn.Module, part: PartState) -> None:
 
 
 def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
-    """Return the tensors of some elements of a part; without `state`, the parameters alone."""
+    """Return the tensors of a part, cut to the elements `wanted`; without `state`, those of the parameters alone."""
     tensors: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in parameter_spans(module)}
     for key, tensor in part.tensors.items():

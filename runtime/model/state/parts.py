@@ -20,18 +20,21 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 Span = tuple[int, int]
-"""Elements [start, stop)."""
+"""Elements [start, stop) of a layer or of a range of layers."""
 Parts = Mapping[int, tuple[Span, ...]]
-"""Spans of each layer. They are not joined: every worker that stores a span steps it by itself, to the same bits."""
+"""Spans of each layer's elements, by the layer's number.
+
+They are not joined: every worker that stores a span steps it by itself, to the same bits.
+"""
 Domains = Sequence[Sequence[Worker]]
-"""Workers that fail together (`runtime.failure_domains`)."""
+"""Groups of workers that fail together, such as those of one machine (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
 """Original members of ranges that have lost some since; the remaining members keep the same parts
 (`StatePartition.after_losses`)."""
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of trained elements of a layer."""
+    """Numbers of trained elements of a layer: `cut` are cut into parts, the others are stored whole by all holders."""
 
     cut: int
     whole: tuple[int, ...] = ()
@@ -50,7 +53,7 @@ class ElementCounts(NamedTuple):
 
 
 class StatePartition(NamedTuple):
-    """Partition of the elements of a range of layers."""
+    """Partition of the elements of a range of layers into parts, each with an owner and perhaps a buddy."""
 
     members: tuple[Worker, ...]
     """Workers that reduce the range, ascending."""
@@ -97,14 +100,20 @@ class StatePartition(NamedTuple):
                              buddies=tuple(remaining[1] if len(remaining) > 1 else None for remaining in keepers))
 
     def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
-        """Return the parts for which a member is listed among `keepers`, without empty ones."""
+        """Return the nonempty parts of which a member is the keeper (owner or buddy).
+
+        The argument `keepers` has the index among the members of each part's keeper.
+        """
         place = self.members.index(worker)
         return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
                      if keeper == place and span[0] < span[1])
 
 
 def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
-    """Partition a number of elements over members; if state is not sharded, each member stores all of them."""
+    """Partition `total` elements over members; if state is not sharded, each member stores all of them.
+
+    Buddies are in different failure domains if possible.
+    """
     members = tuple(sorted(members))
     count = len(members)
     if not sharded or count == 1 or not total:
@@ -119,7 +128,12 @@ def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, 
 def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
                      elements: Callable[[int], ElementCounts],
                      domains: Domains, *, sharded: bool) -> dict[LayerRange, StatePartition]:
-    """Return the partition of each range. Raises ValueError if neither owner nor buddy of some part remains."""
+    """Return the partition of each range of layers over the members that hold it.
+
+    A range in `cut_for` is cut for the original members named there, and lost members' parts go to their buddies. The
+    function `elements` returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some
+    part remains.
+    """
     cuts = {}
     for layers, members in ranges.items():
         before = cut_for.get(layers)
@@ -145,7 +159,10 @@ def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
-    """Yield a span of a range as spans of its layers, whose sizes `elements` returns."""
+    """Yield a span of the elements of a range as pairs of a layer and a span of that layer.
+
+    The function `elements` returns the number of a layer's elements that are cut into parts.
+    """
     begins = 0
     for layer in range(*layers):
         start, stop = max(span[0] - begins, 0), min(span[1] - begins, elements(layer))
@@ -175,7 +192,7 @@ def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], e
 
 
 def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Return a span without the elements of other spans, as spans in ascending order."""
+    """Return the elements of a span that are in none of the other spans, as spans in ascending order."""
     remaining, (start, stop) = [], span
     for first, end in sorted(others):
         if first > start:

@@ -67,7 +67,7 @@ class SteppedPart(UndoableSteps):
             piece.grad = None
 
     def _make_step(self, factor: float) -> None:
-        """Save copies, and step the tensors one by one. Gradients arrive scaled."""
+        """Save copies for undo, and step the tensors one by one with gradients that are already scaled."""
         assert factor == 1.0, "what comes are the gradients that were stepped by"
         stepped = self._stepped_parameters()
         self._save_copies(stepped)
@@ -79,7 +79,7 @@ class SteppedPart(UndoableSteps):
                 self._step_on_device(piece, gradient)
 
     def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
-        """Step one tensor on the device, and copy it back to the same host memory."""
+        """Step one tensor with its gradient on the device, and copy it back to the same host memory."""
         parameter, slots = piece.data, self.state_tensors(piece)
         piece.data = parameter.to(self._device)
         for slot, value in slots.items():

@@ -83,7 +83,8 @@ class StepController:
         """True if all ranks of this worker already act on the validation."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known, with its `clip_factor`; None if every step has factor 1."""
+        """Last iteration whose step is known to be right, with its `clip_factor`; None before the first, and if steps
+        need no validation."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
         self.is_void = False
@@ -143,7 +144,8 @@ class StepController:
             self._is_agreed, self.is_void = True, self.was_wrong
 
     def _conclude_sums(self) -> None:
-        """Wait for the sums, if there are any under way, and make the step final."""
+        """Wait for the sums that are under way, if any, store the mean loss, and make the step final with their clip
+        factor."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
@@ -151,11 +153,11 @@ class StepController:
         self._conclude_step(clip_factor(squares, self._config))
 
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
-        """Recover from a failure: make exactly the steps of all iterations up to `committed`, finally.
+        """Recover from a failure: make exactly the steps of all iterations up to `committed`, permanently.
 
-        If it is `known`, `factor` is that of iteration `committed`, in case the sums have not reached this worker. At
-        most one later step has been made by any worker. Gradients are zero afterwards. Raises VersionError if recovery
-        is not possible.
+        If `known` is true, `factor` is the clip factor of iteration `committed`, for a worker that the sums have not
+        reached. At most one later step has been made by any worker. Gradients are zero afterwards. Raises VersionError
+        if recovery is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
@@ -184,7 +186,7 @@ class StepController:
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function as soon as the last step is final: now, or when it is validated."""
+        """Call a function as soon as the last step is final: now, or when the step is validated."""
         if self._sums is None:
             call()
         else:

@@ -83,19 +83,22 @@ class OptimizerSteps:
         """State that the optimizer keeps of each tensor."""
 
     def _stepped_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all tensors that are stepped, each once."""
+        """Return all tensors that the optimizer or a rule steps, each once."""
         return [*(parameter for group in self._optimizer.param_groups for parameter in group["params"]), *self._rules]
 
     @torch.no_grad()
     def _apply_update(self) -> None:
-        """Step all tensors that have a gradient."""
+        """Step all tensors that have a gradient, by the optimizer or by their rule."""
         self._optimizer.step()
         for parameter, rule in self._rules.items():
             if parameter.grad is not None:
                 rule(parameter, parameter.grad)
 
     def state_tensors(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's tensors for a parameter, by slot; empty before its first step."""
+        """Return the optimizer's tensors for a parameter, by slot (its key for them, such as "exp_avg").
+
+        The result is empty before the parameter's first step.
+        """
         return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
 
     def _state_bytes(self) -> int:
@@ -104,12 +107,12 @@ class OptimizerSteps:
                    for value in self.state_tensors(stepped).values())
 
     def _set_rates(self, iteration: int) -> None:
-        """Set the learning rates of an iteration."""
+        """Set the learning rates of all parameter groups to those of an iteration."""
         for group, rate in self._rates:
             group["lr"] = rate * rate_factor(self._config, iteration)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Return each group with its highest learning rate; empty if the learning rate is constant.
+        """Return each parameter group with its learning rate before scheduling; empty if learning rates are constant.
 
         Raises ConfigError if the groups of a user's optimizer have no learning rate that could be set.
         """
@@ -122,7 +125,10 @@ class OptimizerSteps:
         return [(group, group["lr"]) for group in groups]
 
     def _slot_device(self, slot: str, parameter: nn.Parameter) -> torch.device:
-        """Return the device of a slot: that of the parameter, but the CPU for step counters of unfused kernels."""
+        """Return the device of the optimizer's tensor `slot`, such as "step", of a parameter.
+
+        It is the parameter's device, but the CPU for step counters of unfused kernels.
+        """
         options = self._optimizer.defaults
         with_parameter = slot != "step" or options.get("fused") or options.get("capturable")
         return parameter.device if with_parameter else torch.device("cpu")
@@ -147,8 +153,8 @@ class UndoableSteps(OptimizerSteps):
         self._stepped_open = False
         """True if the open step changed anything; False if it was skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each saved parameter before the open step, with the live tensors; None if there was
-        none."""
+        """Optimizer's state of each saved parameter before the open step, with the live tensors; None if it had no
+        state."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
@@ -211,7 +217,7 @@ class UndoableSteps(OptimizerSteps):
         self.open_iteration = None
 
     def undo_bytes(self) -> int:
-        """Return the memory of the copies, in bytes."""
+        """Return the memory, in bytes, of the copies by which the last step can be undone."""
         return sum(copy.nbytes for _, copy in self._saved)
 
     def _save_copies(self, stepped: Sequence[nn.Parameter]) -> None:

@@ -12,16 +12,16 @@ class VersionError(RuntimeError):
 
 
 class Version(NamedTuple):
-    """Version of some state."""
+    """Version of some state: the iteration that it results from, and whether all of it does."""
 
     after: int
-    """Iteration that it is the state after; -1 for the state before the first iteration."""
+    """Iteration after which the state has these values; -1 for the state before the first iteration."""
     whole: bool = True
     """True if all of the state has this version; False while it is being changed, when any part of it may have any
     value."""
 
     def require(self, after: int, what: str) -> None:
-        """Raise VersionError unless the state is whole, and that after this iteration."""
+        """Raise VersionError, in which `what` names the state, unless all of it is that after iteration `after`."""
         if self != Version(after):
             found = f"is that after iteration {self.after}" if self.whole else \
                 f"is on its way to that after iteration {self.after}"

@@ -17,11 +17,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from slipstream.runtime.model.layers.documents import attend_by_document
 
 ATTENTION_NAME = "slipstream_by_document"
-"""Name of this implementation in transformers."""
+"""Name of this module's attention in transformers, as `attn_implementation`."""
 
 
 def register_attention() -> None:
-    """Register this implementation with transformers."""
+    """Register this module's attention with transformers under `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 

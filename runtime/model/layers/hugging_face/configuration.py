@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from slipstream.runtime.config import ConfigError, ModelConfig
 
 MODEL_KEY = "model.hugging_face"
-"""Key of the job file, for error messages."""
+"""Key of the job file that names a model of transformers, for error messages."""
 CONFIG_FILE = "config.json"
 
 
@@ -16,9 +16,10 @@ class Family(NamedTuple):
     """Names of the parts of a kind of models, within the module that transformers calls the base model."""
 
     decoders: str
-    """List of decoder layers."""
+    """Name of the list of decoder layers."""
     embedding: tuple[str, ...]
-    """Modules that turn tokens into features: the token embedding first, then the modules applied after it."""
+    """Names of the modules that turn tokens into features: the token embedding first, then the modules applied after
+    it."""
     norm: str
     attention: str = "self_attn"
     """Name of the attention within a decoder layer."""
@@ -45,7 +46,8 @@ def weights_folder(path: str) -> Path | None:
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json with the changes of `[model.options]`. Raises ConfigError for unsupported models."""
+    """Return the content of config.json with the changes of `[model.options]`. Raises ConfigError for unsupported
+    models."""
     assert config.hugging_face is not None
     path = Path(config.hugging_face)
     source = path / CONFIG_FILE if path.is_dir() else path
@@ -64,13 +66,14 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_dense(config: Any, index: int) -> bool:
-    """Return whether a decoder layer of a mixture has no experts, according to a config of transformers."""
+    """Return whether decoder layer `index` of a mixture of experts has none, according to a config of transformers."""
     dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
     return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Return the size of a model's vocabulary. Raises ConfigError if its config does not say it."""
+    """Return the number of tokens in a model's vocabulary. Raises ConfigError if a Hugging Face config does not have
+    it."""
     if config.torchtitan is not None:
         from slipstream.runtime.model.layers.torchtitan.specification import trainer_config
 

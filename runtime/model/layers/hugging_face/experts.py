@@ -16,13 +16,22 @@ from transformers.integrations.moe import ExpertsInterface
 from slipstream.runtime.model.layers.grouped_products import ExpertGroups, grouped_linear
 
 EXPERTS_NAME = "slipstream"
-"""Name of this implementation in transformers."""
+"""Name of `run_experts` in transformers, as `experts_implementation`."""
 
 
 def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run features [N, C] through the experts [N, k] that each token has chosen: their weighted [N, k] sum, [N, C].
+    """Return the weighted sum, [N, C], of the results of the experts that each of N tokens has chosen.
 
     If the module has only some of the experts, beginning with `first_expert`, the result is the share of these.
+
+    Parameters
+    ----------
+    self
+        Module of transformers with the experts' weights.
+    hidden_states
+        Features of the tokens, [N, C].
+    top_k_index, top_k_weights
+        Numbers of the k experts of each token, and their weights in the sum, [N, k].
     """
     experts: Any = self
     (tokens, choices), every, here = top_k_index.shape, experts.num_experts, experts.gate_up_proj.shape[0]
@@ -44,5 +53,5 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def register_experts() -> None:
-    """Register this implementation with transformers."""
+    """Register `run_experts` with transformers under `EXPERTS_NAME`."""
     ExpertsInterface.register(EXPERTS_NAME, run_experts)

@@ -21,14 +21,14 @@ from slipstream.runtime.model.layers.recomputing import Part, recomputable
 
 
 class RoutedFeatures(NamedTuple):
-    """Features [B, T, C], with the counts of the routers in the layers so far."""
+    """Features [B, T, C], with counts of the experts that routers have chosen in the layers so far."""
 
     features: Tensor
     chosen: Tensor
     """Number of tokens with each expert as their first, second, ... choice, summed over the layers so far: int64 [k,
     E]."""
     wanted: Tensor
-    """Sum of the probabilities of each expert: float32 [E]."""
+    """Sum of the probabilities that routers gave to each expert, over all tokens and the layers so far: float32 [E]."""
 
 
 class Embedding(nn.Module):
@@ -98,7 +98,10 @@ class DecoderLayer(nn.Module):
         return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
     def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
-        """Add the counts of this layer's router, computed as in `load_balancing_loss_func` of transformers."""
+        """Return features with the counts so far plus those of this layer's router.
+
+        They are computed as in `load_balancing_loss_func` of transformers.
+        """
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
         best = functional.one_hot(weights.topk(top, -1).indices, experts)
@@ -137,9 +140,10 @@ def _recomputable_class(name: Part, kind: Any) -> Any:
 
 
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
-    """Return the routers' loss over all layers: experts x sum over experts of (share of tokens x mean probability).
+    """Return the loss for unequal use of experts: experts x sum over experts of (share of tokens x mean probability).
 
-    Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented in transformers.
+    It is taken over all layers. Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented
+    in transformers.
     """
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]

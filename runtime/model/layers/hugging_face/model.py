@@ -29,7 +29,7 @@ from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.model.seeds import GENERATOR_LOCK, derive_seed, seeded
 
 _RUN_KEYS = ("attn_implementation", "experts_implementation")
-"""Keys that say how a model is run."""
+"""Keys of `[model.options]` that choose transformers' implementations, and do not belong to config.json."""
 
 
 class HuggingFaceModel:
@@ -148,7 +148,11 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
 
 def build_sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
-    """Build the model with one decoder layer, that at `index`, on the meta device. Several threads may call this."""
+    """Build the model with one decoder layer, that at `index`, on the meta device, with further `changes` of its
+    config.
+
+    Several threads may call this.
+    """
     # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. If two
     # threads did so at the same time, the last to end would leave it changed permanently.
     with GENERATOR_LOCK, torch.device("meta"):
@@ -178,7 +182,10 @@ def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig
 
 def convert_state(kind: type[PreTrainedModel], config: PreTrainedConfig, index: int, state: Mapping[str, Tensor],
                   name: str) -> dict[str, Tensor]:
-    """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules."""
+    """Convert a decoder layer's tensors from their form in files, with experts separate, to that of its modules.
+
+    The model's `name` is for error messages. Raises ConfigError if the tensors do not fit.
+    """
     decoders = FAMILIES[config.model_type].decoders
     try:
         model = kind.from_pretrained(

@@ -46,7 +46,8 @@ def require_even_cut(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
-    """Yield the keys of the sizes of which each rank has an equal part."""
+    """Yield the keys of config.json whose values, such as the number of heads, must be divisible by the number of
+    ranks."""
     yield from ("num_attention_heads", "num_key_value_heads")
     mixture = FAMILIES[config.model_type].experts
     if not mixture or any(is_dense(config, index) for index in range(config.num_hidden_layers)):
@@ -84,7 +85,8 @@ def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
 
 
 def _sum_rows(product: Any, group: WorkerGroup, x: Tensor) -> Tensor:
-    """Return the sum of the products of all ranks, plus the bias."""
+    """Return the output of a linear layer whose input features are cut over the ranks: the ranks' sum, plus the
+    bias."""
     total = sum_ranks(functional.linear(x, product.weight), group)
     return total if product.bias is None else total + product.bias
 
@@ -97,7 +99,7 @@ def _sum_experts(module: Any, group: WorkerGroup, hidden_states: Tensor, top_k_i
 
 
 def _norm_heads(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """Apply a norm to each head, with one weight for all heads."""
+    """Apply a norm to each of this rank's heads, with one weight for all heads of all ranks."""
     stand_in = copy.copy(norm)
     stand_in._parameters = dict(zip(["weight"], for_all_ranks(group, norm.weight), strict=True))
     normed: Tensor = type(norm).forward(stand_in, hidden_states)

@@ -25,7 +25,7 @@ class PretrainedWeights:
         self._files = self._read_index()
 
     def read_decoder(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors of a decoder layer, by their names within the layer."""
+        """Return the tensors of decoder layer `index`, by their names within the layer."""
         names = {name: match[2] for name in self._files
                  if (match := self._decoder.search(name)) and int(match[1]) == index}
         return {names[name]: tensor for name, tensor in self._read_tensors(names).items()}
@@ -46,7 +46,7 @@ class PretrainedWeights:
         return tensors
 
     def _read_index(self) -> dict[str, str]:
-        """Return the file of each tensor."""
+        """Return the name of the file that has each tensor, by the tensor's name."""
         try:
             if (self._folder / INDEX_FILE).exists():
                 files = json.loads((self._folder / INDEX_FILE).read_bytes())["weight_map"]

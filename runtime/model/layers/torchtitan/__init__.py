@@ -6,7 +6,7 @@
     ranks          layers over the ranks of a worker, as torchtitan cuts them
     export         a run's checkpoint as one of torchtitan's
     training       the configuration of torchtitan's Trainer, as the configuration of a run
-    trainer_state  the state of that Trainer, as a run's checkpoint, and back
+    trainer_state  the state of torchtitan's Trainer, as a run's checkpoint, and back
 
 Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not installed.
 """

@@ -63,7 +63,11 @@ class _CountingMixin(nn.Module):
 
 
 def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
-    """Step the bias as torchtitan's optimizer does."""
+    """Increase the bias of experts that got fewer tokens than the mean, and decrease that of others, as torchtitan
+    does.
+
+    The argument `tokens` has the number of tokens of each expert, and `coefficient` the size of the change.
+    """
     change = coefficient * torch.sign(tokens.mean() - tokens)
     bias.add_(change - change.mean())
 

@@ -22,14 +22,14 @@ _META = torch.device("meta")
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Planner that reads tensors only when they are written."""
+    """Planner of torch.distributed.checkpoint that reads each tensor only when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to write."""
+        """Read the tensor that is about to be written, and return it."""
         return self._read(index.fqn)
 
 

@@ -27,7 +27,7 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.object_reference import search_working_directory
 
 MODEL_KEY = "model.torchtitan"
-"""Key of the job file, for error messages."""
+"""Key of the job file that names a model of torchtitan, for error messages."""
 MODEL_OPTIONS = ("arguments", "attention", "checkpoint")
 """Keys of `[model.options]`.
 
@@ -159,7 +159,10 @@ def has_experts(config: Trainer.Config) -> bool:
 
 
 def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> None:
-    """Raise ConfigError if a model with experts is combined with a setting that experts do not support."""
+    """Raise ConfigError if a model has experts, which the setting `training.beside` does not support.
+
+    The argument `beside` is that setting, and `expected` says what to use instead.
+    """
     if has_experts(config):
         spec: Any = config.model_spec
         raise ConfigError(f"{MODEL_KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
