@@ -66,7 +66,7 @@ class _CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the loaded command and the remaining arguments, and refuse unknown commands."""
         if args[0] == "benchmark":
-            ctx.fail("benchmark is no command any more; in a checkout, run python -m benchmarks.fleet")
+            ctx.fail("the command benchmark was removed; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{suggest(args[0], COMMANDS)}")
         name, command, rest = super().resolve_command(ctx, args)

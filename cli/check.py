@@ -81,7 +81,7 @@ def _describe_bound(schedule: Schedule, proven: int | None) -> str:
         claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
         return f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound verifies that"
     if proven < schedule.lower_bound_ticks:
-        return f"its bound, {claimed}, is not proven here: {duration(schedule.seconds(proven))} is"
+        return f"its bound, {claimed}, could not be proven; {duration(schedule.seconds(proven))} could"
     return f"its bound, {claimed} {schedule.scope.description}, is proven" + (
         ": it is optimal" if schedule.status == "optimal" else "")
 

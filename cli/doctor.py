@@ -127,8 +127,8 @@ def _check_compiled_search() -> Finding:
     with delay_interrupts():
         compiled = is_compiled()
     if not compiled:
-        return Finding("backends", "compiled search", "absent", "the first plan has it compiled, once per "
-                       "installation, in about 20 s; or python -m slipstream.planner.compiled")
+        return Finding("backends", "compiled search", "absent", "the first plan compiles it, once per "
+                       "installation, in about 20 s; or run python -m slipstream.planner.compiled")
     return Finding("backends", "compiled search", "ok", "compiled")
 
 

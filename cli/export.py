@@ -91,7 +91,7 @@ def _require_new_folder(folder: Path | None, to: str, what: str) -> Path:
     if folder is None:
         refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        refuse(f"{folder}: something is there already; name a folder that is new, or empty")
+        refuse(f"{folder}: exists already; name a folder that is new or empty")
     return folder
 
 

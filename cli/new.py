@@ -130,7 +130,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     require_choice("--placement", placement, PLACEMENTS)
     require_writable(out_file)
     if may_exist(out_file) and not force:
-        refuse(f"{out_file}: is there already; --force overwrites it")
+        refuse(f"{out_file}: exists already; --force overwrites it")
     way = ("preset", "trace", "config", "model")[ways.index(True)] if any(ways) else \
         _ask_for("Start from a preset, a trace or a model?", "model", _parse_one("preset", "trace", "model"),
                  "--preset, --trace, --model, or --layers and the others")
@@ -321,7 +321,7 @@ def _ask_for(question: str, default: str | None, read: Callable[[str], T], optio
         try:
             answer: Any = typer.prompt(question, default=default, err=True)
         except (typer.Abort, EOFError):
-            refuse(f"nobody answers {question!r}; say it with {option}")
+            refuse(f"no answer to {question!r}; give it with {option}")
         try:
             return read(str(answer))
         except ValueError:

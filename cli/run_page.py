@@ -201,7 +201,7 @@ def _render_ops(run: RunRecord) -> str:
 <th>10 % below</th><th>10 % above</th><th>measured / planned</th></tr></thead>
 <tbody>{rows}</tbody>
 </table></div>
-<p class="notes">Of the last iterations, which were traced. Samples that are not alike spread what is measured.</p>"""
+<p class="notes">Ops of the last, traced iterations. Unequal samples widen the spread of measured times.</p>"""
 
 
 def _planned_seconds(schedule: Schedule, op: MeasuredOp) -> float:

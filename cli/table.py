@@ -142,12 +142,12 @@ def _place_job(job: Path, text: str, job_out: Path, options: PlanOptions, failur
     """
     if may_exist(job_out):
         if not MovableLayers(text).is_rearrangement(read_job_or_refuse(job_out)):
-            refuse(f"{job_out}: is there already, and is not {job} with another placement; remove it, or choose "
+            refuse(f"{job_out}: exists already, and is not {job} with another placement; remove it, or choose "
                    "another file")
-        err.print(f"{job_out}: is there already, and has the placement", soft_wrap=True)
+        err.print(f"{job_out}: exists already, and has the placement", soft_wrap=True)
         return read_job_text(job_out)
     if shared:
-        refuse(f"--share: {job_out} is not there; find the placement first, with `slipstream plan {job} --placement "
+        refuse(f"--share: {job_out} does not exist; find the placement first, with `slipstream plan {job} --placement "
                f"any --for-failures {failures} --job-out {job_out}`")
     require_writable(job_out)
     weighed = min(failures, MAX_WEIGHED_FAILURES)

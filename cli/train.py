@@ -130,7 +130,7 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     """
     here = find_own_node(nodes, node, rendezvous, ranks_per_worker or 1)
     if here is None:
-        _say("another process of this worker starts all of its ranks: this one has nothing to do")
+        _say("this process has nothing to do: another process of its worker starts all of its ranks")
         return
     if here.tied:  # otherwise this process would keep training unnoticed
         request_parent_death_signal(signal.SIGTERM)

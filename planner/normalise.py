@@ -230,7 +230,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     windows = windows or window_bounds_of(job, options)
     if not windows.best_distributions(failures):
         most = sum(windows.max_vacancies(column) for column in range(job.stages))
-        raise NoPlanError(f"{failures} failures leave some stage without a live worker, whoever plays which role: the "
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are given: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
     ensure_compiled(progress)
     deadline = clock.now() + options.limit_seconds
@@ -281,7 +281,7 @@ def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: Pla
 def _describe_plan(schedule: Schedule) -> str:
     down = [sum(role.column == column for role in schedule.failed) for column in range(schedule.grid.columns)]
     broken = len({role.pipeline for role in schedule.failed})
-    return f"{'+'.join(map(str, down))} roles down by stage, in {broken} pipeline{'' if broken == 1 else 's'}: " \
+    return f"{'+'.join(map(str, down))} vacant roles by stage, in {broken} pipeline{'' if broken == 1 else 's'}: " \
            f"period {schedule.seconds(schedule.period_ticks):g} s"
 
 

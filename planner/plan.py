@@ -274,7 +274,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         share = options.params.blocks.reference_share
         reference_budget = Budget(deadline=other.now() + share * options.limit_seconds, clock=other, seed=options.seed,
                                   stop=stop, progress=SearchProgress(
-                                      lambda line: progress(f"with no worker down, to compare with: {line}")))
+                                      lambda line: progress(f"reference with no worker down: {line}")))
         reference_speed = speed if options.steps is None else Speed(options.limit_seconds, other, options.params.blocks)
         is_reference = not failed and options.layers == "fixed"
         fault_free = known if is_reference else _plan_fault_free(options, job, known, reference_budget, reference_speed)
@@ -427,7 +427,7 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
         return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
     if options.method in BASELINES and (options.holds or rooms):
-        raise NoPlanError(f"{options.method} takes all workers to have the same room; expected --method cp-sat or "
+        raise NoPlanError(f"{options.method} needs equal rooms and layers in place; expected --method cp-sat or "
                           "greedy")
     # Beside a problem in place with too little room, layouts that move layers had too little time: of four jobs' plans,
     # two were 4 and 7 % longer.

@@ -54,7 +54,7 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
     recomputed micro-batch holds, NoPlanError if no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
-        raise JobError("training.recompute is 'auto', and memory.recomputed is missing, what a micro-batch holds then; "
+        raise JobError("training.recompute is 'auto', but memory.recomputed is missing (memory of a micro-batch then); "
                        "`slipstream profile` measures it")
     clock = clock or options.make_clock()
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False,
@@ -71,7 +71,7 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
     period = periods[best]
     if period is None:
         plan_only(quick.with_limit(options.limit_seconds), job, (), clock)  # says what does not fit
-        raise NoPlanError("no schedule fits into memory, whatever is computed again")
+        raise NoPlanError("no schedule fits into memory, whichever stages recompute their activations")
     return Recomputation(job=with_recomputation(job, best), stages=best, period=period, without=periods[()])
 
 

@@ -93,8 +93,8 @@ def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: 
 
 ONE_F_ONE_B = "--method 1f1b"
 MORE_MEMORY_FACTOR = 1.5
-MORE_MEMORY = "half as much memory again for activations"
-RECOMPUTED = "activations computed again"
+MORE_MEMORY = "50 % more memory for activations"
+RECOMPUTED = "recomputed activations"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):

@@ -301,11 +301,11 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"training.iterations is {self.iterations}; expected a whole number from 0")
         if self.warmup_iterations > end:
             raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
-                             "iterations; expected no more, or a training.schedule_iterations of its own")
+                             "iterations; expected at most that, or a larger training.schedule_iterations")
         is_function = ":" in schedule
         if is_function and (self.warmup_iterations or self.final_learning_rate is not None):
             raise ValueError(f"training.learning_rate_schedule is {schedule!r}, and warmup_iterations or "
-                             "final_learning_rate are given; expected the function to have all of it")
+                             "final_learning_rate are given; expected neither, as the function has all of it")
         if decay and schedule != "wsd":
             raise ValueError(f"training.decay_iterations is {decay}, and learning_rate_schedule {schedule!r}; expected "
                              "it with 'wsd' only")
@@ -322,7 +322,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                              "expected them, or 'float32'")
         if self.compile and self.recompute not in ("none", ()):
             raise ValueError("training.compile is true, and recompute is given; expected one of them: compiled code "
-                             "chooses by itself what it keeps, and is no part of a forward that is run again")
+                             "decides by itself what it stores, and cannot be recomputed")
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(f"training.compile is true, and tensor_parallel {self.tensor_parallel}; expected one of "
                              "them, as ranks that compile would keep the others of their worker waiting")
@@ -334,7 +334,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                              "text that it is for")
         if self.document_end is not None and (self.data is not None or not (self.tokens or self.tokenizer)):
             raise ValueError(f"training.document_end is {self.document_end}; expected it with training.tokens, or a "
-                             "training.tokenizer; own data give position_ids")
+                             "training.tokenizer; data of your own give position_ids instead")
         validation = [self.validation_text, self.validation_tokens, self.validation_data]
         if self.evaluate_every is not None and not any(validation):
             raise ValueError(f"training.evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; "
@@ -367,7 +367,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         try:
             return _RUN_CONFIG.decode(text)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"no readable run configuration: {error}") from None
+            raise ConfigError(f"the run configuration cannot be read: {error}") from None
 
 
 _RUN_CONFIG = msgspec.json.Decoder(RunConfig)
@@ -384,8 +384,8 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     if source is not None:
         others = model.keys() - {source, "context", "options"}
         if others:
-            raise ConfigError(f"model.{min(others)} is given beside model.{source}, whose config says what the model "
-                              "is; [model.options] can change keys of that")
+            raise ConfigError(f"model.{min(others)} is given beside model.{source}, whose config defines "
+                              "the model; use [model.options] to change keys of that config")
         if source == "hugging_face":
             model = _with_vocabulary_size(model)
     replaced = {key: value for key, value in overrides.items() if value is not None}

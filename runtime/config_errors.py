@@ -9,7 +9,7 @@ import msgspec
 
 MAX_LISTED_KEYS = 16
 """Number of keys above which an error does not list them all."""
-_NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
+_NO_FLOAT16 = ": float16 needs loss scaling, which is not supported; bf16 needs none"
 _KEY_PATTERN = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
 """Part of msgspec's message that names the wrong key, and the entry of its list."""
 _REMOVED_KEYS = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it "
@@ -26,10 +26,10 @@ def explain_validation_error(name: str, values: Mapping[str, object], kind: type
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     unknown = next((key for key in values if key not in types), None)
     if unknown is not None and (instead := _REMOVED_KEYS.get(f"{name}.{unknown}")):
-        return f"there is no {name}.{unknown} any more; {instead}"
+        return f"{name}.{unknown} was removed; {instead}"
     if unknown is not None:
         near = difflib.get_close_matches(unknown, types, 1)
-        hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \
+        hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md lists all keys" \
             if len(types) > MAX_LISTED_KEYS else f"known: {', '.join(types)}"
         return f"unknown key {name}.{unknown}; {hint}"
     place = _KEY_PATTERN.search(error)

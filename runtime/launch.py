@@ -141,7 +141,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                     raise RunError(str(error.__cause__)) if isinstance(error.__cause__, NoScheduleError) \
                         else error.__cause__ from None
                 options.notify("".join(traceback.format_exception(error.__cause__))
-                               + f"node 0 failed, and is started again; its workers live: {error}")
+                               + f"node 0 failed and is restarted; its workers are alive: {error}")
                 time.sleep(pause)
 
 
@@ -282,7 +282,7 @@ class _RunLeader:
         if adopted is not None:
             stack.push(partial(_call_unless_coordinator_failed, adopted.close))
         elif self.options.nodes == 1:
-            raise NoLiveWorkerError("the workers of the run that was led here before are gone")
+            raise NoLiveWorkerError("no worker of the previous run in this folder is alive")
         return adopted
 
     def _listen_for_workers(self, behind: TakeoverRecord | None) -> tuple[socket.socket, Rendezvous]:
@@ -298,7 +298,7 @@ class _RunLeader:
                     return open_listener(behind.coordinator)
                 except RendezvousError as error:
                     if time.monotonic() > deadline:
-                        raise NoLiveWorkerError("the workers of the run that was led here before cannot be met: "
+                        raise NoLiveWorkerError("the workers of the previous run in this folder cannot be reached: "
                                                 f"{error}") from None
                 time.sleep(LISTEN_RETRY_SECONDS)
         return open_listener(wanted)

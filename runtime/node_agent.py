@@ -108,7 +108,7 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
                 error = agent.serve()
         joins_again = agent.run_restarts and stop.received is None
         if joins_again:
-            notify(f"{error}: joins node 0 again, which begins anew")
+            notify(f"{error}: joins node 0 again, which starts the run again")
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -144,12 +144,12 @@ def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettin
                                   "0; start every node with the same job file and options")
     unknown = set(setup.workers) - set(job.workers)
     if unknown:
-        raise ConfigError(f"node 0 has a worker {min(unknown)}, which the job here has not; start every node with the "
+        raise ConfigError(f"node 0 has a worker {min(unknown)}, which is not in this job; start every node with the "
                           "same job file")
     resume = None
     if setup.first_iteration and not setup.restarted:
         if job.resume is None:
-            raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
+            raise ConfigError(f"node 0 resumes from iteration {setup.first_iteration}; start every node with --resume")
         resume = str(_find_own_checkpoint(job.resume, setup.first_iteration).resolve())
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, while they have them
         with suppress(CheckpointError):
@@ -167,7 +167,7 @@ def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
     path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
     actual = open_checkpoint(path).iteration
     if actual != iteration:
-        raise CheckpointError(f"{path}: a checkpoint of iteration {actual}; node 0 goes on from that of {iteration}")
+        raise CheckpointError(f"{path}: a checkpoint of iteration {actual}; node 0 resumes from iteration {iteration}")
     return path
 
 
@@ -199,7 +199,7 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
         if time.monotonic() > deadline:
             raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
         if not notified:
-            notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
+            notify(f"node {node} takes part in the run at {rendezvous} already; waits until node 0 drops it")
             notified = True
         time.sleep(JOIN_RETRY_SECONDS)
 
@@ -269,7 +269,7 @@ class _NodeAgent:
                 if link in ready:
                     self._last_heard = time.monotonic()
                 elif time.monotonic() - self._last_heard >= to_node_agent.SILENT_SECONDS:
-                    raise RendezvousError("node 0 is gone: it has said nothing for "
+                    raise RendezvousError("node 0 is gone: it has sent no message for "
                                           f"{to_node_agent.SILENT_SECONDS:.0f} s")
                 if woken in ready:
                     woken.recv(1)
@@ -310,7 +310,7 @@ class _NodeAgent:
         """
         seconds = self._coordinator_timeout_seconds
         if seconds:
-            self._notify(f"{gone}; waits {seconds:g} s for another one")
+            self._notify(f"{gone}; waits {seconds:g} s for another node 0")
         deadline = time.monotonic() + seconds
         while self._deadline is None and time.monotonic() < deadline:
             # the new node 0 gets the live workers with JoinNode, then these
@@ -322,7 +322,7 @@ class _NodeAgent:
                 woken.recv(1)
                 self._deadline = time.monotonic()
         raise RunError(gone if self._deadline is not None or not seconds else
-                       f"{gone}; no other one came within {seconds:g} s")
+                       f"{gone}; no other node 0 came within {seconds:g} s")
 
     def _announce_leaving(self) -> None:
         self._deadline = time.monotonic() + self._grace_seconds

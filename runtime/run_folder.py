@@ -126,7 +126,7 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
         if left:
             raise FolderError(f"{out}: holds the results of another run ({left}): {_suggest_remedy(out, config)}give "
                               f"another "
-                              "--out, or start anew with --force")
+                              "--out, or delete them with --force")
 
 
 def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
@@ -234,7 +234,7 @@ def _open_locked(path: Path) -> int:
             if time.monotonic() < deadline:
                 time.sleep(LOCK_TIMEOUT_SECONDS / 10)
                 continue
-            raise FolderError(f"{path.parent}: {holder} is writing there; wait for its end, or give another --out"
+            raise FolderError(f"{path.parent}: {holder} is writing there; wait until it ends, or give another --out"
                               ) from None
         except OSError:  # a file system without locks
             return descriptor

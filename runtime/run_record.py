@@ -192,7 +192,7 @@ def _build_generations(orders: Sequence[tuple[float, float, OrderGiven]], commit
 def _read_events(folder: Path) -> list[AnyEvent]:
     path = folder / EVENTS
     if not folder.is_dir():
-        raise RunRecordError(f"{folder}: no folder is there; give the --out of slipstream train")
+        raise RunRecordError(f"{folder}: no such folder; give the --out folder of slipstream train")
     if not path.exists():
         why = "its run is of a version that recorded none" if (folder / LOSSES).exists() else \
             "give the --out of slipstream train"
@@ -206,7 +206,7 @@ def _read_events(folder: Path) -> list[AnyEvent]:
 def _decode_line(line: bytes) -> AnyEvent:
     header = _HEADER.decode(line)
     if header.format == FORMAT and header.version is not None and header.version > VERSION:
-        raise RunRecordError(f"of version {header.version}; this Slipstream reads version {VERSION}: take a newer one")
+        raise RunRecordError(f"is of version {header.version}, this Slipstream reads {VERSION}: use a newer Slipstream")
     return decode_event(line)
 
 

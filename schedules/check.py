@@ -201,7 +201,7 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
             yield Violation("holders",
                             f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: no parameters of "
                             f"them "
-                            "are left")
+                            "lost")
         reached = end
 
 
@@ -233,7 +233,7 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
             for kind in case.op_kinds:
                 if (kind, slice, pipeline, microbatch) not in case.ops:
                     yield Violation("each-once", f"{kind}(micro-batch {pipeline}.{microbatch}, "
-                                    f"{case.schedule.slice_text(slice)}) is run by nobody")
+                                    f"{case.schedule.slice_text(slice)}) is not run by any worker")
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
@@ -263,14 +263,14 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
     for slice in route:
         first, end = case.schedule.layers_of(slice)
         if first > reached:
-            return f"nobody runs F of {layers_text((reached, first))}"
+            return f"no worker runs F of {layers_text((reached, first))}"
         if first < reached:
             assert before is not None
             twice = layers_text((first, min(end, reached)))
             return f"F of {twice} runs in {case.schedule.slice_text(before)} and in {case.schedule.slice_text(slice)}"
         reached, before = end, slice
     layers = case.schedule.grid.layer_count
-    return f"nobody runs F of {layers_text((reached, layers))}" if reached < layers else ""
+    return f"no worker runs F of {layers_text((reached, layers))}" if reached < layers else ""
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
@@ -349,7 +349,7 @@ def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
             shared = layers_text((after[0], min(after[1], before[1])))
             yield Violation("reduced-together",
                             f"{case.op_text(op)} and {case.op_text(other)} both reduce {shared}, but not "
-                            "the same layers; all that hold a layer reduce it in one range", op)
+                            "the same layers; expected all holders of a layer to reduce it in one range", op)
 
 
 # --- Where and when each op runs --------------------------------------------------------------------------------------
@@ -499,7 +499,7 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
             yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
                             f"{case.op_text(together)} at {case.time_text(together.start_ticks)}; all that hold a "
                             f"layer reduce "
-                            "it together", op)
+                            "together", op)
         elif layers in last and op.start_ticks < last[layers].end_ticks:
             yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
                             f"{case.op_text(last[layers])} ends at {case.time_text(last[layers].end_ticks)}", op)

@@ -58,7 +58,7 @@ class DocumentKind(Generic[T]):
         try:
             header = _HEADER.decode(data)
             if header.format != self.format:
-                raise self.error(f"{source}: no Slipstream {self.name}: key 'format' is {header.format!r}, not "
+                raise self.error(f"{source}: not a Slipstream {self.name}: key 'format' is {header.format!r}, not "
                                  f"{self.format!r}")
             if header.version not in (*self.older, self.version):
                 raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
@@ -79,7 +79,7 @@ class DocumentKind(Generic[T]):
     @property
     def _size_remark(self) -> str:
         """Text that a message about a too large file ends with."""
-        return f", the most that a {self.name} file may have"
+        return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
         """Raise ValueError if a key is given twice. Bulk values are cut out first, so that the rest is small."""

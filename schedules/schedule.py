@@ -412,7 +412,7 @@ class Scope(StrEnum):
 _WIDTH = {scope: width for width, scope in enumerate(Scope)}
 _WORDS = {Scope.OWN: "with layers and micro-batches in place",
           Scope.STAGES: "with whole stages in place", Scope.PLACE: "with layers in place",
-          Scope.ROLES: "whoever plays which role", Scope.LAYERS: "wherever layers are",
+          Scope.ROLES: "for any assignment of roles", Scope.LAYERS: "for any placement of layers",
           Scope.PLACEMENT: "whatever the placement"}
 
 

@@ -47,11 +47,11 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ra
         raise TorchCsvError(f"worker {schedule.failed[0]} is down, and torchtitan runs whole pipelines: {REMEDY}")
     if len(set(grid.microbatches)) > 1:
         raise TorchCsvError(f"pipelines have {min(grid.microbatches)} to {max(grid.microbatches)} micro-batches, and "
-                            "torchtitan's have all as many: export a plan with one number for microbatches")
+                            "torchtitan needs the same number for all: export a plan with one number for microbatches")
     kind = _schedule_class(grid)
     if len(grid.stages) > 2 * grid.columns and decoder_layers is None:
-        raise TorchCsvError(f"torchtitan has to be told the layers of {len(grid.stages) // grid.columns} stages a "
-                            "rank: give --decoder-layers")
+        raise TorchCsvError(f"torchtitan cannot split a model into {len(grid.stages) // grid.columns} stages per "
+                            "rank by itself: give --decoder-layers")
     flags = ["--parallelism.pipeline_parallel_degree", str(grid.columns),
              "--parallelism.pipeline_parallel_schedule", kind,
              "--parallelism.pipeline_parallel_schedule_csv", csv_path,
@@ -70,14 +70,14 @@ def _schedule_class(grid: Grid) -> str:
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
     if grid.columns == 1:
-        raise TorchCsvError("torchtitan has no pipeline of one rank: export a plan with at least 2 stages")
+        raise TorchCsvError("torchtitan does not run pipelines of one rank: export a plan with at least 2 stages")
     if columns == there:
         return "PipelineScheduleSingle"
     if columns == there * (len(columns) // grid.columns):
         return "PipelineScheduleMulti"
     if columns == [*there, *reversed(there)]:
         return "ZBVZeroBubble"
-    raise TorchCsvError(f"its stages are on ranks {columns}; torchtitan deals them in turn, or two a rank as a V: plan "
+    raise TorchCsvError(f"stages are on ranks {columns}; torchtitan puts them round-robin, or 2 per rank as a V: plan "
                         "with [placement] order = 'interleaved' or 'v'")
 
 

@@ -94,7 +94,7 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
     if hidden := schedule.grid.pipelines - sum(map(len, blocks)):
         lines.append(Text(f"and {hidden} more pipeline{'s' * (hidden > 1)}", style="bold"))
     if rows < schedule.grid.columns:
-        lines.append(Text(f"and {schedule.grid.columns - rows} more workers of it", style="bold"))
+        lines.append(Text(f"and {schedule.grid.columns - rows} more workers of this pipeline", style="bold"))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return Group(*lines, *_build_legend(ops, schedule, width))

@@ -179,7 +179,7 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
     do not divide evenly.
     """
     if gpus < 1 or trace.places % gpus:
-        raise ValueError(f"{trace.places} GPUs do not make workers of {gpus}")
+        raise ValueError(f"{trace.places} GPUs cannot be divided into workers of {gpus}; expected a multiple")
     count = [0] * (trace.places // gpus)
     for place in trace.live:
         count[place // gpus] += 1
@@ -222,7 +222,7 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
                           for was_down in (False, True))
         changes.append(msgspec.structs.replace(change, removed=removed, added=added))
     return msgspec.structs.replace(
-        trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
+        trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: a whole node is down while any machine of it is"),
         changes=tuple(changed for changed in changes if changed.has_changes))
 
 
@@ -260,7 +260,7 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
     represents several neighbouring workers or nodes, which fail together. Raises ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
-        raise ValueError(f"a trace of {trace.places} places cannot be fitted to {workers} workers")
+        raise ValueError(f"a trace of {trace.places} places and {workers} workers; expected at least one of each")
     units = nodes or tuple((worker,) for worker in range(workers))
     if len(units) == trace.places and not nodes:
         return trace
@@ -273,7 +273,7 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
         edges = [len(units) * place // trace.places for place in range(trace.places + 1)]
         members = {place: tuple(worker for unit in units[edges[place]:edges[place + 1]] for worker in unit)
                    for place in range(trace.places)}
-        note = f"each of the trace's {trace.places} places stands for {workers / trace.places:.3g} workers"
+        note = f"each of the trace's {trace.places} places represents {workers / trace.places:.3g} workers"
 
     def renumber(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(index for place in places for index in members.get(place, ())))

@@ -132,11 +132,11 @@ def read_entry(path: Path) -> EntryTable:
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
-            raise EntryError(f"{path}: cases.{case}: no rows; expected one at least, for `down` 0")
+            raise EntryError(f"{path}: cases.{case}: no rows; expected at least one, for `down` 0")
         for number, row in enumerate(rows):
             counts = row.down if isinstance(row.down, list) else [row.down]
             if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0:
-                raise EntryError(f"{path}: cases.{case}[{number}]: expected nothing below 0")
+                raise EntryError(f"{path}: cases.{case}[{number}]: a negative value; expected at least 0")
             if row.down in [other.down for other in rows[:number]]:
                 raise EntryError(f"{path}: cases.{case}[{number}]: a second row for `down` {row.down}; expected one")
     return table
@@ -158,7 +158,7 @@ def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy]
         row_by_down[tuple(row.down) if isinstance(row.down, list) else row.down] = row
     return type("TableEntry", (_TableEntry,), {
         "name": table.name, "title": table.title, "source": table.source, "rows": row_by_down,
-        "assumptions": "as its table says; a failure also costs half an iteration"})
+        "assumptions": "rates and pauses of its table; a failure also costs half an iteration"})
 
 
 def load_installed_policy(name: str) -> type[Policy] | None:
@@ -172,7 +172,7 @@ def load_installed_policy(name: str) -> type[Policy] | None:
         except Exception as error:  # third-party code may raise anything; name its origin
             raise EntryError(f"{name}: {point.value} cannot be imported: {type(error).__name__}: {error}") from None
         if not (isinstance(policy_class, type) and issubclass(policy_class, Policy)):
-            raise EntryError(f"{name}: {point.value} is no policy; expected a class that inherits "
+            raise EntryError(f"{name}: {point.value} is not a policy; expected a class that inherits "
                              "slipstream.cli.fleet.Entry")
         return policy_class
     return None

@@ -106,7 +106,7 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
         raise ValueError('expected [{"node_id": "...", "event_time": DAYS, "event_type": "fault_start"}, ...] '
                          f"(InfiniteHBD-Trace): {error}") from None
     if not events:
-        raise ValueError("no faults")
+        raise ValueError("no faults; expected at least one event")
     place_of = {node: place for place, node in enumerate(sorted({event.node_id for event in events}))}
     faults, changes = dict.fromkeys(place_of.values(), 0), []
     for days, together in groupby(events, key=lambda event: event.event_time):
@@ -116,7 +116,7 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
             before.setdefault(place, faults[place])
             faults[place] += 1 if event.event_type == "fault_start" else -1
             if faults[place] < 0:
-                raise ValueError(f"a fault of {event.node_id} ends on day {days:g} that has not begun")
+                raise ValueError(f"a fault of {event.node_id} ends on day {days:g}, but has not begun")
         removed = tuple(sorted(place for place, count in before.items() if not count and faults[place]))
         added = tuple(sorted(place for place, count in before.items() if count and not faults[place]))
         changes += [Change(days * 86_400, removed=removed, added=added)] if removed or added else []
@@ -145,7 +145,7 @@ def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
     """Read AcmeTrace as the servers that its failing jobs remove. Raises ValueError, whose message names the line."""
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
-        raise ValueError("no job on several servers that began and ended")
+        raise ValueError("no job on several servers has both a start and an end time")
     first = min(job.begin for job in jobs)
     places = _peak_servers(jobs)
     absence_of = _seconds_to_next_jobs(jobs)

@@ -170,5 +170,5 @@ def _build_changes(failures: Iterable[tuple[float, int, int, float]], places: in
 
 def _require_drawable(expected: float) -> None:
     if expected > MAX_FAILURES:
-        raise ValueError(f"about {expected:.2g} failures would have to be drawn; expected at most "
+        raise ValueError(f"the trace would have about {expected:.2g} failures; shorten it to at most "
                          f"{MAX_FAILURES / 1e6:g} million")

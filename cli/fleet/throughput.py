@@ -126,7 +126,7 @@ class Throughputs:
         return best
 
     def _plan_period(self, down: DownByStage) -> float:
-        self._announce(f"planning {'+'.join(map(str, down))} workers down by stage")
+        self._announce(f"planning with {'+'.join(map(str, down))} workers down by stage")
         if any(count >= self.job.pipelines for count in down):
             return math.inf
         if down in self._table:
@@ -235,7 +235,7 @@ def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Do
     """Return the shortest period in the table, in seconds, by the number of dead workers of each stage."""
     problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
-        raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
+        raise ValueError(f"{table.folder}: the table is of another job: its grid or times differ")
     periods: dict[DownByStage, float] = {}
     for row in table.rows():
         if row.period is not None and row.layers_moved is None:  # otherwise layers have moved

@@ -129,9 +129,9 @@ def _parse_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
     if not counts or not max(count for _, count in counts):
         raise TraceFileError("no instance is ever available")
     if max(count for _, count in counts) > MAX_PLACES or length > MAX_SECONDS:
-        raise TraceFileError(f"expected at most {MAX_PLACES} instances, and a century")
+        raise TraceFileError(f"the trace is too large; expected at most {MAX_PLACES} instances and 100 years")
     return build_from_counts(counts, length, name, seed,
-                             ["which instances leave is drawn at random: the file says how many"])
+                             ["leaving instances are drawn at random: the file has only counts"])
 
 
 # --- Availability -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _parse_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityT
     if not max(counts.values()):
         raise TraceFileError("no machine is ever alive")
     notes += _describe_missing_samples(sorted(counts))
-    notes.append("which machines leave is drawn at random: the file says how many")
+    notes.append("machines that leave are drawn at random: the file gives only their number")
     return build_from_counts(sorted(counts.items()), length, name, seed, notes)
 
 
@@ -219,7 +219,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
     for event in events:
         places.record_event(event._replace(seconds=event.seconds - begin))
     if places.ignored:
-        notes.append(f"{places.ignored} events ignored: additions of machines that were there, other events of "
+        notes.append(f"{places.ignored} events ignored: additions of machines that were already there, other events of "
                      "machines that were not")
     trace = places.build_trace(name, events[-1].seconds - begin, notes)
     return msgspec.structs.replace(trace, gpus_per_worker=gpus_per_worker)
@@ -307,14 +307,14 @@ def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type:
     """Sort rows by time. Return a note if that changed their order."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
-    return [f"time ran backwards {backwards} times: lines are sorted by it"] if backwards else []
+    return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []
 
 
 def _require_length(seconds: float, number: int) -> None:
     if seconds <= 0:
-        raise TraceFileError(f"line {number}: all lines are of one instant; expected a span of time")
+        raise TraceFileError(f"line {number}: all lines have the same time; expected a span of time")
     if seconds > MAX_SECONDS:
-        raise TraceFileError(f"line {number}: the trace would span more than a century; times are wrong")
+        raise TraceFileError(f"line {number}: the trace would span more than a century; check the times")
 
 
 def _quote_line(line: str) -> str:

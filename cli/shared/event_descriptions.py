@@ -62,7 +62,7 @@ def describe_event(event: AnyEvent) -> str:
     """Return what happened, in one line."""
     match event:
         case Started():
-            return "started" if event.iteration == 0 else f"started again, from iteration {event.iteration}"
+            return "started" if event.iteration == 0 else f"restarted from iteration {event.iteration}"
         case Failed():
             return event.reason
         case NodeLost():
@@ -73,12 +73,12 @@ def describe_event(event: AnyEvent) -> str:
         case PlanAsked():
             return f"a schedule {_list_down(event.down)} is asked for"
         case PlanAnswered():
-            answer = f"there is none: {event.error}" if event.error is not None else f"there in {duration(event.took)}"
+            answer = f"not found: {event.error}" if event.error is not None else f"ready in {duration(event.took)}"
             return f"the schedule {_list_down(event.down)}{'' if event.phase == 'at once' else ', settled'}: {answer}"
         case Joined():
-            return f"worker {event.worker} takes part"
+            return f"worker {event.worker} has joined"
         case Resumed():
-            return f"training goes on with {event.live} workers, after a pause of {duration(event.pause)}"
+            return f"training continues with {event.live} workers, after a pause of {duration(event.pause)}"
         case Slowed():
             return f"worker {event.worker} is slow: it takes {event.factor:.3g} times as long"
         case Recovered():
@@ -86,7 +86,7 @@ def describe_event(event: AnyEvent) -> str:
         case LeftOut():
             return f"worker {event.worker} is left out: {event.reason}"
         case CoordinatorRestarted():
-            return f"a new coordinator has found {event.live} workers"
+            return f"a new coordinator has adopted {event.live} workers"
         case CheckpointWritten():
             return f"checkpoint of iteration {event.checkpoint}, written in {duration(event.took)}"
         case Noted():
@@ -112,7 +112,7 @@ def _describe_layer_event(event: SettlingChosen | FetchBegun | FetchProgressed |
                     f"fetch{'' if many else 'es'} {event.layers} layer{'' if event.layers == 1 else 's'}, to "
                     f"{event.purpose}")
         case FetchProgressed():
-            return f"{100 * event.share:.0f} % of the layers are there"
+            return f"{100 * event.share:.0f} % of the layers have been fetched"
         case FetchAbandoned():
             return f"the fetch of layers is abandoned: {event.reason}"
         case HandedOver():

@@ -34,7 +34,7 @@ Optimizer = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=PL
     "Default: staggered; synchronous for 1f1b."))]
 ExecutorName = Annotated[str | None, typer.Option("--executor", rich_help_panel=SEARCH,
                                                   metavar="mpi|dask://HOST:PORT", help=(
-    "Who plans in place of --jobs processes of this machine: those of MPI, where this command is started by "
+    "What plans instead of --jobs processes of this machine: processes of MPI, if this command is started by "
     "`mpirun -n N python -m mpi4py.futures`, or the workers of a Dask cluster."))]
 MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, metavar="cp-sat|greedy|1f1b|recycle",
                                          autocompletion=complete_from("cp-sat", "greedy", "1f1b", "recycle"), help=(

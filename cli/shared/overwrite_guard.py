@@ -34,7 +34,7 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
         name = param.opts[0]
         for other, written in outputs[:index]:
             if _is_same_file(path, written, new=True):
-                refuse(f"{name} {path}: is the file of {other.opts[0]}, too; give each a file of its own")
+                refuse(f"{name} {path}: is also the file of {other.opts[0]}; give each a file of its own")
         if any(_is_same_file(path, read) for read in inputs):
             refuse(f"{name} {path}: is read by this command; give another file to write")
         if (owner := _describe_owner(path)) is not None:

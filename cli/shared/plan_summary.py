@@ -113,7 +113,7 @@ def _kept_share(made: Plan) -> str:
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
     if made.fault_free is None:
-        return f"{share}; throughput against fault-free is not known: there was no time to plan that"
+        return f"{share}; throughput against fault-free is not known: there was no time left to plan it"
     best, least = _throughput_range(made.fault_free, made.period)
     if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.is_close:
         return f"throughput {best:.1%} of fault-free (layers in place: {duration(made.fault_free.period)}), {share}"

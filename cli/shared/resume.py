@@ -48,12 +48,12 @@ def describe_resuming(ctx: typer.Context, folder: Path, resumed: Checkpoint | No
     with suppress(CheckpointError):
         newest = open_latest(folder / CHECKPOINTS)
         if newest is not None and (resumed is None or newest.path.resolve() != resumed.path.resolve()):
-            return f"; go on from its checkpoint of iteration {newest.iteration}: {_resume_command(ctx, folder)}"
+            return f"; resume from its checkpoint of iteration {newest.iteration}: {_resume_command(ctx, folder)}"
         if resumed is not None:
             source = folder if newest is not None else resumed.path
-            return (f"; it has saved no checkpoint of its own: go on from that of iteration {resumed.iteration} again: "
+            return (f"; it saved no checkpoint of its own: resume again from that of iteration {resumed.iteration}: "
                     f"{_resume_command(ctx, source)}")
-    return "; there is no checkpoint to go on from"
+    return "; there is no checkpoint to resume from"
 
 
 def _resume_command(ctx: typer.Context, source: Path) -> str:
@@ -95,8 +95,8 @@ def find_start(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None
         completed = count_iterations_done(folder)
         if needed:
             err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {completed} "
-                                       "iterations again, from iteration 0" if completed else
-                                       "nothing is there to go on from; starts with iteration 0"),
+                                       "iterations from iteration 0" if completed else
+                                       "no checkpoint to resume from; starts with iteration 0"),
                       style="yellow", soft_wrap=True)
         return None
     if needed:
@@ -124,13 +124,13 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
     """
     whole, damaged = find_newest_undamaged(source)
     if whole is None and damaged:
-        raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start anew with "
+        raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start again with "
                               "another --out")
     if damaged and source.resolve() == (folder / CHECKPOINTS).resolve():
         with hold_folder_lock(folder, 0):
             damaged = {rename_damaged(path): error for path, error in damaged.items()}
     for path, error in damaged.items():
-        say(f"{error}; it is kept as {path}, and training goes on from {whole and whole.path}")
+        say(f"{error}; it is kept as {path}, and training continues from {whole and whole.path}")
     return whole
 
 

@@ -57,7 +57,7 @@ def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.kill(parent, -status)
             os._exit(128 - status)  # the first process of a container is not killed
-        say(f"node 0 was killed by {signal.Signals(-status).name}, and is started again; its workers live")
+        say(f"node 0 was killed by {signal.Signals(-status).name}, and is restarted; its workers are alive")
         if (received := signal.sigtimedwait(PASSED_ON, pause)) is not None:
             os._exit(128 + received.si_signo)
 

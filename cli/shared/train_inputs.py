@@ -92,5 +92,5 @@ def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
     except CheckpointError as error:
         refuse(error)
     if checkpoint is None:
-        refuse(f"{option}{folder}: no checkpoint is there, nor in its folder checkpoints")
+        refuse(f"{option}{folder}: no checkpoint here or in its folder checkpoints")
     return checkpoint

@@ -46,8 +46,8 @@ CheckpointEvery = Annotated[int | None, typer.Option("--checkpoint-every", rich_
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=FILES, help=(
     "Remove what another run has left in --out, instead of refusing to train there."))]
 Resume = Annotated[Path | None, typer.Option("--resume", rich_help_panel=FILES, metavar="DIR", help=(
-    "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid may be "
-    "another. The same folder as --out may be empty: then start."))]
+    "Resume from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid may "
+    "differ. The same folder as --out may be empty: then a run starts there."))]
 Kill = Annotated[list[str] | None, typer.Option("--kill", rich_help_panel=REHEARSAL, metavar="D.S@ITERATION", help=(
     "For rehearsals: have this worker killed in that iteration; or nodeN@ITERATION: all workers of that node at once, "
     "by [topology]; may be repeated."))]
@@ -61,12 +61,12 @@ Slow = Annotated[list[str] | None, typer.Option("--slow", rich_help_panel=REHEAR
 FaultsPerHour = Annotated[int, typer.Option("--faults-per-hour", rich_help_panel=FAILURES, metavar="N", min=0, max=1000,
                                             help=(
     "Start a worker again that crashes, each time after a longer pause, until it has more than N faults within an "
-    "hour, or its node twice as many; 0, and while --kill rehearses failures: who is dead stays out."))]
+    "hour, or its node twice as many. 0, and always with --kill: dead workers stay out."))]
 VerifyEvery = Annotated[int, typer.Option("--verify-every", rich_help_panel=FAILURES,
                                           metavar="N", min=0, max=MAX_ITERATIONS, help=(
     "Compare the copies of parameters and optimizer state that workers hold every N iterations, besides after each "
-    "failure and with each checkpoint. Where they differ, give up who is known to be wrong, and go back to a "
-    "checkpoint where numbers may rest on it. 0: not besides."))]
+    "failure and with each checkpoint. If they differ, give up workers known to be wrong, and go back to a "
+    "checkpoint if results may depend on them. 0: only after failures and with checkpoints."))]
 HeartbeatTimeout = Annotated[float, typer.Option("--heartbeat-timeout", rich_help_panel=WAITING,
                                                  metavar="SEC", min=0.1, max=3600, help=(
     "Give up a worker that shows no sign of life for so long."))]
@@ -75,7 +75,7 @@ JoinTimeout = Annotated[float, typer.Option("--join-timeout", rich_help_panel=WA
     "Wait so long for other nodes and all workers before the first iteration."))]
 CoordinatorTimeout = Annotated[float, typer.Option("--coordinator-timeout", rich_help_panel=WAITING,
                                                    metavar="SEC", min=0, max=1e6, help=(
-    "When node 0 dies, let the workers hold still for so long: started again with the same command, it goes on with"
+    "When node 0 dies, let the workers wait for so long; restarted with the same command, it continues with"
     " them. 0: end them."))]
 StallTimeout = Annotated[float, typer.Option("--stall-timeout", rich_help_panel=WAITING,
                                              metavar="SEC", min=0.1, max=1e6, help=(
@@ -86,8 +86,8 @@ Grace = Annotated[float, typer.Option("--grace", rich_help_panel=WAITING, metava
 LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=FAILURES,
                                          metavar="fixed|move", autocompletion=complete_from(*LAYERS), help=(
     "fixed: after a failure, layers stay with the workers that hold them, unless a table's answer with roles moved "
-    "soon makes up for its pause; move: while training goes on, they move "
-    "to where they make the work of those that live even, when that is expected to pay."))]
+    "soon makes up for its pause; move: while training continues, they move "
+    "so that all live workers have equal work, when that is expected to pay."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES, metavar="SEC", min=1.0, max=1e9, help=(
     "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an hour "
     "besides."))]

@@ -119,7 +119,7 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
     if layout.muon and (layout.shard_optimizer or layout.tensor_parallel > 1):
         raise ValueError("Muon needs whole matrices; expected no shared optimizer state, and one GPU a worker")
     if layout.stages > len(model.layers):
-        raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage a layer")
+        raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage per layer")
     tokens = layout.microbatch_size * model.sequence
     work = [sum(op_seconds(layer, layout, tokens)) for layer in model.layers]
     counts = divide_layers(work, layout.stages)

@@ -269,7 +269,8 @@ def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -
                        "this one's folder")
     base = path.parent / name
     if len(seen) > MAX_BASES or any(base.resolve() == file.resolve() for file in seen):
-        raise JobError(f"{path}: {EXTENDS} is {shorten_repr(name)}, which goes round or too far; expected a file that "
+        raise JobError(f"{path}: {EXTENDS} is {shorten_repr(name)}, which is circular or too deep; expected a file "
+                       f"that "
                        f"does not extend this one, over {MAX_BASES} files at most")
     try:
         base_table = tomllib.loads(_read_text(base))
@@ -417,7 +418,7 @@ def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[t
     layers = layout_counts("placement.layers", layout)
     for key in ("chunks", "order"):
         if table.has_key(key):
-            raise JobError(f"placement.{key} is given beside a layout in placement.layers, which says it; leave it out")
+            raise JobError(f"placement.{key} conflicts with the layout in placement.layers, which sets it; remove it")
     table.take_value("layers")
     chunks, remainder = divmod(len(layers), stages)
     if remainder:

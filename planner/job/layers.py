@@ -41,7 +41,7 @@ def layer_costs(job: Job) -> ExactLayerCosts:
     counts = layer_counts(job)
     if not all(counts):
         raise JobError(f"placement.layers gives stage {counts.index(0)} no layer; expected at least one for each, "
-                       "where stages are cut or layers moved")
+                       "if stages are cut or layers moved")
     nothing = (0.0,) * job.depth
     time, memory = job.time, job.memory
 

@@ -27,7 +27,7 @@ def layout_counts(key: str, layout: str) -> tuple[int, ...]:
             raise JobError(f"{key} is {shorten_repr(layout)}; expected at most {MAX_WORKERS} layers")
         text = repeated.sub(lambda match: match[1] * int(match[2]), text)
     if "m" in text:
-        raise JobError(f"{key} is {shorten_repr(layout)}; layers for multi-token prediction (m) are not known here")
+        raise JobError(f"{key} is {shorten_repr(layout)}; layers for multi-token prediction (m) are not supported")
     if not re.fullmatch(r"E[t|]*L", text):
         raise JobError(f"{key} is {shorten_repr(layout)}; expected a layout of Megatron-LM, such as "
                        f"'Et*3|(t*4|)*2,t*3|L'")

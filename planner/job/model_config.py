@@ -97,14 +97,14 @@ def read_model(path: Path, sequence: int) -> ModelLayers:
     except (ValueError, RecursionError) as error:
         if isinstance(error, JobError):
             raise
-        raise JobError(f"{source}: no JSON; expected a model's config.json") from None
+        raise JobError(f"{source}: not JSON; expected a model's config.json") from None
     return model_layers(document, sequence, str(source))
 
 
 def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
     """Return the layers of a model, given the content of its config.json. Raises JobError."""
     if not isinstance(document, dict):
-        raise JobError(f"{source}: no JSON object; expected a model's config.json")
+        raise JobError(f"{source}: not a JSON object; expected a model's config.json")
     if isinstance(document.get("text_config"), dict):  # the language part of a model that also sees images
         document = {"tie_word_embeddings": document.get("tie_word_embeddings"), **document["text_config"]}
     family, keys = document.get("model_type"), ModelKeys(document, source)
@@ -270,7 +270,7 @@ def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerS
     if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
         raise keys.make_error(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
     if keys.has_value("moe_latent_size"):
-        raise keys.make_error("moe_latent_size", "none: experts of a latent width are not known")
+        raise keys.make_error("moe_latent_size", "no value: experts with a latent width are not supported")
     shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
     shapes = {kind: combine_named(shown[kind], norm_shape(hidden), makers[kind](), recomputed=2 * hidden)
               for kind in set(kinds)}

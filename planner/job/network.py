@@ -63,7 +63,7 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
     for key, given, time in (("gradients", network.gradients, "all_reduce"),
                              ("activation", network.activation is not None, "transfer")):
         if given and bandwidth is None:
-            raise JobError(f"network.{key} is given without network.bandwidth: what they take together is not known")
+            raise JobError(f"network.{key} is given without network.bandwidth; expected both, which give the time")
         if given and time in measured:
             raise JobError(f"network.{key} and time.{time} are both given; expected one of them: what was measured, or "
                            "what follows from bytes and bandwidth")

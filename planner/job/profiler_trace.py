@@ -130,7 +130,7 @@ def _read_events(path: Path) -> list[_Event]:
             return _LIST.decode(data)
         return _OBJECT.decode(data).traceEvents
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ProfilerTraceError(f"{path}: no Chrome trace: {error}") from None
+        raise ProfilerTraceError(f"{path}: not a Chrome trace: {error}") from None
 
 
 def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
@@ -154,7 +154,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ProfilerTraceError(f"pattern {pattern!r}: no regular expression: {error}") from None
+        raise ProfilerTraceError(f"pattern {pattern!r}: not a regular expression: {error}") from None
     if not {"kind", "stage"} <= set(compiled.groupindex):
         raise ProfilerTraceError(f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)")
     return compiled

@@ -118,7 +118,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
         columns = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()
                    for name in names if name in table.column_names}
     except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise ProfilerTraceError(f"{path}: no trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
+        raise ProfilerTraceError(f"{path}: not a trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
     if missing := [name for name in names if name not in columns]:
         raise ProfilerTraceError(f"{path}: no column {missing[0]}; expected those of StragglerAnalysis")
     return columns

@@ -89,7 +89,7 @@ class TomlTable:
         """Take a value. Raises JobError if it is missing and a similar key, probably a misspelling, is given."""
         value = self.take_value(key, default)
         if value is None and (near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)):
-            raise JobError(f"key {self.key_path(key)!r} is missing; is {near[0]!r} meant for it?")
+            raise JobError(f"key {self.key_path(key)!r} is missing; is {near[0]!r} a misspelling of it?")
         return value
 
     def refuse_unknown_keys(self) -> None:

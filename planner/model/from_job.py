@@ -190,7 +190,7 @@ def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: Lay
     tick, unit = choose_tick(job, of_layers), choose_memory_unit(job, of_layers)
     live = layers_in_place(grid, failed)
     if not live:
-        raise NoPlanError("all workers are down")
+        raise NoPlanError("all workers of the job are down; at least one must be alive")
     return build_problem_of_layers(to_layer_ticks(of_layers, tick, unit, fused=backward == "fused", down=down),
                                    times_in_ticks(job, grid, tick, down=down), memory_in_units(job, unit, down=down),
                                    name=job.name, tick_seconds=float(tick), grid=grid, holds=live | dict(holds or {}),
@@ -277,8 +277,8 @@ def _require_feasible(problem: Problem) -> None:
     for column, live in enumerate(problem.live_pipelines_by_column):
         if not live:
             raise NoPlanError(f"stage {column} has no live worker: all of its {problem.grid.pipelines} workers are "
-                              "down, so nobody holds its parameters; `slipstream plan --layers move --from-checkpoint` "
-                              "takes them from a checkpoint")
+                              "down, so none holds its parameters; `slipstream plan --layers move --from-checkpoint` "
+                              "loads them from a checkpoint")
     memory = problem.memory
     if memory is None:
         return

@@ -365,7 +365,7 @@ def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budg
     if status == cp_model.UNKNOWN:
         return hint, hint_period, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
+        raise AssertionError(f"CP-SAT reports {solver.status_name(status)} for a model with a known plan")
     solution = _read_solution(hint.arrays, variables, solver)
     new_period = solution_period(solution)
     assert new_period <= hint_period, f"CP-SAT returned period {new_period}, longer than its hint's {hint_period}"

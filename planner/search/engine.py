@@ -50,7 +50,7 @@ def find_best_candidate(given: Problem | CandidateSource, method: Method, budget
     """
     proposals = given if isinstance(given, CandidateSource) else CandidateSource(first=given)
     if method in BASELINES:
-        assert proposals.first is not None, "what others run is defined for layers in place"
+        assert proposals.first is not None, "baseline methods are defined only for layers in place"
         return _make_baseline(proposals.first, method, params)
     return _Engine(proposals, budget, params, greedy=method == "greedy").run()
 

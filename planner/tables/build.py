@@ -185,7 +185,7 @@ class Share(NamedTuple):
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         share = Share(*map(int, match.groups())) if match else Share(of=0)
         if share.number >= share.of:
-            raise ValueError(f"{text!r} is no share; expected I/N, with I from 0 to N - 1, such as 0/8")
+            raise ValueError(f"{text!r} is not a share; expected I/N, with I from 0 to N - 1, such as 0/8")
         return share
 
 
@@ -360,8 +360,8 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
                          "workers_per_node = N")
     sets = len(job.nodes) + math.comb(len(job.nodes), 2)
     if sets > MAX_ENTRIES:
-        raise TableError(f"--by-node: one or two of {len(job.nodes)} nodes are lost in {sets} ways; expected at most "
-                         f"{MAX_ENTRIES}: leave out --by-node, or let [topology] have more workers a node")
+        raise TableError(f"--by-node: one or two of {len(job.nodes)} nodes can be lost in {sets} ways; at most "
+                         f"{MAX_ENTRIES} are expected: leave out --by-node, or raise [topology] workers_per_node")
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     lost: dict[Pattern, list[tuple[int, ...]]] = {}

@@ -30,7 +30,7 @@ def open_executor(name: str | None) -> Iterator[Executor | None]:
         with _open_dask("tcp" + name.removeprefix("dask")) as executor:
             yield executor
     else:
-        raise ExecutorError(f"{name!r} is no executor; expected mpi or dask://HOST:PORT")
+        raise ExecutorError(f"{name!r} is not an executor; expected mpi or dask://HOST:PORT")
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def _open_mpi() -> Iterator[Executor]:
     except ModuleNotFoundError as error:
         raise ExecutorError(f"mpi needs the package {error.name}: pip install -e '.[mpi]'") from None
     except (ImportError, RuntimeError) as error:  # the package is there, and no MPI is
-        raise ExecutorError(f"mpi needs an MPI, such as Open MPI: {error}") from None
+        raise ExecutorError(f"mpi needs an MPI library, such as Open MPI: {error}") from None
     with MPIPoolExecutor() as executor:
         yield executor
 

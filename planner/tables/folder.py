@@ -280,7 +280,7 @@ class TableFolder:
         part = decode_part(_KIND.read_bytes(path), str(path))
         self._require_same(part.basis, path)
         if self._part_path(part.entry.key) != path:
-            raise TableError(f"{path}: holds entry {part.entry.key[:80]!r}")
+            raise TableError(f"{path}: holds entry {part.entry.key[:80]!r}, which does not match its file name")
         return part
 
     def _require_same(self, basis: Basis, path: Path) -> None:
@@ -290,7 +290,7 @@ class TableFolder:
             if theirs != ours:
                 what = f"its {name} is {theirs}, not {ours}" if isinstance(ours, str | int | float) else \
                     f"its {name} differ{'' if name.endswith('s') else 's'}"
-                raise TableError(f"{path}: of another job or other options: {what}; remove it, or choose another "
+                raise TableError(f"{path}: has another job or other options: {what}; remove it, or choose another "
                                  "folder")
 
 

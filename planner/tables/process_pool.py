@@ -70,8 +70,8 @@ def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task
             result, failure = future.result()
         except BrokenProcessPool:
             first = next(task for other, task in running.items() if not other.done() or other.exception())
-            raise PoolError(f"{first}: its process died, or that of another task at the same time; perhaps it was "
-                            "killed for want of memory") from None
+            raise PoolError(f"{first}: its process died, or that of another task at the same time; the machine may "
+                            "have run out of memory") from None
         except Exception as error:  # an executor's own, which says why nothing has run the task
             raise PoolError(f"{running[future]}: {type(error).__name__}: {error}") from None
         if isinstance(failure, Exception):

@@ -394,7 +394,7 @@ class EventLoop:
     def _require_all_connected(self) -> None:
         """Raise RunError if workers are still missing before the first order."""
         if isinstance(self.state.phase, GatheringPhase) and (missing := find_awaited_workers(self.state)):
-            raise RunError(f"waited {self._run.resilience.join_timeout_seconds:g} s in vain for "
+            raise RunError(f"waited {self._run.resilience.join_timeout_seconds:g} s unsuccessfully for "
                            + describe_awaited(missing, self._run.shares, self._agents.connected_nodes))
 
     def _handle_lost_worker(self, worker: Worker, reason: str, since: float) -> None:

@@ -48,7 +48,7 @@ def load_reference(key: str, name: str) -> Any:
         raise ConfigError(f"{subject}, which cannot be imported: {reason}") from None
     _require_no_clash(subject, here, [*modules_used, *sys.modules.keys() - before])
     if not callable(target):
-        raise ConfigError(f"{subject}, a {type(target).__name__}; expected something to call")
+        raise ConfigError(f"{subject}, a {type(target).__name__}; expected a class or function")
     return target
 
 

@@ -94,7 +94,7 @@ def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, Te
     try:
         return load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise TensorError(f"{path}: no safetensors file: {_one_line(error)}") from None
+        raise TensorError(f"{path}: not a safetensors file: {_one_line(error)}") from None
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:
@@ -104,7 +104,7 @@ def verify_file(path: Path, expected: FileDigest) -> None:
         if size != expected.bytes:
             raise TensorError(f"{path}: {size} bytes; expected {expected.bytes}: it is damaged")
         if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-            raise TensorError(f"{path}: its bytes are not those that were written: it is damaged")
+            raise TensorError(f"{path}: its SHA-256 is not that of the bytes written: it is damaged")
 
 
 def _one_line(error: BaseException) -> str:

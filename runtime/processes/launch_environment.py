@@ -98,7 +98,7 @@ def read_launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo 
         host = environment.get("MASTER_ADDR")
         if not host:
             raise ValueError(f"{rank} and {size} say that this is one of {nodes} processes: set MASTER_ADDR to the "
-                             "address of the first one, or say --nodes 1")
+                             "address of the first one, or pass --nodes 1")
         master = Rendezvous(host, _read_number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
         index = _read_number(environment, local_rank, 0, nodes - 1, 0)
         local_processes = max(index + 1, _read_local_size(environment, local_size))
@@ -145,16 +145,16 @@ def find_node_0(here: LaunchInfo, timeout_seconds: float,
     store = connect_store(here.master, timedelta(seconds=timeout_seconds))
     try:
         while not store.check([_store_key(here)]):
-            waiting(f"waiting for node 0 to say to torchrun at {here.master} where it is")
+            waiting(f"waiting for node 0's address in torchrun's store at {here.master}")
             left = deadline - time.monotonic()
             with suppress(DistStoreError):
                 store.wait([_store_key(here)], timedelta(seconds=max(0.001, min(left, PROGRESS_SECONDS))))
             if left <= 0:
-                raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is, in "
+                raise RendezvousError(f"node 0 has not put its address into torchrun's store at {here.master} in "
                                       f"{timeout_seconds:.0f} s")
         return Rendezvous.parse(store.get(_store_key(here)).decode())
     except (DistError, ValueError) as error:
-        raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is: "
+        raise RendezvousError(f"cannot read node 0's address from torchrun's store at {here.master}: "
                               f"{first_line(error)}") from None
 
 

@@ -26,7 +26,7 @@ class StartLimit:
         """Count a start of `worker`. Raises StartLimitError if it exceeds the limit, or the worker is not one of this
         node."""
         if worker not in self._workers:
-            raise StartLimitError(f"node 0 wants to start worker {worker}, which is not one of this node")
+            raise StartLimitError(f"node 0 wants to start worker {worker}, which is not a worker of this node")
         starts, now = self._starts[worker], time.monotonic()
         if len(starts) == MAX_STARTS and now - starts[0] < WINDOW_SECONDS:
             raise StartLimitError(f"node 0 wants to start worker {worker} more than {MAX_STARTS} times in "

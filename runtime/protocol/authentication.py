@@ -107,7 +107,7 @@ class ChallengeAnswer:
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(PROTOCOL_VERSION):
-            raise AuthenticationError("what listens there is not Slipstream of this version")
+            raise AuthenticationError("the program there is not Slipstream of this version")
         their_nonce, our_nonce = greeting[len(PROTOCOL_VERSION):], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:
@@ -137,7 +137,7 @@ def authenticate_connection(connection: socket.socket, secret: Secret, purpose: 
         connection.sendall(answer.hello + first(answer.keys.sending))
         proof = _receive_exactly(connection, TAG_BYTES, deadline)
     except ConnectionError:
-        raise AuthenticationError("it closed the connection: its secret is another one") from None
+        raise AuthenticationError("it closed the connection: its secret differs") from None
     answer.verify_proof(proof)
     return answer.keys
 
@@ -162,7 +162,7 @@ def _read_secret_file(path: Path) -> bytes:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise SecretError(f"{named}: no file")
+                raise SecretError(f"{named}: not a regular file")
             if mode & 0o077:
                 raise SecretError(f"{named}: others can read or write it; chmod 600 {path}")
             return file.read(MAX_SECRET_BYTES + 1)
@@ -210,5 +210,5 @@ class RefusalLog:
         """Count a refusal, and log it if it is among those to be logged."""
         self._count += 1
         if self._count <= 10 or str(self._count).rstrip("0") == "1":
-            many = "" if self._count <= 10 else f" (the {self._count}th time that a connection is ended so)"
+            many = "" if self._count <= 10 else f" (the {self._count}th connection that was refused)"
             self._say(f"{who} was cut off: {why}{many}")

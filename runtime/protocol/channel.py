@@ -87,7 +87,7 @@ def encode_frame(message: msgspec.Struct) -> Frame:
     """Encode a message as a frame. Raises ProtocolError if the message is too long."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is too long")
+        raise ProtocolError(f"a message of {len(body)} bytes is too long; at most {MAX_BYTES} are allowed")
     return Frame(_LENGTH.pack(len(body)) + body, hashlib.sha256(body).digest())
 
 
@@ -106,7 +106,7 @@ class FrameParser:
         while len(self._rest) - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._rest, start)
             if size > MAX_BYTES:
-                raise ProtocolError(f"a peer sent a message of {size} bytes")
+                raise ProtocolError(f"a peer sent a message of {size} bytes; at most {MAX_BYTES} are allowed")
             end = start + _LENGTH.size + size
             if len(self._rest) < end + TAG_BYTES:
                 break
@@ -175,11 +175,11 @@ class Channel(Generic[T]):
         except OSError as error:
             raise _gone_error(error) from None
         if not data:
-            raise _gone_error("it ended, or has given this process up")
+            raise _gone_error("it has ended, or has given up this process")
         try:
             return [self._decode(body) for body in self._frames.parse_messages(data)]
         except ProtocolError as error:
-            raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
+            raise RendezvousError(f"node 0 sent an invalid message: {error}") from None
 
     def read_first(self, *kinds: type[M]) -> M:
         """Return the coordinator's first message, which must be of one of these types. Raises RendezvousError if it is
@@ -191,7 +191,7 @@ class Channel(Generic[T]):
             self._early = self.read()
         first = self._early.pop(0)
         if not isinstance(first, kinds):
-            raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
+            raise RendezvousError(f"node 0 sent an invalid first message: {type(first).__name__}")
         return first
 
     def abort(self) -> None:

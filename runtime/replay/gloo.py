@@ -25,7 +25,7 @@ MAX_UNSPLIT_BYTES = 2**15
 it would take longer (40 us)."""
 POLL_SECONDS = 0.0005
 """Interval between checks of connections that are closing."""
-SHUT_REASON = "its connections were shut"
+SHUT_REASON = "its connections were shut down"
 
 
 class InterruptibleCalls:
@@ -182,7 +182,7 @@ class GlooGroup:
     @property
     def _open_group(self) -> Group:
         if not self._torch_group_slot:
-            raise RuntimeError("it is closed")
+            raise RuntimeError("the process group is closed")
         return self._torch_group_slot[0]
 
     def _as_interruptible(self, work: Work) -> Work:

@@ -140,7 +140,7 @@ class GenerationGroups:
     def raise_if_ended(self) -> None:
         """Raise GenerationEndedError if the generation has ended."""
         if self._ended:
-            raise GenerationEndedError("the order is over")
+            raise GenerationEndedError("the generation has ended")
 
     def abort(self) -> None:
         """End the generation, and abort all pending operations of its groups. Any thread may call this."""

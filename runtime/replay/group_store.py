@@ -92,7 +92,7 @@ class GroupStore(Store):
         while not self.check(missing):
             self._require()
             if time.monotonic() > deadline:
-                raise DistStoreError(f"waited in vain for {', '.join(keys)}")
+                raise DistStoreError(f"timed out waiting for {', '.join(keys)}")
             time.sleep(pause)
             pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
         self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))

@@ -190,7 +190,7 @@ class Communicator:
 
     def _raise_if_ended(self) -> None:
         if self._generation_ended:
-            raise OperationRefusedError("the order is over")
+            raise OperationRefusedError("the generation has ended")
 
 
 class NcclBackend:

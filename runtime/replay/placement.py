@@ -145,8 +145,8 @@ def place_layers(grid: Grid, layers: int) -> Placement:
     expected = 0
     for index, (start, end) in enumerate(ranges):
         if start != expected or end <= start:
-            raise PlacementError(f"the schedule gives layers {start} to {end} to stage {index}; expected some layers, "
-                                 f"the first of them {expected}")
+            raise PlacementError(f"the schedule gives layers {start} to {end} to stage {index}; expected one or more, "
+                                 f"beginning with layer {expected}")
         expected = end
     if expected + END_LAYERS == layers:
         return Placement([0, *range(END_LAYERS, layers - 1), layers])

@@ -124,7 +124,7 @@ class GenerationSession:
             ranks, mates = f"ranks of {self.worker}", self._membership.processes_of_worker(self.worker)
             wanted.append(GroupSpec(ranks, mates, mates.index(self._membership.peer_process(self.worker)),
                                     links.backend))
-        with one_line_errors("meeting the other workers"):
+        with one_line_errors("connecting to the other workers"):
             groups.create_groups(wanted)
         self._look_up_groups(own_pairs)
         if group is not None:

@@ -44,7 +44,7 @@ class OpenCalls:
             abandoned = thread in self._abandoned
             self._abandoned.discard(thread)
         if abandoned:
-            raise AbandonedError("nobody waits any more")
+            raise AbandonedError("the thread of this call was abandoned")
 
     def call_of_thread(self, thread: int) -> OpenCall | None:
         """Return the call that a thread is inside of, or None."""

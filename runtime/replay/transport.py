@@ -16,7 +16,7 @@ def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shar
     """
     able = device == "cuda" and cards > 0 and (workers <= cards or shared)
     if wanted == "nccl" and not able:
-        raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
+        raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; there are {cards} for "
                          f"{workers} workers" + ("; training.share_devices = true lets them share"
                                                  if cards and device == "cuda" else ""))
     return "nccl" if able and wanted != "gloo" else "gloo"

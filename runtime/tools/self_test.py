@@ -56,7 +56,7 @@ class SelfTest(ChildProcesses):
         except ChildError as error:
             raise SelfTestError(str(error)) from None
         except TimeoutError:
-            raise SelfTestError(f"two processes did not meet and talk within {timeout:.0f} s") from None
+            raise SelfTestError(f"two processes did not connect and exchange a tensor within {timeout:.0f} s") from None
 
 
 def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
@@ -79,7 +79,7 @@ def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
     seconds = (time.perf_counter() - connected) / (2 * ROUNDS)
     session.sum_over_sharers(LAYERS, [tensor])
     if not torch.equal(tensor, 2 * (torch.arange(TENSOR_ELEMENTS, dtype=torch.float32) + ROUNDS)):
-        raise SelfTestError("gloo gave other numbers than were sent")
+        raise SelfTestError("gloo returned other numbers than were sent")
     session.wait_for_all()
     session.close()
     return SelfTestResult(connected - began, seconds)

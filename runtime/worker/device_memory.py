@@ -43,7 +43,7 @@ class DeviceMemory:
                 "plan with a smaller [memory] capacity, or set training.recompute, a smaller training.batch, or "
                 "training.shard_optimizer")
         self._tried = iteration
-        return f"out of memory in iteration {iteration}, {self._describe_held(holding)}: tried once more"
+        return f"out of memory in iteration {iteration}, {self._describe_held(holding)}: the iteration is run once more"
 
     def release_cached_memory(self) -> None:
         """Release cached device memory that is unused."""

@@ -119,7 +119,7 @@ class GenerationRunner:
             return
         if not self._session.is_quiescent():
             if time.monotonic() - self._ended_at > ABORT_SECONDS:
-                raise StuckDeviceError(f"the device has not ended what it does {ABORT_SECONDS:.0f} s after an abort")
+                raise StuckDeviceError(f"the device is still busy {ABORT_SECONDS:.0f} s after an abort")
             return
         thread = self._thread.ident or 0
         call = OPEN_CALLS.call_of_thread(thread)
@@ -158,7 +158,7 @@ class GenerationRunner:
         except CommunicationError as error:
             reason = str(error)
         except VersionError as error:
-            reason = f"worker {self._context.worker} has another state than it should: {error}"
+            reason = f"worker {self._context.worker} does not hold the expected state: {error}"
             self._context.layer_store.drop_all()
         except torch.OutOfMemoryError:
             reason = self._context.memory.handle_out_of_memory(self._reports.reached + 1,

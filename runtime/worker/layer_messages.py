@@ -142,7 +142,7 @@ def _decode_header(data: bytes) -> _Header:
 
 def _check_length(length: int, most: int, what: str) -> int:
     if not 0 < length <= most:
-        raise MessageError(f"a peer sent {what} of {length} bytes")
+        raise MessageError(f"a peer sent {what} of {length} bytes; expected 1 to {most}")
     return length
 
 

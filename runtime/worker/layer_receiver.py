@@ -246,12 +246,12 @@ class _Transfer:
             case UpToDate():
                 self._record_up_to_date(sender)
             case LayerRequest():
-                raise MessageError("it asks, where it was asked")
+                raise MessageError("it sent a request instead of an answer")
 
     def _load_part(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
         if name not in self.fetch.senders[sender].parts:
-            raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
+            raise MessageError(f"it sent a part of layer {name.layer} that was not requested")
         part = PartState(name.layer, name.start, name.stop, tensors, name.state, message.iteration - 1)
         module, stepped = self._module(name.layer), name.state and self.fetch.follow
         require_fits(module, part)

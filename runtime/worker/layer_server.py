@@ -188,7 +188,7 @@ class LayerServer:
             if receiver.is_unknown:
                 wait = min(wait, HELLO_SECONDS)
                 if now - receiver.progress > HELLO_SECONDS:
-                    self._refuse_receiver(receiver, f"it did not ask for anything within {HELLO_SECONDS:.0f} s")
+                    self._refuse_receiver(receiver, f"it did not send a request within {HELLO_SECONDS:.0f} s")
             elif pending:
                 wait = min(wait, max(receiver.not_before - now, 0) if held_back else TIMEOUT_SECONDS)
                 if not held_back and now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
@@ -211,7 +211,7 @@ class LayerServer:
             selector.register(connection, selectors.EVENT_READ, receiver)
             unknown = [one for one in self._receivers if one.is_unknown]
             if len(unknown) > MAX_UNKNOWN_RECEIVERS:
-                self._refuse_receiver(unknown[0], f"more than {MAX_UNKNOWN_RECEIVERS} connections ask for nothing")
+                self._refuse_receiver(unknown[0], f"more than {MAX_UNKNOWN_RECEIVERS} connections sent no request")
             connection.send(receiver.challenge.greeting)  # a new socket's buffer has room for it, and for the proof
 
     def _remove_closed(self, selector: selectors.BaseSelector) -> None:
@@ -240,7 +240,7 @@ class LayerServer:
 
     def _refuse_receiver(self, receiver: ReceiverConnection, why: str) -> None:
         """Close a connection because of what its peer sends, and log the reason."""
-        self._refused(f"{receiver.address}, which may ask for layers,", why)
+        self._refused(f"{receiver.address}, connected to the layer server,", why)
         self.drop_receiver(receiver)
 
     def _read_request(self, receiver: ReceiverConnection) -> None:
@@ -262,7 +262,7 @@ class LayerServer:
         except ConnectionError:
             return  # the request is not complete yet
         if not isinstance(request, LayerRequest):
-            raise MessageError("it does not ask")
+            raise MessageError("it sent another message instead of a request")
         with self._lock:
             receiver.request, receiver.asking = request, True
 

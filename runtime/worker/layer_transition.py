@@ -60,4 +60,4 @@ def _restore_layers(part: OrderContext, layers: tuple[int, ...]) -> None:
         part.context.layer_store.restore_layers(layers, iteration)
     except CheckpointError as error:
         part.context.channel.send(Note(part.worker, str(error)))
-        raise CommunicationError(f"going back to iteration {iteration} failed: {error}") from None
+        raise CommunicationError(f"returning to iteration {iteration} failed: {error}") from None

@@ -168,7 +168,7 @@ class MainThread:
         """Wait until another coordinator is reached. Return False if this worker may leave. Raises RendezvousError if
         none comes in time, and errors of this worker's own."""
         seconds = self._spec.settings.coordinator_timeout_seconds
-        print(f"{gone}; waits {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
+        print(f"{gone}; waiting up to {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
         deadline = time.monotonic() + seconds
         generation = self._generation
         if generation is not None:
@@ -179,7 +179,7 @@ class MainThread:
             if self._error is not None:
                 raise self._error
             if self._told_to_end:
-                raise RendezvousError(f"{gone}; told to end")
+                raise RendezvousError(f"{gone}; received SIGTERM")
             if generation is not None and not generation.paused:
                 generation.abandon_if_stuck()
                 time.sleep(POLL_SECONDS)

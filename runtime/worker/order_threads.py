@@ -146,7 +146,7 @@ def leave_generation(context: WorkerContext, previous: GenerationRunner | None, 
             previous.return_to_committed(order)
         except VersionError as error:  # e.g. the others have returned to a checkpoint without this worker's knowledge
             if isinstance(order, Finish) or order.restore is None:
-                print(f"order {order.order}: {error}; this worker keeps nothing", file=sys.stderr, flush=True)
+                print(f"order {order.order}: {error}; this worker drops its layers", file=sys.stderr, flush=True)
             context.layer_store.drop_all()
         context.layer_sender.queue_order_begins(order.order, order.first_iteration - 1)
 

@@ -32,11 +32,11 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
                             "whole numbers above 0")
         lengths = [int(word) for word in words]
         if context is not None and max(lengths) > context:
-            raise CostError(f"{path}: line {number}: a document of {max(lengths)} tokens, and a sample has at most "
-                            f"{context}")
+            raise CostError(f"{path}: line {number}: a document has {max(lengths)} tokens; expected at most "
+                            f"{context}, the length of a sample")
         if context is not None and sum(lengths) > context:
-            raise CostError(f"{path}: line {number}: documents of {sum(lengths)} tokens together, and a sample has at "
-                            f"most {context}")
+            raise CostError(f"{path}: line {number}: documents have {sum(lengths)} tokens together; expected at "
+                            f"most {context}, the length of a sample")
         samples.append(lengths)
     if not samples:
         raise CostError(f"{path}: no sample; expected a line each, with the lengths of its documents")

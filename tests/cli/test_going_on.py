@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_named_and_kept_aside_and_the_one_before_is_take
     name = damage(saved / "iteration-6", 1)
     again = train(job, *COMMON, "--iterations", 6, "--out", out, "--resume", out)
     assert again.exit_code == 0, again.output
-    assert re.search(rf"{name}: its bytes are not those that were written: it is damaged; it is kept as "
+    assert re.search(rf"{name}: its SHA-256 is not that of the bytes written: it is damaged; it is kept as "
                      rf".*damaged-iteration-6, and training goes on from .*iteration-4$", again.stderr, re.M)
     assert json.loads(again.stdout)["first_iteration"] == 4
     assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses[:6], rel=0, abs=1e-9)

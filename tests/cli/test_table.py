@@ -85,7 +85,7 @@ def test_the_folder_of_another_table_exits_2(job, tmp_path):
     job.write_text(JOB.replace("forward = 1", "forward = 2"))
     result = slipstream("table", job, "--max-failures", "0", "--out", out)
     assert result.exit_code == 2 and result.stdout == ""
-    assert "of another job or other options: its times differ; remove it, or choose another folder" in result.stderr
+    assert "has another job or other options: its times differ; remove it, or choose another folder" in result.stderr
 
 
 def test_other_parameters_of_the_search_make_another_table(job, tmp_path):

@@ -172,7 +172,7 @@ def test_the_layers_one_after_the_other_are_the_model(name):
     ("llama3/9B", "expected one of llama3/debugmodel"),
     ("nothing", "such as 'llama3/8B'"),
     ("kimi_k2_7/debugmodel", "is more than a chain"),
-    ("gpt_oss/debugmodel", "attention has sinks and windows, which ScaledDotProductAttention has not"),
+    ("gpt_oss/debugmodel", "attention has sinks and windows, which ScaledDotProductAttention lacks"),
     ("flux/flux-debug", "is no decoder"),
 ])
 def test_other_models_are_refused_in_one_line(name, words):
@@ -231,7 +231,7 @@ def test_compiled_layers_have_the_numbers_of_others(tmp_path, name):
 @installed
 def test_layers_that_are_given_masks_are_not_compiled():
     given = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {"compile": True})
-    with pytest.raises(ConfigError, match=r"given masks of documents, which is not tried; expected false"):
+    with pytest.raises(ConfigError, match=r"given masks of documents, which is untested; expected false"):
         require_compilable(given, CPU)
 
 

@@ -61,7 +61,7 @@ def test_where_nothing_fits_at_all():
 def test_what_is_not_measured_is_asked_for():
     text = "pipelines = 1\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
     for memory in ("", "[memory]\ncapacity = 2\n"):
-        with pytest.raises(JobError, match=r"memory\.recomputed is missing, what a micro-batch holds then; `slip"):
+        with pytest.raises(JobError, match=r"memory\.recomputed is missing \(memory of a micro-batch then\); `slip"):
             choose_recomputation(parse_job(text + memory), QUICK)
 
 

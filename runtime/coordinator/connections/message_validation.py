@@ -56,25 +56,25 @@ class MessageBounds:
                            min(self.setup.iterations, next_iteration + MAX_ITERATIONS_AHEAD))
         match message:
             case IterationReport() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
-                return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
+                return f"it reports an impossible iteration {message.iteration} or time; the next is {next_iteration}"
             case IterationReport(squares=float()) if message.squares is not None \
                 and not 0 <= message.squares < math.inf:
-                return "it says that its gradients have a norm that there is not"
+                return "it reports a squared gradient norm that is negative or not finite"
             case IterationReport() \
                 if not all(checksum.layer in range(self.setup.cuts[-1]) for checksum in message.checksums):
-                return "it says that it holds layers that there are not"
+                return "it reports checksums of layers that the model does not have"
             case IterationReport():
                 return _find_time_violation(message.times)
             case StepValidated() if message.factor.iteration not in iterations:
-                return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
+                return f"it reports a factor of iteration {message.factor.iteration}; the next is {next_iteration}"
             case Paused() if message.validated is not None and message.validated.iteration not in iterations:
-                return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
+                return f"it reports a factor of iteration {message.validated.iteration}; the next is {next_iteration}"
             case Paused() if not self._can_keep(message.kept):
-                return "it says that it holds layers, or parts of them, that there are not"
+                return "it reports layers, or parts of layers, that the model does not have"
             case Ready(known=RecoveryReport()) if not self._can_know(message.known):
-                return "it says that it knows what nobody can"
+                return "it reports an order, iteration or layers that are impossible in this run"
             case Injected() if not 0 <= message.index < self.injections:
-                return f"it says that failure {message.index} on purpose has happened, which there is not"
+                return f"it reports injected failure {message.index}, but the run has only {self.injections}"
         return None
 
     def _can_keep(self, kept: HeldState) -> bool:
@@ -92,9 +92,9 @@ class MessageBounds:
 def _find_time_violation(times: Sequence[OpTime]) -> str | None:
     for op_time in times:
         if op_time.number <= 0 or not 0 <= op_time.seconds < math.inf:
-            return "it says that ops take no time that there is"
+            return "it reports a time or a number of ops that is negative or not finite"
         if op_time.misfit is not None and not 0 <= op_time.misfit < math.inf:
-            return "it says that ops differ from their costs by what there is not"
+            return "it reports a cost error of ops that is negative or not finite"
     return None
 
 

@@ -57,7 +57,7 @@ class Server:
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
-            next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections say nothing")
+            next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections have no identified peer")
 
     def mark_identified(self, connection: "Connection") -> None:
         """Record that the peer of a connection is identified, or that the connection has ended."""
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
         self._address = f"{host}:{port}"
         enable_keepalive(transport.get_extra_info("socket"))
         self._hello = asyncio.get_running_loop().call_later(
-            HELLO_SECONDS, self.cut_off, f"it did not say who it is within {HELLO_SECONDS:.0f} s")
+            HELLO_SECONDS, self.cut_off, f"it did not identify itself within {HELLO_SECONDS:.0f} s")
         self._transport.write(self._challenge.greeting)
         self._server.add_connection(self)
 
@@ -206,10 +206,10 @@ class Connection(asyncio.Protocol):
             elif isinstance(message, JoinNode):
                 self.peer = message.node
             else:
-                raise ProtocolError("the first message must say who speaks")
+                raise ProtocolError("the first message must identify the sender")
             self._stop_hello_timer()
         elif not _can_send(self.peer, message):
-            raise ProtocolError(f"it sent {type(message).__name__}, which another one sends")
+            raise ProtocolError(f"it sent {type(message).__name__}, which this peer may not send")
         self._server.heard(self, message)
 
 

@@ -157,7 +157,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
             if name not in digests:
                 digests = digests.with_entry(name, digest)
             elif digests[name] != digest:
-                raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
+                raise CommitLogError(f"final parameter {name} of worker {report.worker} differs from its peers'")
         return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:

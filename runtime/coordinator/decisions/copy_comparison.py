@@ -32,9 +32,9 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         several = "s" if len(self.layers) > 1 else ""
-        who = f"worker{'s' if len(self.wrong) > 1 else ''} {_abbreviate_names(self.wrong)} had others than most of" \
+        who = f"worker{'s' if len(self.wrong) > 1 else ''} {_abbreviate_names(self.wrong)} disagreed with most of" \
             if self.wrong \
-            else "nobody can tell who is right of"
+            else "there is no majority among"
         return (f"copies of layer{several} {_abbreviate_names(self.layers)} differed before iteration "
                 f"{self.iteration}: {who} "
                 f"workers {_abbreviate_names(self.holders)}")

@@ -108,7 +108,7 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     def is_complete(self, at: float) -> bool:
         """Return whether no further workers are waited for. Raises NoLiveWorkerError if none came in time."""
         if not self.known and at - self.began > FIRST_WORKER_SECONDS:
-            raise NoLiveWorkerError("nobody is left of the run that another node 0 has led here")
+            raise NoLiveWorkerError("no worker of the run that node 0 led here before has reconnected")
         if not self.known or self.came_last is None:
             return False
         patience = NEXT_WORKER_SECONDS if self._last_order else NEXT_START_SECONDS

@@ -87,8 +87,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         says = f"{size / 1e6:.0f} MB {'' if settles else 'would '}move in about {seconds:.1f} s, for iterations of " \
                f"{new:.3g} s instead of {old:.3g} s"
         why = "which gains too little" if paid is None or gained <= MIN_GAIN_SHARE * old else \
-            f"which would have paid after {paid} iterations"
-        to.add_effect(f"settles: {says}, which has paid after {paid} iterations; {expected}" if settles else
+            f"which would pay off after {paid} iterations"
+        to.add_effect(f"settles: {says}, which pays off after {paid} iterations; {expected}" if settles else
                       f"does not settle: {says}, {why}; {expected}")
         return settles
 

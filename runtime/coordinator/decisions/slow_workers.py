@@ -61,14 +61,14 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         causes = ", ".join(map(_describe_change, self.changes)) or "workers are left out or taken back"
         if self.reason is not None or self.planned_seconds is None or self.present_seconds is None:
-            return f"{causes}: goes on by the same schedule, as there is no other: {self.reason}"
+            return f"{causes}: the schedule stays, as no other is available: {self.reason}"
         now, before = f"{self.planned_seconds:.3g} s", f"{self.present_seconds:.3g} s"
         if self.left_out:
             names = ", ".join(map(str, self.left_out))
             return (f"{causes}: worker {names} is left out from iteration {self.iteration} on, {now} planned without "
                     f"it and {self.with_them_seconds:.3g} s with it, instead of {before}")
         if not self.changed:
-            return f"{causes}: goes on by the same schedule, {before} an iteration, as no other is shorter by much"
+            return f"{causes}: the schedule stays, at {before} an iteration, as no other is much shorter"
         return f"{causes}: from iteration {self.iteration} on by another schedule, {now} planned instead of {before}"
 
 

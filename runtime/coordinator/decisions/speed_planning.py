@@ -80,7 +80,7 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
         wanted = set(workers)
         schedule = plan(tuple(worker for worker in every if worker not in wanted), speeds)
         if schedule.grid != present.grid or schedule.seat_of.keys() != wanted:
-            raise NoScheduleError("the schedule for workers of other speeds is one of another job")
+            raise NoScheduleError("the schedule for the measured speeds of workers is for another job")
         return schedule
 
     best = plan_for(live)

@@ -208,7 +208,7 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
     state, worker = step.state, report.worker
     corpus = state.corpus or (report.corpus, worker)
     if report.corpus != corpus[0]:
-        raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or know other costs of samples; "
+        raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or use different sample costs; "
                              "give every node the same [training] and data")
     step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)), corpus=corpus,
                       lost=state.lost.without_keys(worker))
@@ -271,7 +271,7 @@ def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> N
     """
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
-        raise RunError(f"{why}, and they did before the run went back: their hardware, or libraries, compute otherwise")
+        raise RunError(f"{why}, as before the run went back: their hardware or libraries compute different results")
     step.add_effect(Noted(text=why))
     step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong)
     if difference.spread:
@@ -355,14 +355,14 @@ def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None
     members = frozenset(result.kept)
     step.add_effect(result)
     step.add_effect(CoordinatorRestarted(live=len(members)))
-    why = f"node 0 was started anew, and has found {len(members)} workers"
+    why = f"node 0 was restarted and has found {len(members)} workers"
     state = step.state
     step.update_state(phase=TrainingPhase(ended=True), order=result.order, members=members,
                       paused=PersistentMap(result.kept.items()),
                       log=state.log.with_losses(result.losses, result.factor),
                       recovery=state.recovery.with_cause(why, step.at))
     if result.doubted:
-        step.update_state(doubt="copies differed, as workers have told the new node 0")
+        step.update_state(doubt="copies differed, as workers reported to the new node 0")
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in result.missing]
     step.update_state(lost=PersistentMap([*state.lost.items(),
                                           *((worker, WorkerLoss(reason)) for worker, reason in reasons)]))

@@ -123,7 +123,7 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
         data = file.read()
     _, status = os.waitpid(process, 0)
     if not data or status:
-        raise PlannerDiedError("the process that was to plan has ended with "
+        raise PlannerDiedError("the planning process ended with "
                                + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}"))
     answer = pickle.loads(data)  # noqa: S301, as this process's own child has written it
     if isinstance(answer, BaseException):

@@ -203,7 +203,7 @@ class ScheduleService:
     def _require_fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
         live = [worker for worker in self._grid.workers() if worker not in down]
         if schedule.grid != self._grid or list(schedule.members) != live:
-            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is for another job")
         return schedule
 
     def _choose_planner(self, question: ScheduleRequest) -> Callable[[], Schedule]:
@@ -239,7 +239,7 @@ class ScheduleService:
 
 
 def _refuse_speeds(_down: tuple[Worker, ...], _speeds: Speeds) -> Schedule:
-    raise NoScheduleError("nothing plans for speeds")
+    raise NoScheduleError("no planner for slow workers is configured")
 
 
 def without_idle_workers(schedule: Schedule) -> Schedule:

@@ -40,7 +40,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):
-        raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] hugging_face: its model.name is "
+        raise CheckpointError(f"{checkpoint.path}: not a transformers model ([model] hugging_face): its model.name is "
                               f"{checkpoint.manifest.identity.get('model.name')!r}")
 
     def read_state(layer: int) -> dict[str, Tensor]:

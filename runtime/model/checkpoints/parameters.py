@@ -46,7 +46,7 @@ def save_layer_with_retry(out: Path, layer: int, state: Mapping[str, Tensor], sa
             if error.errno not in DISK_FULL:
                 raise
             if not is_reported:
-                say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for room")
+                say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for free space")
             is_reported = True
             time.sleep(look_seconds)
 

@@ -58,7 +58,7 @@ def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
                 value = _run_layer(layer, module, value, batch, config)
                 found.append(form_of(value))
         for name in sorted(recompute.parts - parts):
-            raise ConfigError(f"training.recompute names {name!r}, and no layer has that part "
+            raise ConfigError(f"training.recompute names {name!r}, but no layer has that part "
                               "(runtime.api.recomputable); expected layers' numbers, or 'full'")
         _check_loss(model, value, batch, config)
     return found
@@ -91,7 +91,7 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
                 raise _model_error(config,
                                    f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, which "
                                    f"is "
-                                       "to be the same")
+                                       "which it is shared")
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
@@ -109,7 +109,8 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
     for layer, module in enumerate(modules):
         names = dict(module.named_parameters())
         for name in shards_of(module).keys() - names:
-            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected the name of a parameter of it")
+            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected a name of one of its "
+                                       f"parameters")
 
 
 def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:

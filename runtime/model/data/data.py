@@ -175,8 +175,8 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
         if read != NOTHING_READ:
             if not callable(getattr(data, "begin_at", None)):
                 raise ConfigError(f"training.data is {name!r}: the checkpoint's {read.iteration} iterations have read "
-                                  f"{read.samples} samples, those of this job would have read another number, and the "
-                                  "data have no method begin_at(iteration, samples) that counts on; go on with the "
+                                  f"{read.samples} samples, this job would have read another number, and the "
+                                  "data have no method begin_at(iteration, samples) to count on; resume with the "
                                   "same micro-batches")
             data.begin_at(*read)
     except ConfigError:
@@ -185,7 +185,7 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
         raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
                           ) from error
     if not isinstance(digest, str):
-        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
+        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a str")
     loaded: Data = _IterationAdapter(data, microbatches) if hasattr(data, "samples") else data
     return loaded
 
@@ -271,7 +271,7 @@ def _describe(form: Form | None) -> str:
     """Describe the dtypes and shapes of a tuple's form for an error message."""
     shapes = [] if not isinstance(form, TupleForm) else [
         f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}" for tensor in form.tensors]
-    return f"({', '.join(shapes)})" if shapes else "no tuple of tensors"
+    return f"({', '.join(shapes)})" if shapes else "a value that is not a tuple of tensors"
 
 
 def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -49,7 +49,7 @@ def _read_index_dtype(index: Path, size: int) -> str | None:
             return None
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
-            raise ConfigError(f"{index}: ends in its header; it is damaged")
+            raise ConfigError(f"{index}: ends within its header; it is damaged")
         version, code, sequences, _ = _HEADER.unpack(header)
         if version != 1 or code not in _CODES:
             raise ConfigError(f"{index}: version {version}, tokens of code {code}; expected version 1, and one of "
@@ -57,6 +57,6 @@ def _read_index_dtype(index: Path, size: int) -> str | None:
         lengths = np.fromfile(file, "<i4", sequences) if sequences <= size else np.zeros(0, "<i4")
     expected = int(lengths.sum(dtype=np.int64)) * np.dtype(_CODES[code]).itemsize
     if len(lengths) != sequences or expected != size:
-        raise ConfigError(f"{index}: speaks of {sequences} sequences of {expected} bytes; its .bin has {size} bytes: "
+        raise ConfigError(f"{index}: lists {sequences} sequences of {expected} bytes; its .bin has {size} bytes: "
                           "they do not belong together")
     return _CODES[code]

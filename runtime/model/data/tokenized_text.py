@@ -83,4 +83,4 @@ def _tokenize_pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator
             while lines := file.readlines(PIECE_CHARACTERS):
                 yield np.fromiter(encoder.encode("".join(lines), add_special_tokens=False).ids, dtype)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"training.text is {str(path)!r}, which is no text in UTF-8: {error.reason}") from None
+        raise ConfigError(f"training.text is {str(path)!r}, which is not UTF-8 text: {error.reason}") from None

@@ -39,10 +39,10 @@ def require_compilable(config: RunConfig, device: torch.device) -> None:
         _require_torchtitan(config, named)
     elif model.hugging_face is None and model.name != "gpt":
         raise ConfigError(f"{named} model.name is {model.name!r}; expected a model that comes with the package, "
-                          "as layers of one's own may do what torch.compile does not know")
+                          "as torch.compile may not support what other layers do")
     elif may_have_extra_tensors(config.training):
-        raise ConfigError(f"{named} document_end or data of one's own may cut attention by documents, each time "
-                          "elsewhere; expected false, or neither of them")
+        raise ConfigError(f"{named} document_end or user-defined data may divide attention differently each time "
+                          "(by documents); expected false, or neither of them")
     kind = None if model.hugging_face is None else read_config(model)["model_type"]
     if kind is not None and kind not in COMPILABLE_MODELS:
         raise ConfigError(f"{named} model.hugging_face names a {kind}, whose experts take other tokens each time; "
@@ -52,7 +52,7 @@ def require_compilable(config: RunConfig, device: torch.device) -> None:
         raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
                           "or in the variable CXX")
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ConfigError(f"{named} triton is not installed; expected it: pip install triton")
+        raise ConfigError(f"{named} triton is not installed; install it: pip install triton")
 
 
 def _require_torchtitan(config: RunConfig, named: str) -> None:
@@ -66,7 +66,7 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
     trainer = trainer_config(config.model)
     require_no_experts(trainer, "compile, and experts take other tokens each time", "false")
     if needs_masks(trainer):
-        raise ConfigError(f"{named} attention of model.torchtitan is given masks of documents, which is not tried; "
+        raise ConfigError(f"{named} attention of model.torchtitan is given masks of documents, which is untested; "
                           "expected false, or model.options.attention = 'sdpa'")
 
 

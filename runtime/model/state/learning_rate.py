@@ -64,7 +64,7 @@ def _user_factor(config: TrainingConfig, iteration: int) -> float:
                           f"{first_line(error)}") from error
     if not 0 <= found < math.inf:
         raise ConfigError(f"training.learning_rate_schedule is {name!r}, which gives {found} for iteration {iteration};"
-                          " expected a number from 0")
+                          " expected a finite number of at least 0")
     return found
 
 

@@ -33,7 +33,7 @@ class PartState(NamedTuple):
     def require_version(self, after: int) -> None:
         """Raise VersionError unless the part is the state after iteration `after`."""
         if self.after != after:
-            raise VersionError(f"a part of layer {self.layer} is that after iteration {self.after}; needed is that "
+            raise VersionError(f"a part of layer {self.layer} is the state after iteration {self.after}; expected that "
                                f"after iteration {after}")
 
 

@@ -141,7 +141,7 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
                                   sharded=sharded)
         remaining = initial if before is None else initial.after_losses(members)
         if remaining is None:
-            raise ValueError(f"no part of layers {layers} may be kept by nobody")
+            raise ValueError(f"layers {layers}: of some part neither owner nor buddy is left; expected one")
         cuts[layers] = remaining
     return cuts
 

@@ -162,7 +162,7 @@ class StepController:
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
             if not known:
-                raise VersionError(f"nobody says how iteration {committed} was stepped")
+                raise VersionError(f"the factor of the step of iteration {committed} is unknown; expected one")
             self._conclude_step(factor)
         self._holding.return_to(committed)
         self._sums, self._is_agreed = None, True

@@ -23,6 +23,6 @@ class Version(NamedTuple):
     def require(self, after: int, what: str) -> None:
         """Raise VersionError, in which `what` names the state, unless all of it is that after iteration `after`."""
         if self != Version(after):
-            found = f"is that after iteration {self.after}" if self.whole else \
-                f"is on its way to that after iteration {self.after}"
-            raise VersionError(f"{what} {found}; needed is that after iteration {after}")
+            found = f"is the state after iteration {self.after}" if self.whole else \
+                f"is being changed to the state after iteration {self.after}"
+            raise VersionError(f"{what} {found}; expected the state after iteration {after}")

@@ -99,7 +99,7 @@ def test_who_does_not_answer_is_named_in_one_line():
         with pytest.raises(ExecutorError, match="dask needs the package distributed: pip install"), \
                 open_executor("dask://127.0.0.1:1"):
             pass
-    with pytest.raises(ExecutorError, match="'ray' is no executor; expected mpi or dask://HOST:PORT"), \
+    with pytest.raises(ExecutorError, match="'ray' is not an executor; expected mpi or dask://HOST:PORT"), \
             open_executor("ray"):
         pass
 

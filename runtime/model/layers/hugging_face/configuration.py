@@ -58,7 +58,7 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
                           f"{CONFIG_FILE}") from None
     except ValueError as error:
-        raise ConfigError(f"{subject}: {source} is no JSON: {error}") from None
+        raise ConfigError(f"{subject}: {source} is not JSON: {error}") from None
     kind = document.get("model_type") if isinstance(document, dict) else None
     if kind not in FAMILIES:
         raise ConfigError(f"{subject}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")

@@ -41,7 +41,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")
     if not isinstance(name, str):
-        raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] torchtitan: its model.name is "
+        raise CheckpointError(f"{checkpoint.path}: not a model of torchtitan ([model] torchtitan): its model.name is "
                               f"{identity.get('model.name')!r}")
     # The kind of attention does not change the parameters.
     model = TorchtitanModel(ModelConfig(torchtitan=name, context=identity["model.context"],

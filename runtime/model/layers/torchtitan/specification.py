@@ -193,7 +193,7 @@ def build_meta_model(config: Trainer.Config, device: torch.device) -> Any:
     if frozen is not None:
         raise ConfigError(f"{wrong}, whose {frozen} is not trained (LoRA); expected a model that is trained as a whole")
     if isinstance(spec.model, GptOssModel.Config) and not needs_masks(config):
-        raise ConfigError(f"{wrong}, whose attention has sinks and windows, which ScaledDotProductAttention has not; "
+        raise ConfigError(f"{wrong}, whose attention has sinks and windows, which ScaledDotProductAttention lacks; "
                           "expected its own, on a GPU")
     if needs_masks(config) and device.type != "cuda":
         raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "

@@ -96,14 +96,14 @@ def require_supported(config: Trainer.Config) -> None:
     """Raise ConfigError, with one line that names all settings that a run does not support."""
     problems = [f"{what}; expected {expected}" for wrong, what, expected in _check_settings(config) if wrong]
     if problems:
-        raise ConfigError("cannot be done by Slipstream: " + ". ".join(problems))
+        raise ConfigError("not supported by Slipstream: " + ". ".join(problems))
 
 
 def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     """Yield unsupported settings, each with whether it is set, a description, and what is expected instead."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
-           "one, which torchtitan takes for granted")
+           "a machine with GPUs, which torchtitan requires")
     yield type(config) is not Trainer.Config, f"{type(config).__qualname__}, a Trainer of its own", "torchtitan's"
     yield (degrees.data_parallel_shard_degree > 1,
            f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
@@ -114,7 +114,7 @@ def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
            f"a divisor of the model's {heads} heads of keys and values")
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
-    yield training.enable_cpu_offload, "--training.enable_cpu_offload", "it without"
+    yield training.enable_cpu_offload, "--training.enable_cpu_offload", "training without it"
     yield (training.dtype == "bfloat16", "--training.dtype bfloat16",
            "float32, beside --training.mixed_precision_param bfloat16")
     yield not 0 < training.max_norm <= 1e6, f"--training.max_norm {training.max_norm}", "a number above 0, at most 1e6"
@@ -131,7 +131,7 @@ def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
         yield compiled and beside, f"--compile.enable with {what}", "one of them"
     yield (has_experts(config) and degrees.tensor_parallel_degree > 1,
            f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree} with experts", "1")
-    yield bool(config.override.imports), "--override.imports", "the configuration to have what they change"
+    yield bool(config.override.imports), "--override.imports", "their changes in the configuration itself"
     yield checkpoint.create_seed_checkpoint, "--checkpoint.create_seed_checkpoint", "torchtitan's own program for it"
     loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss
     yield type(loss) is not CrossEntropyLoss.Config, f"the loss {type(loss).__qualname__}", "CrossEntropyLoss"
@@ -174,7 +174,7 @@ def describe_differences(config: Trainer.Config) -> Iterator[str]:
                           "--debug.deterministic": config.debug.deterministic,
                           "--debug.detect_anomaly": config.debug.detect_anomaly}.items():
         if given:
-            yield f"{option} is of this process, and of no worker"
+            yield f"{option} applies to this process, and to no worker"
 
 
 def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:

@@ -226,7 +226,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda path: flip(next(path.glob("layer-0002-*"))), "layer-0002.*its bytes are not those that were written"),
+    (lambda path: flip(next(path.glob("layer-0002-*"))), "layer-0002.*its SHA-256 is not that of the bytes written"),
     (lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"), "layer-0001.*5 bytes; expected"),
     (lambda path: next(path.glob("layer-0000-*")).unlink(), "layer-0000.*cannot be read: No such file"),
     (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: no readable checkpoint"),
@@ -380,7 +380,7 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
     finally:
         room.join()
     assert_equal(load_layer(tmp_path, 1), state)
-    assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for room" in said[0]
+    assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for free space" in said[0]
     assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
@@ -398,7 +398,7 @@ def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
     assert_equal(load_parameters(tmp_path), {f"{layer}.{name}": tensor for layer, state in layers.items()
                                              for name, tensor in state.items()})
     layer_path(tmp_path, 3).write_bytes(b"nonsense")
-    with pytest.raises(TensorError, match=r"layer-0003\.safetensors: no safetensors file"):
+    with pytest.raises(TensorError, match=r"layer-0003\.safetensors: not a safetensors file"):
         load_parameters(tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_data_are_told_options_and_must_give_tuples_of_tensors() -> None:
         with pytest.raises(ConfigError, match="its batch is a ") as caught:
             read("Numbers", given)
         assert f"its batch is a {kind}; expected a tuple of tensors: what layer 0 takes" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"BytesDigest': its digest is a bytes; expected a text$"):
+    with pytest.raises(ConfigError, match=r"BytesDigest': its digest is a bytes; expected a str$"):
         read("BytesDigest", 2)
     with pytest.raises(ConfigError, match=r"Numbers', which fails: KeyError: 'given'$"):
         load_data(config(data=f"{HERE}:Numbers"))
@@ -181,7 +181,7 @@ def test_a_tuple_travels_as_one_tensor() -> None:
 
 
 def test_a_model_without_such_parts_cannot_compute_them_again() -> None:
-    with pytest.raises(ConfigError, match=r"^training\.recompute names 'mlp', and no layer has that part "):
+    with pytest.raises(ConfigError, match=r"^training\.recompute names 'mlp', but no layer has that part "):
         find_forms(Three(ModelConfig(), 0, torch.float32, CPU), config(recompute=[1, "mlp"]))
 
 

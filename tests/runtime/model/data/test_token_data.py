@@ -107,7 +107,7 @@ def test_megatrons_index_says_the_dtype(dtype: str, code: int, name: str, tmp_pa
      "token 3 is 1000; expected 0 to 999, as the model's vocabulary is 1000"),
     (lambda folder: flat(folder / "a.bin", [1, 2, -3, 4, 5, 6], "<i4"), {"token_dtype": "int32"}, "token 2 is -3;"),
     (lambda folder: megatron(folder, range(30), "<u2", 8, [10, 13, 6]), {},
-     "data.idx: speaks of 3 sequences of 58 bytes; its .bin has 60 bytes: they do not belong together"),
+     "data.idx: lists 3 sequences of 58 bytes; its .bin has 60 bytes: they do not belong together"),
     (lambda folder: megatron(folder, range(30), "<u2", 6, [30]), {}, "data.idx: version 1, tokens of code 6; expected"),
     (lambda folder: megatron(folder, range(30), "<u2", 8, [30]), {"token_dtype": "int32"},
      "training.token_dtype is 'int32', and "),

@@ -46,7 +46,7 @@ def test_where_nothing_can_be_kept(config: RunConfig, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(("change", "said"), [
     (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json', which does not exist; expected the path"),
     (lambda folder: (folder / "tokenizer.json").write_text("{}"), "which cannot be read as a tokenizer: "),
-    (lambda folder: (folder / "text").write_bytes(b"a\xff"), "which is no text in UTF-8: "),
+    (lambda folder: (folder / "text").write_bytes(b"a\xff"), "which is not UTF-8 text: "),
     (lambda folder: (folder / "text").unlink(), "text', which cannot be read: No such file"),
     (lambda folder: (folder / "text").write_text(""), "of 0 tokens; expected at least 9")])
 def test_what_cannot_be_used_is_refused(change, said: str, config: RunConfig, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_stage_without_vectors_or_without_parameters() -> None:
 def test_unknown_optimizers_are_refused() -> None:
     for name, message in (("adam", "one of 'adamw', 'sgd', 'muon', or"),
                           ("no.such:thing", "cannot be imported: No module"),
-                          ("math:pi", "a float; expected something to call")):
+                          ("math:pi", "a float; expected a class or function")):
         with pytest.raises(ConfigError, match=message):
             build_optimizer({}, TrainingConfig(optimizer=name))
 
