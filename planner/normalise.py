@@ -230,8 +230,8 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     windows = windows or window_bounds_of(job, options)
     if not windows.best_distributions(failures):
         most = sum(windows.max_vacancies(column) for column in range(job.stages))
-        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are given: the "
-                          f"job can lose {most} of its {job.pipelines * job.stages} workers")
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are assigned: "
+                          f"the job can lose {most} of its {job.pipelines * job.stages} workers")
     ensure_compiled(progress)
     deadline = clock.now() + options.limit_seconds
     best = _best_candidate(job, windows, failures, options, progress, clock)

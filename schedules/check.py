@@ -199,9 +199,8 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
     for first, end in (*held, (schedule.grid.layer_count, schedule.grid.layer_count)):
         if first > reached:
             yield Violation("holders",
-                            f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: no parameters of "
-                            f"them "
-                            "lost")
+                            f"no live worker holds {_layers_and_stages_text(case, (reached, first))}: the "
+                            "parameters are lost")
         reached = end
 
 

@@ -94,7 +94,7 @@ def find_start(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None
     if is_in_place(resume, folder) and not list_saved(folder):
         completed = count_iterations_done(folder)
         if needed:
-            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {completed} "
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: repeats its {completed} "
                                        "iterations from iteration 0" if completed else
                                        "no checkpoint to resume from; starts with iteration 0"),
                       style="yellow", soft_wrap=True)

@@ -58,9 +58,9 @@ def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_
     with monkeypatch.context() as patched:
         after_each_iteration(patched, end_after_five)
         first = train(job, *COMMON, "--out", out, "--resume", out)  # what schedulers repeat: begins here, goes on later
-    assert first.exit_code == 143 and "nothing is there to go on from; starts with iteration 0" in first.stderr
-    told = re.search(r"interrupted by SIGTERM; .*; go on from its checkpoint of iteration (\d+): (slipstream train .*)",
-                     first.stderr)
+    assert first.exit_code == 143 and "no checkpoint to resume from; starts with iteration 0" in first.stderr
+    told = re.search(r"interrupted by SIGTERM; .*; resume from its checkpoint of iteration (\d+): "
+                     r"(slipstream train .*)", first.stderr)
     assert told is not None, first.stderr
     done = len(losses_in(out))
     assert int(told[1]) == done < 40
@@ -106,7 +106,7 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
         refused = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", every)
         assert refused.exit_code == 2 and refused.stderr.count("\n") <= 20
         assert re.search(r"holds the results of another run \(.*\): its checkpoint is of another job \(its "
-                         r"training.seed is 0, here it is 1\); give another --out, or start anew with --force$",
+                         r"training.seed is 0, here it is 1\); give another --out, or delete them with --force$",
                          refused.stderr, re.M)
     same = train(job, *COMMON, "--iterations", 4, "--out", out)
     assert same.exit_code == 2 and f": go on from its checkpoint with --resume {out}, give another" in same.stderr
@@ -116,12 +116,12 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     assert not list((out / "checkpoints").glob("*")) and len(losses_in(out)) == 2
 
     saved = train(job, *COMMON, "--iterations", 2, "--out", out, "--resume", out)
-    assert saved.exit_code == 2 and "no checkpoint is there" in saved.stderr
+    assert saved.exit_code == 2 and "no checkpoint here" in saved.stderr
     for path in (out / "parameters").iterdir():
         path.unlink()
     again = train(job, *COMMON, "--iterations", 1, "--out", out, "--resume", out)  # as after a first minute
     assert again.exit_code == 0, again.output
-    assert "was ended before its first checkpoint: does its 2 iterations again, from iteration 0" in again.stderr
+    assert "was ended before its first checkpoint: repeats its 2 iterations from iteration 0" in again.stderr
     assert len(losses_in(out)) == 1
 
 
@@ -142,13 +142,13 @@ def test_a_damaged_checkpoint_is_named_and_kept_aside_and_the_one_before_is_take
     again = train(job, *COMMON, "--iterations", 6, "--out", out, "--resume", out)
     assert again.exit_code == 0, again.output
     assert re.search(rf"{name}: its SHA-256 is not that of the bytes written: it is damaged; it is kept as "
-                     rf".*damaged-iteration-6, and training goes on from .*iteration-4$", again.stderr, re.M)
+                     rf".*damaged-iteration-6, and training continues from .*iteration-4$", again.stderr, re.M)
     assert json.loads(again.stdout)["first_iteration"] == 4
     assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses[:6], rel=0, abs=1e-9)
     assert sorted(path.name for path in saved.iterdir()) == ["damaged-iteration-6", "iteration-4", "iteration-6"]
 
     other = train(job, *COMMON, "--out", tmp_path / "other", "--resume", saved / "damaged-iteration-6")
-    assert other.exit_code == 2 and f"{name}: its bytes are not those" in other.stderr
+    assert other.exit_code == 2 and f"{name}: its SHA-256 is not that" in other.stderr
     damage(saved / "iteration-6", 3)
     (saved / "iteration-4" / "manifest.json").write_bytes(b"\0" * 100)
     for _ in range(2):  # schedulers repeat commands

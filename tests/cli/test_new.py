@@ -119,13 +119,13 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
     ([*MODEL, "--gpu", "abacus"], "--gpu abacus: expected one of"),
     ([*MODEL, "--stages", 9], "9 stages for 8 layers"),
     (["--trace", "no.json"], "no.json: cannot be read"),
-    (["--trace", "bad.json"], "bad.json: no Chrome trace"),
+    (["--trace", "bad.json"], "bad.json: not a Chrome trace"),
     (["--trace", "bad.json.gz"], "bad.json.gz: cannot be read"),
     (["--trace", "changed.json.gz"], "changed.json.gz: cannot be read"),
     (["--trace", "empty.json"], "no op of a micro-batch among its 1 events"),
-    (["--trace", "empty.json", "--pattern", "("], "no regular expression"),
+    (["--trace", "empty.json", "--pattern", "("], "not a regular expression"),
     (["--trace", "empty.json", "--pattern", "F"], "expected groups"),
-    (["--preset", "gpt-1.5b", "--out", "bad.json"], "bad.json: is there already; --force overwrites it"),
+    (["--preset", "gpt-1.5b", "--out", "bad.json"], "bad.json: exists already; --force overwrites it"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -144,7 +144,7 @@ def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch
 def test_nobody_to_answer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = new()
-    assert done.exit_code == 2 and "nobody answers" in done.stderr
+    assert done.exit_code == 2 and "no answer to" in done.stderr
 
 
 @pytest.mark.parametrize(("options", "says"), [
@@ -153,7 +153,7 @@ def test_nobody_to_answer(tmp_path, monkeypatch):
     ([], "--preset, --trace, --model, or --layers and the others")])
 def test_a_question_that_nobody_answers_names_its_option(tmp_path, options, says):
     refused = new(*options, "--out", tmp_path / "job.toml")
-    assert refused.exit_code == 2 and refused.stderr.endswith(f"; say it with {says}\n"), refused.stderr
+    assert refused.exit_code == 2 and refused.stderr.endswith(f"; give it with {says}\n"), refused.stderr
 
 
 def test_nodes_are_written(tmp_path):

@@ -132,7 +132,7 @@ def test_a_trace_of_another_job(tmp_path):
     assert "worker 1.1 is not one of the live workers" in done.stderr
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "plan.json")
     assert done.exit_code == 2
-    assert "no Slipstream trace" in done.stderr
+    assert "not a Slipstream trace" in done.stderr
 
 
 def test_perfetto_cannot_be_written(tmp_path):

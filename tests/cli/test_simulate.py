@@ -58,7 +58,7 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     result = slipstream("simulate", job, "--trace", "trace.txt")
     assert result.exit_code == 0 and all(name in result.stdout for name in POLICIES)
     assert "slipstream trains" in result.stdout and "x oobleck" in result.stdout
-    assert "drawn at random: the file says how many" in result.stderr.replace("\n", " ")
+    assert "drawn at random: the file gives only their number" in result.stderr.replace("\n", " ")
     text = (tmp_path / "job-simulation.html").read_text()
     assert text.startswith("<!doctype html>") and "Hours lost, by cause" in text
     assert "slipstream trains most: " in text and ", the last." in text
@@ -206,7 +206,7 @@ def test_workers_of_a_node_fail_together(job, tmp_path):
     assert (recorded["workers"], recorded["removals"]) == (6, 3)
     drawn = json.loads(slipstream(*arguments, "--mtbf", "20", "--days", "2", "--gpus-per-worker", "2").stdout)["trace"]
     assert drawn["removals"] % 3 == 0 < drawn["removals"] and drawn["partial_losses"] == 0
-    assert "2 nodes: all of a node is down while a part of it is" in drawn["notes"]
+    assert "2 nodes: a whole node is down while any machine of it is" in drawn["notes"]
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     assert result.exit_code == 0 and json.loads(result.stdout)["policies"]["slipstream"] > 0
     job.write_text(JOB.replace("= 6", "= 5"))
     refused = slipstream("simulate", job, "--trace", "trace.txt", "--table", "table")
-    assert refused.exit_code == 2 and "a table of another job" in refused.stderr
+    assert refused.exit_code == 2 and "the table is of another job" in refused.stderr
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -236,7 +236,7 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--trace", "job.toml"], "job.toml: line 2: 'name = \"small\"'; expected `YYYY"),
     (["--policy", "magic"], "--policy magic: expected one of slipstream, "),
     (["--preset", "magic"], "--preset magic: expected one of llama-3, llama-3-domains, meta-rsc"),
-    (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
+    (["--mtbf", "0.001", "--days", "30000"], "shorten it to at most 5 million"),
     (["--table", "none"], "--table: none"),
     (["--trace", "trace.txt", "--fail-slow"], "--fail-slow: not with --trace; a trace says itself who fails"),
     (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself who fails or is slow when"),

@@ -158,7 +158,7 @@ def test_a_table_for_the_placement_that_is_found(tmp_path):
     assert "0 planned now" in slipstream(*asked).stdout
     job.write_text(UNLIKE.replace("optimizer = 1", "optimizer = 2"))
     other = slipstream(*asked)
-    assert other.exit_code == 2 and "best.toml: is there already, and is not" in other.stderr
+    assert other.exit_code == 2 and "best.toml: exists already, and is not" in other.stderr
 
 
 @pytest.mark.parametrize(("options", "says"), [

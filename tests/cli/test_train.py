@@ -190,7 +190,7 @@ def test_a_run_without_workers_ends_and_says_how_to_go_on(job, tmp_path, monkeyp
     assert re.search("1[56] iterations are committed", lost.stderr), lost.stderr
     # Those of the last iterations before a death may not be on the disk yet.
     way_on = re.escape(f"slipstream train {job} --resume {tmp_path / 'o'}")
-    assert re.search(f"go on from its checkpoint of iteration [369125]+: {way_on}", lost.stderr)
+    assert re.search(f"resume from its checkpoint of iteration [369125]+: {way_on}", lost.stderr)
 
 
 def test_schedules_come_from_a_table(job, tmp_path):
@@ -237,7 +237,7 @@ def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_
     finally:
         running.kill()
     assert running.returncode == 0 and "Traceback" not in told, told
-    assert told.count("node 0 was killed by SIGKILL, and is started again; its workers live") == 2
+    assert told.count("node 0 was killed by SIGKILL, and is restarted; its workers are alive") == 2
     assert told.count("node 0 goes on with the 4 workers that it has found") == 2
     wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'")).losses
     assert read_losses(out, 0) == pytest.approx(wanted, abs=1e-9)
@@ -322,7 +322,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--return", "7.0@3"], "--return 7.0@3: the job has no worker 7.0"),
     (["--table", "/no/such"], "/no/such: no such folder or table"),
     (["--params", "/no/such.toml"], "/no/such.toml"),
-    (["--resume", "/no/such"], "--resume /no/such: no checkpoint is there"),
+    (["--resume", "/no/such"], "--resume /no/such: no checkpoint here"),
 ])
 def test_bad_options_are_refused_in_one_line(job, arguments, says):
     refused = train(job, *arguments)

@@ -90,8 +90,8 @@ def test_what_unequal_samples_cost_and_dealing_gives_back(here):
 
 @pytest.mark.parametrize(("text", "options", "says"), [
     ("1 2\nx\n", [], "line 2 is 'x'; expected the lengths"), ("3 -1\n", [], "line 1 is '3 -1'"), ("", [], "no sample"),
-    ("100\n200\n", ["--context", 150], "line 2: a document of 200 tokens, and a sample has at most 150"),
-    ("100 100\n", ["--context", 150], "line 1: documents of 200 tokens together"),
+    ("100\n200\n", ["--context", 150], "line 2: a document has 200 tokens; expected at most 150"),
+    ("100 100\n", ["--context", 150], "line 1: documents have 200 tokens together"),
     ("1\n2\n", [], "lengths: 2 samples; expected at least 12")])
 def test_bad_lengths_exit_2(here, text, options, says):
     (here / "lengths").write_text(text)
@@ -100,7 +100,7 @@ def test_bad_lengths_exit_2(here, text, options, says):
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"without": "stage"}, "no trace of StragglerAnalysis"), ({"chunk": 1}, "workers have several stages each")])
+    ({"without": "stage"}, "not a trace of StragglerAnalysis"), ({"chunk": 1}, "workers have several stages each")])
 def test_bad_traces_exit_2(here, given, says):
     trace(here / "t.parquet", **given)
     for command in (["new", "--trace", "t.parquet"], ["jitter", "plan.json", "--lengths", "t.parquet"]):

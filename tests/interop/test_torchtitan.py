@@ -88,7 +88,7 @@ def test_the_folder_holds_the_order_and_its_flags(tmp_path):
                             text=True, check=True).stdout.splitlines()
     assert listed == answer["flags"] and str(tmp_path / "a folder" / "schedule.csv") in listed
     again = export(plan, tmp_path / "a folder", "--to", "torchtitan")
-    assert again.exit_code == 2 and "something is there already" in again.stderr
+    assert again.exit_code == 2 and "exists already; name a folder" in again.stderr
 
 
 def test_a_staggered_plan_is_told_of(tmp_path):
@@ -106,11 +106,11 @@ LINEAR_PAIRS = "[placement]\nchunks = 2\nlayers = [1, 1, 1, 1]"
     (by_hand(SHED), [], "shed to worker 1.0, of another pipeline; torch's runtime knows one pipeline: export a plan"),
     (general.floating_layer(), [], "holds layers of its own choice"),
     (plan_job(grid(2, 2, [3, 4]), method="greedy").schedule, [], "pipelines have 3 to 4 micro-batches"),
-    (plan_job(grid(1, 1, 3), method="greedy").schedule, [], "torchtitan has no pipeline of one rank"),
+    (plan_job(grid(1, 1, 3), method="greedy").schedule, [], "torchtitan does not run pipelines of one rank"),
     (plan_job(grid(1, 2, 3, more=LINEAR_PAIRS), method="greedy").schedule, [],
-     r"its stages are on ranks \[0, 0, 1, 1\]; torchtitan deals them in turn, or two a rank as a V: plan with"),
+     r"stages are on ranks \[0, 0, 1, 1\]; torchtitan puts them round-robin, or 2 per rank as a V: plan with"),
     (plan_job(grid(1, 2, 3, more="[placement]\nchunks = 3\norder = 'interleaved'"), method="greedy").schedule, [],
-     "the layers of 3 stages a rank: give --decoder-layers"),
+     "into 3 stages per rank by itself: give --decoder-layers"),
     (plan_job(grid(1, 2, 3, more="[placement]\nlayers = [4, 4]"), method="greedy").schedule, ["--decoder-layers", 7],
      "--decoder-layers 7: the plan has 8 layers; expected 8, or 6 where embedding and head are layers of it"),
 ])

@@ -248,7 +248,7 @@ def test_what_is_done_in_another_way_is_said():
                                                       *options])))
     for words in ("--checkpoint.interval 10 does not", "SelectiveAC.Config does not count", "sequence parallelism",
                   "--parallelism.pipeline_parallel_schedule, --parallelism.pipeline_parallel_layers_per_stage does not",
-                  "--debug.deterministic is of this process"):
+                  "--debug.deterministic applies to this process"):
         assert len([line for line in said if words in line]) == 1, said
     assert len(said) == 5, said
 

@@ -96,7 +96,7 @@ def test_the_run_goes_on_when_a_process_is_killed_and_ends_with_a_checkpoint_whe
     run.trains_on()
     os.kill(run.rank(0), signal.SIGKILL)
     run.all_end()
-    assert "no other one came within 5 s" in run.said()
+    assert "no other node 0 came within 5 s" in run.said()
 
 
 def test_nothing_is_left_when_mpirun_is_killed(run):

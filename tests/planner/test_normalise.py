@@ -140,7 +140,7 @@ def test_a_role_may_be_taken_over_from_a_checkpoint():
 
 def test_too_many_failures_have_no_plan():
     assert normal_form(grid(2, 2, 1), 2, GREEDY).schedule.failed
-    with pytest.raises(NoPlanError, match="3 failures leave some stage without a live worker, whoever plays"):
+    with pytest.raises(NoPlanError, match="3 failures leave some stage without a live worker, however roles"):
         normal_form(grid(2, 2, 1), 3, GREEDY)
     with pytest.raises(NoPlanError, match="stage 1 has no live worker"):
         normalised(grid(2, 2, 1), [Worker(0, 1), Worker(1, 1)], GREEDY)

@@ -65,7 +65,7 @@ def test_an_integer_is_a_number() -> None:
      ["unknown key training.parameter_groups[0].weigth_decay", "mean training.parameter_groups[0].weight_decay?"]),
     ({}, {"parameter_groups": [{"weight_decay": 0}]}, ["parameter_groups[0]", "parameters"]),
     ({}, {"skip_nonfinite": "yes"}, ["training.skip_nonfinite is 'yes'", "true or false"]),
-    ({}, {"degraded_ranks": True}, ["no training.degraded_ranks any more", "is down until it is whole again"]),
+    ({}, {"degraded_ranks": True}, ["training.degraded_ranks was removed", "is down until it is whole again"]),
     ({}, {"a key - at `$.seed`": 1}, ["unknown key training.a key"]),
 ])
 def test_refusals_name_key_value_and_expectation(model: dict[str, object], training: dict[str, object],
@@ -79,7 +79,7 @@ def test_refusals_name_key_value_and_expectation(model: dict[str, object], train
 
 
 def test_broken_json_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="no readable run configuration"):
+    with pytest.raises(ConfigError, match="the run configuration cannot be read"):
         RunConfig.from_json('{"model": {"blocks": 0}}')
 
 

@@ -41,4 +41,4 @@ def test_of_three_holders_the_wrong_one_is_given_up(fork_server, tmp_path):
 def test_of_two_nobody_is_and_all_go_back(what, sharded, fork_server, tmp_path):
     config = tiny(iterations=9, shard_optimizer=sharded)
     result, recovery = flipped(what, TWO, config, fork_server, tmp_path)
-    assert not dead(result) and recovery.went_back_to in SAVED and "nobody can tell who is right" in recovery.broken
+    assert not dead(result) and recovery.went_back_to in SAVED and "there is no majority among" in recovery.broken

@@ -242,7 +242,7 @@ def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_pa
     with torch.no_grad():
         torch.testing.assert_close(loaded(tmp_path / "two")(tokens).logits, alone(tokens).logits, rtol=0, atol=1e-9)
     again = CliRunner().invoke(app, command)
-    assert again.exit_code == 2 and "something is there already" in again.stderr
+    assert again.exit_code == 2 and "exists already; name a folder that is new or empty" in again.stderr
 
 
 class Padded(NamedTuple):

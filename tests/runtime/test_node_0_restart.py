@@ -231,5 +231,5 @@ def test_where_nobody_comes_all_end(tmp_path):
     pids = [*below(first.pid), *below(node.pid)]
     killed(first, log)
     assert node.wait(240) == 1
-    assert "no other one came within 3 s" in other.read_text(), other.read_text()
+    assert "no other node 0 came within 3 s" in other.read_text(), other.read_text()
     wait_until_gone(pids)

@@ -58,8 +58,8 @@ def join_as_node_1(address: Rendezvous, out: Path, fork_server, own: NodeJob = O
 @pytest.mark.parametrize(("setup", "reason"), [
     (replace(SETUP, config=tiny(seed=3)), r"^training\.seed is 0 here and 3 at node 0; start every node with the same"),
     (replace(SETUP, config=tiny(data="os:system")), r"^training\.data is None here and 'os:system' at node 0"),
-    (replace(SETUP, workers=(Worker(7, 0),)), r"^node 0 has a worker 7\.0, which the job here has not"),
-    (replace(SETUP, first_iteration=4), r"^node 0 goes on from iteration 4; start every node with --resume"),
+    (replace(SETUP, workers=(Worker(7, 0),)), r"^node 0 has a worker 7\.0, which is not in this job"),
+    (replace(SETUP, first_iteration=4), r"^node 0 resumes from iteration 4; start every node with --resume"),
 ])
 def test_a_node_0_with_another_job_is_refused_with_both_values(setup, reason, node_0, fork_server, tmp_path):
     with pytest.raises(ConfigError, match=reason):
@@ -68,7 +68,7 @@ def test_a_node_0_with_another_job_is_refused_with_both_values(setup, reason, no
 
 
 def test_workers_that_are_not_this_nodes_are_not_started(node_0, fork_server, tmp_path):
-    with pytest.raises(RunError, match=r"^node 0 wants to start worker 0\.0, which is not one of this node"):
+    with pytest.raises(RunError, match=r"^node 0 wants to start worker 0\.0, which is not a worker of this node"):
         join_as_node_1(node_0(SETUP, StartWorker(Worker(0, 0))), tmp_path, fork_server)
     assert fork_server.pids == {}
 
@@ -90,8 +90,8 @@ def test_starts_are_limited_in_number_and_rate(monkeypatch):
 def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, monkeypatch):
     monkeypatch.setattr(to_node_agent, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(authentication, "HELLO_SECONDS", 3.0)  # what listens is still there, and answers nobody else
-    for seconds, told in (0.0, ""), (0.2, r"; no other one came within 0\.2 s"):
-        with pytest.raises(RunError, match=rf"^node 0 is gone: it has said nothing for 0 s{told}$"):
+    for seconds, told in (0.0, ""), (0.2, r"; no other node 0 came within 0\.2 s"):
+        with pytest.raises(RunError, match=rf"^node 0 is gone: it has sent no message for 0 s{told}$"):
             join_as_node_1(node_0(SETUP, StillRunning()), tmp_path, fork_server,
                            dataclasses.replace(OWN, coordinator_timeout_seconds=seconds))
 

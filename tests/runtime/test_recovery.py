@@ -229,7 +229,7 @@ def test_no_schedule_ends_the_run_with_its_reason(fork_server, tmp_path):
 
 
 def test_a_schedule_of_another_job_ends_the_run(fork_server, tmp_path):
-    with pytest.raises(RunError, match=r"^the schedule for the failure of 0\.1 is one of another job; (one|\d) it"):
+    with pytest.raises(RunError, match=r"^the schedule for the failure of 0\.1 is for another job; (one|\d) it"):
         train([at("0.1", 1)], fork_server, tmp_path, scheduler=planned(WIDE))
 
 

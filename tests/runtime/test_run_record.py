@@ -68,7 +68,7 @@ def refusal(folder):
 
 
 def test_folders_that_hold_no_run(tmp_path):
-    assert "no folder is there" in refusal(tmp_path / "nowhere")
+    assert "no such folder; give the --out folder" in refusal(tmp_path / "nowhere")
     assert "no events.jsonl is there: give the --out" in refusal(tmp_path)
     (tmp_path / "losses.jsonl").write_text("{}\n")
     assert "its run is of a version that recorded none" in refusal(tmp_path)
@@ -79,7 +79,7 @@ def test_folders_that_hold_no_run(tmp_path):
 @pytest.mark.parametrize(("spoil", "says"), [
     (lambda text: text[:-9], "events.jsonl: line 15, the last one, is cut off; remove it, or start the run again"),
     (lambda text: text.replace(b'"version":1', b'"version":2'),
-     "events.jsonl: line 1: of version 2; this Slipstream reads version 1: take a newer one"),
+     "events.jsonl: line 1: is of version 2, this Slipstream reads 1: use a newer Slipstream"),
     (lambda text: text.replace(b'"failed"', b'"fallen"'), "events.jsonl: line 3: Invalid value 'fallen'"),
     (lambda text: text.replace(b'"live":4', b'"live":"4"', 1), "events.jsonl: line 2: Expected `int`, got `str`"),
     (lambda text: text.replace(b'"schedule":"', b'"schedule":"../', 1), "line 2: Expected `str` matching"),

@@ -173,8 +173,8 @@ def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_
 
 
 @pytest.mark.parametrize(("training", "message"), [
-    ({"dtype": "float16"}, "training.dtype is 'float16'; expected one of .*: in float16 small gradients are lost "
-                           "without loss scaling, which there is not, and bf16 needs none"),
+    ({"dtype": "float16"}, "training.dtype is 'float16'; expected one of .*: float16 needs loss scaling, which "
+                           "is not supported; bf16 needs none"),
     ({"master_weights": True, "dtype": "float32"}, "training.master_weights is true, and training.dtype 'float32'; "
                                                    "expected 'bf16'"),
     ({"reduce_dtype": "bf16"}, "training.reduce_dtype is 'bf16', and there are no master_weights; expected them, or"),

@@ -95,7 +95,7 @@ def test_live_workers_and_roles():
     nobody = replace(schedule, seats=schedule.seats[::2], failed=(Worker(0, 1), Worker(1, 1)))
     (violation,) = check(nobody)
     assert (violation.rule, violation.message) == (
-        "holders", "no live worker holds layer 1 (stage 1): no parameters of them are left")
+        "holders", "no live worker holds layer 1 (stage 1): the parameters are lost")
 
 
 def test_a_moved_worker_plays_its_new_role():

@@ -167,7 +167,7 @@ def test_any_value_anywhere(path, value):
     (b"", "no readable schedule"),
     (b"[]", "no readable schedule"),
     (b"{}", "key 'format' is None"),
-    (changed("format", value="slipstream.trace"), "no Slipstream schedule: key 'format' is 'slipstream.trace'"),
+    (changed("format", value="slipstream.trace"), "not a Slipstream schedule: key 'format' is 'slipstream.trace'"),
     (changed("format", value="x" * 10**6), "no readable schedule"),
     (changed("version", value=3), "schedule format version 3; this Slipstream reads 1 and 2"),
     (changed("version", value=10**30), "no readable schedule"),
@@ -278,5 +278,5 @@ def test_a_huge_file_in_bounded_memory(tmp_path):
                "try: read(Path(sys.argv[1]))\n"
                "except ValueError as error: print(error)\n")
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout == f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a schedule file may have\n"
+    assert done.stdout == f"{path}: more than {MAX_FILE_BYTES} bytes, the limit for a schedule file\n"
     assert done.stderr == ""

@@ -27,7 +27,7 @@ def test_a_document_is_read():
     (GOOD.replace(b":2", b":3"), "note format version 3; this Slipstream reads 2"),
     (GOOD.replace(b'"version":2,', b'"version":2,"version":2,'), "key 'version' is given twice"),
     (GOOD.replace(b'"lines"', b'"more":1,"lines"'), "unknown field `more`"),
-    (GOOD.replace(b'"a"', b'"' + b"a" * 200 + b'"', 1), "more than 200 bytes, the most that a note file may have"),
+    (GOOD.replace(b'"a"', b'"' + b"a" * 200 + b'"', 1), "more than 200 bytes, the limit for a note file"),
 ])
 def test_others_are_refused_in_one_line(data, says):
     with pytest.raises(DocumentError) as refused:

@@ -35,7 +35,7 @@ def test_placed_in_order_of_start():
 
 @pytest.mark.parametrize(("old", "new", "reason"), [
     (b'"version":1', b'"version":2', "trace format version 2; this Slipstream reads 1"),
-    (b"slipstream.trace", b"slipstream.schedule", "no Slipstream trace"),
+    (b"slipstream.trace", b"slipstream.schedule", "not a Slipstream trace"),
     (b'"job":"j"', b'"job":"j","job":"k"', "key 'job' is given twice"),
     (b"0.5,0.75", b"0.75,0.5", "iteration 0: O on 0.1 runs from 0.75 s to 0.5 s"),
     (b"0.5,0.75", b"-0.5,0.75", "expected 0 <= start <= end"),

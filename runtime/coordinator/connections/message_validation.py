@@ -92,7 +92,7 @@ class MessageBounds:
 def _find_time_violation(times: Sequence[OpTime]) -> str | None:
     for op_time in times:
         if op_time.number <= 0 or not 0 <= op_time.seconds < math.inf:
-            return "it reports a time or a number of ops that is negative or not finite"
+            return "it reports ops whose number is not positive, or whose time is negative or not finite"
         if op_time.misfit is not None and not 0 <= op_time.misfit < math.inf:
             return "it reports a cost error of ops that is negative or not finite"
     return None

@@ -89,9 +89,8 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
         for place, other in zip(group[1:], others, strict=True):
             if (other.shape, other.dtype) != (first.shape, first.dtype):
                 raise _model_error(config,
-                                   f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, which "
-                                   f"is "
-                                       "which it is shared")
+                                   f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, with "
+                                   "which it is shared")
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
@@ -109,8 +108,8 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
     for layer, module in enumerate(modules):
         names = dict(module.named_parameters())
         for name in shards_of(module).keys() - names:
-            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected a name of one of its "
-                                       f"parameters")
+            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected the name of one of "
+                               "its parameters")
 
 
 def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:

@@ -61,7 +61,7 @@ def test_times_that_run_backwards_are_sorted():
     lines = EVENTS.strip().splitlines()
     trace = parse_availability_trace("\n".join([*lines[:3], lines[5], lines[4], lines[3], lines[6]]))
     assert trace.changes == parse_availability_trace(EVENTS).changes
-    assert trace.notes == ("time ran backwards 1 times: lines are sorted by it",)
+    assert trace.notes == ("time ran backwards 1 times: lines were sorted by time",)
 
 
 SLOW = EVENTS + """30000,slow,a,1.5
@@ -117,7 +117,7 @@ def test_gpus_make_workers():
         Change(1.0, gpus=((0, 1),)), Change(2.0, removed=(0,)), Change(3.0, added=(0,), gpus=((0, 1), (1, 1))),
         Change(4.0, gpus=((0, 2), (1, 2))))
     assert workers.partial_losses == 2  # that one comes back short of a GPU is no loss
-    with pytest.raises(ValueError, match="4 GPUs do not make workers of 3"):
+    with pytest.raises(ValueError, match="4 GPUs cannot be divided into workers of 3; expected a multiple"):
         group_gpus(gpus, 3)
 
 
@@ -156,7 +156,7 @@ def test_of_several_counts_at_one_instant_the_last_holds_and_holes_are_told():
     (EVENTS + "9000,gpus,a,0\n", "where none is left, remove it"),
     (EVENTS + "9000,gpus,,1\n", "line 9: '9000,gpus,,1'"),
     (EVENTS + "9000,slow,a" + " ," * 200_000 + "x\n", "line 9: '9000,slow,a , , ,"),
-    ("0,add,a\n0,add,b\n", "line 2: all lines are of one instant"),
+    ("0,add,a\n0,add,b\n", "line 2: all lines have the same time"),
     ("2021-12-11, 10:00:00, 0\n2021-12-11, 10:01:00, 0\n", "no machine is ever alive"),
     ("0,add,a\n999999999999999999,remove,a\n", "line 2: the trace would span more than a century"),
 ])
@@ -268,5 +268,5 @@ def test_llama_3_fails_every_three_hours():
 
 
 def test_more_failures_than_can_be_drawn_are_refused():
-    with pytest.raises(ValueError, match="expected at most 5 million"):
+    with pytest.raises(ValueError, match="shorten it to at most 5 million"):
         draw_trace(failing(1e-9), 4, 1)

@@ -118,7 +118,7 @@ def test_greyhound_delays_those_who_wait_and_links_more_than_computation():
 
 
 def test_more_slow_times_than_can_be_drawn_are_refused():
-    with pytest.raises(ValueError, match="expected at most 5 million"):
+    with pytest.raises(ValueError, match="shorten it to at most 5 million"):
         draw_slow_times(trace(seconds=1e6), [SlowKind(cause="slow", share=0.1, hours=1e-9, factor=2.0)])
 
 

@@ -41,7 +41,7 @@ def test_spot_instances(tmp_path):
     ('{"metadata": {"gap_seconds": 300}, "data": [0, 0]}', "no instance"),
     ("job_id,user\n1,2\n", "line 1: no column node_num"),
     ("[]", "no faults"), ('[{"node_id": "a"}]', "InfiniteHBD-Trace"),
-    (json.dumps([fault("a", 1.0, "start")] + 2 * [fault("a", 2.0, "end")]), "of a ends on day 2 that has not begun"),
+    (json.dumps([fault("a", 1.0, "start")] + 2 * [fault("a", 2.0, "end")]), "of a ends on day 2, but has not begun"),
     (ACME.replace("2023-03-01 01:10:00+08:00", "soon"), "line 3: expected numbers and times"),
     (ACME.splitlines()[0] + "\n", "no job on several servers")])
 def test_what_cannot_be_read_is_refused_in_a_line(tmp_path, text, message):
@@ -93,7 +93,7 @@ def test_slow_workers_of_straggler_analysis(tmp_path):
     assert (trace.places, trace.live) == (8, tuple(range(8))) and trace.length_seconds == 150.0
     assert trace.changes == (Change(50.0, slowed=((2, 2.5),)),), "sends are not computation"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no more")
-    with pytest.raises(TraceFileError, match="no trace of StragglerAnalysis"):
+    with pytest.raises(TraceFileError, match="not a trace of StragglerAnalysis"):
         read_availability_trace(tmp_path / "bad.parquet")
     parquet.write_table(arrow.table({"step": [1]}), tmp_path / "other.parquet")
     with pytest.raises(TraceFileError, match=r"StragglerAnalysis|no column"):

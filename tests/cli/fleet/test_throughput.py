@@ -69,7 +69,7 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     found = table.lookup([Worker(2, 1)], settled=True).schedule
     known = Throughputs(job(), table=table, dead=[Worker(2, 1)]).rebalanced_answer(1)[0]
     assert known == pytest.approx(18 / found.seconds(found.period_ticks))
-    with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
+    with pytest.raises(ValueError, match="the table is of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
 
 

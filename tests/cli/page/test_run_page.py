@@ -59,7 +59,7 @@ def test_in_the_terminal(folder):
     text = done.stdout
     for said in ("worker 1.1 was killed by <SIGKILL>", "after a pause of 250 ms", "workers 0.1, 1.0 fetch 3 layers",
                  "layers are to move: 100 MB in 8 s would make the period 1.25 s instead of 2 s, which pays after 9",
-                 "started again, from iteration 25", "ended early: node 0 was told"):
+                 "restarted from iteration 25", "ended early: node 0 was told"):
         assert said in text
     assert all(len(line) <= 80 for line in lines[1:6])
 
@@ -76,7 +76,7 @@ def test_as_json(folder):
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["--run", "nowhere"], "nowhere: no folder is there; give the --out of slipstream train"),
+    (["--run", "nowhere"], "nowhere: no such folder; give the --out folder of slipstream train"),
     (["--run", "x", "schedule.json"], "--run shows a run: leave out schedule files"),
     (["--run", "x", "--svg", "y.svg"], "--run shows a run: leave out --svg"),
     ([], "give schedule files, or --run DIR"),

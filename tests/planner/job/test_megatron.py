@@ -28,7 +28,7 @@ layers = {}
 ])
 def test_known_layouts(layout, counts):
     if counts is None:
-        with pytest.raises(JobError, match=r"multi-token prediction \(m\) are not known"):
+        with pytest.raises(JobError, match=r"multi-token prediction \(m\) are not supported"):
             layout_counts("layers", layout)
     else:
         assert layout_counts("layers", layout) == counts
@@ -49,7 +49,7 @@ def test_jobs_of_layouts_are_planned_around_a_dead_worker(stages, layers):
 
 @pytest.mark.parametrize(("stages", "layers", "says"), [
     (2, "'Et|t|tL'", "placement.layers has 3 stages for 2 workers; expected the same number of stages for each"),
-    (2, "'Et|tL'\nchunks = 1", "placement.chunks is given beside a layout in placement.layers"),
+    (2, "'Et|tL'\nchunks = 1", "placement.chunks conflicts with the layout in placement.layers"),
     (1, "'tL'", "placement.layers is 'tL'; expected a layout of Megatron-LM, such as"),
     (1, "'E(t*2|L'", "expected a layout of Megatron-LM"),
     (1, "'E(t*9999|)*99999L'", "expected at most"),

@@ -148,7 +148,8 @@ def test_what_a_config_does_not_say_is_refused(change, says):
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "no JSON; expected a model's config.json"), ("[]", "no JSON object")])
+@pytest.mark.parametrize(("text", "says"), [
+    ("{", "not JSON; expected a model's config.json"), ("[]", "not a JSON object")])
 def test_files_that_are_no_config(text, says, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(JobError, match=says):

@@ -57,7 +57,7 @@ def test_a_long_run_keeps_the_last_windows_alone(monkeypatch):
 
 def test_peers_must_end_with_the_same_parameters():
     log = Log().log.with_finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
-    with pytest.raises(CommitLogError, match=r"worker 1\.0 ends with another parameter 0\.weight than its peers"):
+    with pytest.raises(CommitLogError, match=r"final parameter 0\.weight of worker 1\.0 differs from its peers'"):
         log.with_finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
 
 

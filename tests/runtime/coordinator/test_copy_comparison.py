@@ -106,7 +106,7 @@ def test_where_they_differ_again_the_run_ends():
     run.runs(1, other=A)
     goes_back(run, (0,))
     run.runs(0)
-    with pytest.raises(RunError, match=r"nobody can tell who is right .*0\.0, 1\.0, and they did before"):
+    with pytest.raises(RunError, match=r"there is no majority among .*0\.0, 1\.0, as before the run went back"):
         run.runs(1, other=A)
 
 

@@ -168,8 +168,8 @@ def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tm
             world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=2)
-    with pytest.raises(RunError, match=r"^waited 2 s in vain for worker 0\.0 of node 0, worker 2\.0 of node 0 and "
-                       r"worker 1\.0 of node 1; "):
+    with pytest.raises(RunError, match=r"^waited 2 s unsuccessfully for worker 0\.0 of node 0, worker 2\.0 of node 0 "
+                       r"and worker 1\.0 of node 1; "):
         world.play(script, agent=True)
 
 
@@ -194,8 +194,8 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
 
-    with pytest.raises(RunError, match=r"^waited 2 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "
-                       "no iteration is committed$"):
+    with pytest.raises(RunError, match=r"^waited 2 s unsuccessfully for worker 1\.0 of node 0 and worker 2\.0 of "
+                       "node 0; no iteration is committed$"):
         World(tmp_path, join_timeout_seconds=2).play(script)
 
 
@@ -344,7 +344,7 @@ def test_node_0_says_at_once_for_which_node_it_waits(tmp_path):
             world.talkers[worker].answers = False
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2), join_timeout_seconds=0.3)
-    with pytest.raises(RunError, match=r"^waited 0\.3 s in vain for node 1, which has not connected, and for "):
+    with pytest.raises(RunError, match=r"^waited 0\.3 s unsuccessfully for node 1, which has not connected, and for "):
         world.play(script)
     assert world.told == [f"node 0, at 127.0.0.1:{world.address.port}, waits for node 1, which has not connected"]
 

@@ -120,7 +120,7 @@ def test_who_was_only_about_to_take_part_is_no_member():
 
 
 def test_where_nobody_comes_nobody_is_left():
-    with pytest.raises(NoLiveWorkerError, match="nobody is left"):
+    with pytest.raises(NoLiveWorkerError, match="no worker of the run that node 0 led here before has reconnected"):
         taking(7).is_complete(FIRST_WORKER_SECONDS + 1)
     assert not taking(7, known(7)).is_complete(FIRST_WORKER_SECONDS - 1)
 

@@ -91,14 +91,15 @@ def test_who_does_not_say_who_it_is_is_cut_off_and_never_heard_of(message):
         return heard, lines
 
     heard, (line,) = play(script)
-    assert heard == [] and line.endswith(" was cut off: the first message must say who speaks")
+    assert heard == [] and line.endswith(" was cut off: the first message must identify the sender")
 
 
 @pytest.mark.parametrize(("hello", "then", "why"), [
     (JoinNode(1), b"[]", "Expected `object`, got `array`"), (JoinNode(1), b"{}}", "missing required field `type`"),
-    (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which another one sends"),
-    (JoinWorker(WORKER), b'{"type":"Ended","worker":[0,1],"status":0}', "it sent Ended, which another one sends"),
-    (JoinWorker(WORKER), b'{"type":"Note","worker":[1,1],"text":"not me"}', "it sent Note, which another one sends"),
+    (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which this peer may not send"),
+    (JoinWorker(WORKER), b'{"type":"Ended","worker":[0,1],"status":0}', "it sent Ended, which this peer may not send"),
+    (JoinWorker(WORKER), b'{"type":"Note","worker":[1,1],"text":"not me"}',
+     "it sent Note, which this peer may not send"),
     (JoinWorker(WORKER), b'{"type":"Ran","worker":[0,1],"order":"x"}', "Expected `int`, got `str`")])
 def test_nonsense_after_the_hello_ends_the_connection_with_one_line(hello, then, why):
     """Also what only others may say."""
@@ -147,7 +148,7 @@ def test_who_never_ends_what_it_begins_to_say_is_cut_off(said, monkeypatch):
         await ends(reader)
         return lines
 
-    assert play(script)[0].endswith("it did not say who it is within 0 s")
+    assert play(script)[0].endswith("it did not identify itself within 0 s")
 
 
 def test_of_many_who_say_nothing_the_oldest_goes_and_a_worker_comes_in():
@@ -160,7 +161,7 @@ def test_of_many_who_say_nothing_the_oldest_goes_and_a_worker_comes_in():
 
     heard, lines = play(script, most_unknown=20)
     assert heard == JoinWorker(WORKER)
-    assert len(lines) == 10 and all("more than 20 connections say nothing" in line for line in lines)
+    assert len(lines) == 10 and all("more than 20 connections have no identified peer" in line for line in lines)
 
 
 def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_before_the_end():

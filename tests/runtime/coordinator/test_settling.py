@@ -171,7 +171,8 @@ def test_it_settles_where_no_schedule_can_be_planned_in_which_layers_stay():
     world.run(20)
     world.factor = 3.0
     world.run(20)
-    assert world.phases == ["whole", "settled"] and "as there is no other: the table has none" in "".join(world.told)
+    assert world.phases == ["whole", "settled"]
+    assert "as no other is available: the table has none" in "".join(world.told)
     (chosen,) = world.of(SettlingChosen)
     assert chosen.present_period == pytest.approx(period_at(FIRST, {SLOW: 3.0}) / 100, rel=0.01)
 

@@ -52,7 +52,7 @@ def test_what_is_no_secret_is_refused_in_one_line_that_does_not_show_it(file, tm
     for environment, reason in (({SECRET_FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
                                 ({SECRET_VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
                                 ({SECRET_FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
-                                ({SECRET_FILE_VARIABLE: "/dev/null"}, "no file")):
+                                ({SECRET_FILE_VARIABLE: "/dev/null"}, "not a regular file")):
         with pytest.raises(SecretError, match=reason) as caught:
             read_secret(environment)
         assert "\n" not in str(caught.value) and "short" not in str(caught.value) and "xxx" not in str(caught.value)
@@ -63,7 +63,7 @@ def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
     refused = RefusalLog(said.append)
     for _ in range(2000):
         refused("somebody", "no reason")
-    assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th time" in said[-1]
+    assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th connection" in said[-1]
 
 
 def test_who_answers_a_byte_at_a_time_is_not_waited_for(monkeypatch):

@@ -136,7 +136,7 @@ def test_a_coordinator_that_makes_no_sense_is_left(coordinator):
     asking, _ = accepting.accepted()
     with asking:
         asking.connection.sendall(framed(b"{}", asking.keys))
-        with pytest.raises(RendezvousError, match="node 0 sent what makes no sense"):
+        with pytest.raises(RendezvousError, match="node 0 sent an invalid message"):
             channel.read()
 
 
@@ -152,8 +152,8 @@ def test_a_coordinator_that_says_nothing_or_does_not_go_on_is_left(coordinator, 
 
 
 @pytest.mark.parametrize(("greeting", "then", "reason"), [
-    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "what listens there is not Slipstream of this version"),
-    (PROTOCOL_VERSION + bytes(32), b"", "it closed the connection: its secret is another one"),
+    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "the program there is not Slipstream of this version"),
+    (PROTOCOL_VERSION + bytes(32), b"", "it closed the connection: its secret differs"),
     (PROTOCOL_VERSION + bytes(32), bytes(32), "it does not know the secret of this run"),
     (b"", b"", "it closed the connection$")])
 def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):

@@ -323,7 +323,7 @@ def test_layers_of_stages():
     assert with_end_layers([1, 5], 6) == [1, 5] and with_end_layers([6], 8) == [8]
     with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
         place_layers(own.grid, 7)
-    with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):
+    with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected one or more, beginning"):
         place_layers(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")).grid, 1)
 
 

@@ -58,7 +58,7 @@ def test_what_all_ranks_leave_is_fetched_at_once():
 
 
 def test_who_waits_in_vain_is_told():
-    with pytest.raises(DistStoreError, match="waited in vain for a, b"):
+    with pytest.raises(DistStoreError, match="timed out waiting for a, b"):
         GroupStore(HashStore(), "", LONG, lambda: None).wait(["a", "b"], timedelta(milliseconds=5))
 
 
@@ -91,7 +91,7 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
     assert alone.is_alive()
     sessions[workers[0]].abort()
     alone.join(20)
-    assert not alone.is_alive() and "the order is over" in str(raised)
+    assert not alone.is_alive() and "the generation has ended" in str(raised)
 
 
 def test_groups_connect_on_the_interface_that_is_named(monkeypatch):

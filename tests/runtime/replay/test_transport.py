@@ -15,5 +15,5 @@ def test_transport(wanted, device, workers, cards, shared, chosen):
 
 
 def test_nccl_needs_a_card_for_each_worker_unless_they_are_to_share_it():
-    with pytest.raises(ConfigError, match=r"here are 1 for 2 workers; training.share_devices = true"):
+    with pytest.raises(ConfigError, match=r"there are 1 for 2 workers; training.share_devices = true"):
         choose_transport("nccl", "cuda", 2, 1, shared=False)

@@ -99,10 +99,10 @@ def test_a_sender_that_goes_is_told_once(team):
 
 
 @pytest.mark.parametrize(("message", "tensors", "reason"), [
-    (LayerPart(PartRange(7, 0, 1, True), 0), {}, "it sent a part of layer 7 for which it was not asked"),
+    (LayerPart(PartRange(7, 0, 1, True), 0), {}, "it sent a part of layer 7 that was not requested"),
     (LayerPart(whole(1), 0), {"model.x": torch.zeros(1)}, "a part of layer 1 has no elements of"),
     (PartStepped(whole(1), 0), {"x": torch.zeros(1)}, "it has stepped a part of layer 1 that it has not sent"),
-    (LayerRequest((whole(1),)), {}, "it asks, where it was asked"),
+    (LayerRequest((whole(1),)), {}, "it sent a request instead of an answer"),
 ])
 def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -121,7 +121,7 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
 
 
 @pytest.mark.parametrize(("messages", "reason"), [
-    ([LayerPart(PartRange(LAYER, 0, 9, True), 0)], "it sent a part of layer 1 for which it was not asked"),
+    ([LayerPart(PartRange(LAYER, 0, 9, True), 0)], "it sent a part of layer 1 that was not requested"),
     ([PartStepped(PartRange(LAYER, 0, 8, True), 0)], "it has stepped a part of layer 1 that it has not sent"),
     ([LayerPart(PartRange(LAYER, 0, 8, True), 0), PartStepped(PartRange(LAYER, 0, 8, True), 0)],
      "gradients of a part of layer 1 do not fit"),

@@ -169,7 +169,7 @@ def broken(folder, tmp_path, name, change):
     ("index.json", lambda data: b"", r"index\.json: no readable table"),
     ("index.json", lambda data: b"[" * 10**5, r"index\.json: no readable table"),
     ("index.json", lambda data: data.replace(b'"version":2', b'"version":7', 1), r"table format version 7; this"),
-    ("index.json", lambda data: data.replace(b"slipstream.table", b"slipstream.chair"), r"no Slipstream table"),
+    ("index.json", lambda data: data.replace(b"slipstream.table", b"slipstream.chair"), r"not a Slipstream table"),
     ("index.json", lambda data: data.replace(b'"failures":1', b'"failures":2', 1), r"index\.json: changed since"),
     ("entries/count-1.json", lambda data: data.replace(b"1", b"2", 1), r"count-1\.json: not as the index describes"),
     ("programs.json.gz", lambda data: data[:-9], r"programs\.json\.gz: not as the index describes"),

@@ -111,8 +111,8 @@ def test_losses_and_builds() -> None:
 
 @pytest.mark.parametrize(("shared", "told"), [
     ((("0.weight", "1.weight"),), "layers share 0.weight, 1.weight, but Layer has no attribute `weight`"),
-    ((("0.weight", "2.bias"),), "2.bias is float32 [256]; expected float32 [256, 4], as 0.weight, which is to "
-                                  "be the same"),
+    ((("0.weight", "2.bias"),), "2.bias is float32 [256]; expected float32 [256, 4], as 0.weight, with "
+                                  "which it is shared"),
     (("0.weight", "2.weight"), "the model's shared is ('0.weight', '2.weight'); expected groups of parameters of "),
     ((("0.weight", "7.weight"),), "the model's shared is (('0.weight', '7.weight'),); expected groups of "),
 ])
@@ -199,7 +199,8 @@ def test_layers_of_ones_own_are_not_compiled(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"^training\.compile is true, and model\.name is .*; expected a model that"):
         find_forms(build_model(own.model, 0, torch.float32, CPU), own)
     documents = parse_run_config({}, {"compile": True, "data": "tests.runtime.uneven_data:documents"})
-    with pytest.raises(ConfigError, match=r"^training\.compile is true, and document_end or data of one's own may cut"):
+    with pytest.raises(ConfigError, match=r"^training\.compile is true, and document_end or user-defined data may "
+                       "divide"):
         require_compilable(documents, CPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
     gpt = parse_run_config({}, {"compile": True})

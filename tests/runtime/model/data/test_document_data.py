@@ -105,7 +105,7 @@ def test_each_document_is_as_if_it_were_alone(path, tmp_path, model):
     ({"document_end": 256}, "training.document_end is 256; expected 0 to 255"),
     ({"document_end": -1}, "training.document_end is -1; expected a token"),
     ({"tokens": None}, "training.document_end is 7; expected it with training.tokens"),
-    ({"data": "a:b"}, "own data give position_ids")])
+    ({"data": "a:b"}, "data of your own give position_ids instead")])
 def test_what_is_refused(path, training, says):
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         load_data(config_for(path, **training), COUNTS)
