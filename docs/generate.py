@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.app import COMMANDS, load
-from slipstream.cli.drawing.svg_timeline import drawing
+from slipstream.cli.app import COMMANDS, load_command
+from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.planner import Job, parse_job, plan_job
 from slipstream.schedules.schedule import Worker
 
@@ -19,7 +19,7 @@ def write_commands(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     lines = ["# Commands", "", "`slipstream COMMAND`; the same is in `slipstream COMMAND --help`.", ""]
     for name in COMMANDS:
-        lines += [f"## {name}", "", *_described(load(name), name)]
+        lines += [f"## {name}", "", *_described(load_command(name), name)]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -55,4 +55,4 @@ def write_pictures(folder: Path) -> None:
 
 
 def _draw(path: Path, job: Job, failed: list[Worker], **how: Any) -> None:
-    path.write_bytes(drawing(plan_job(job, failed, **how).schedule))
+    path.write_bytes(draw_schedule(plan_job(job, failed, **how).schedule))

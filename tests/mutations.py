@@ -87,7 +87,7 @@ def rehosted_at_the_same_time(draw, schedule):
     unit = op_key(ops[worker][index])[1:]
     first, end = schedule.layers_of(unit[0])
     others = [seat.worker for seat in schedule.seats
-              if not any(low <= first and end <= high for low, high in schedule.holds(seat.worker))]
+              if not any(low <= first and end <= high for low, high in schedule.held_layers(seat.worker))]
     assume(others)
     other = draw(st.sampled_from(others))
     taken = [op for op in ops[worker] if _is_compute(op) and op_key(op)[1:] == unit]
@@ -123,7 +123,7 @@ def before_its_input(draw, schedule):
     ops, worker, index = _pick(draw, schedule, _is_compute)
     by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
     op = ops[worker][index]
-    inputs = [by_key[key] for key in producer_keys(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key]
+    inputs = [by_key[key] for key in producer_keys(op_key(op), schedule.route_of(*op_key(op)[2:])) if key in by_key]
     assume(inputs)
     hop = schedule.times.transfer if inputs[0].worker != worker else 0
     start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))

@@ -263,7 +263,7 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused(arguments):
 INTERRUPTED = """
 import os, signal, sys, threading
 from slipstream.cli import app
-load = app.load
+load = app.load_command
 
 def loaded(name):
     command = load(name)
@@ -272,7 +272,7 @@ def loaded(name):
     timer.start() if {delay} else os.killpg(0, signal.SIGINT)
     return command
 
-app.load = loaded
+app.load_command = loaded
 from slipstream.cli.start import main
 main()
 """

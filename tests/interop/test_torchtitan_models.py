@@ -291,11 +291,11 @@ import torch
 sys.modules["torchtitan"] = None  # who imports it fails
 import slipstream.runtime.processes.fork_server_process, slipstream.runtime.worker.main
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.data.data import load_data
+from slipstream.runtime.model.layers.layered_model import build_model
 given = parse_run_config({}, {})
-load_corpus(given, (1,))
-model_for(given.model, 0, torch.float32, torch.device("cpu")).build(0)
+load_data(given, (1,))
+build_model(given.model, 0, torch.float32, torch.device("cpu")).build(0)
 print("triton" in sys.modules)
 import slipstream.cli.train, slipstream.cli.export, slipstream.runtime.api
 """

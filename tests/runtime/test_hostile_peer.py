@@ -193,7 +193,7 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [
-    b"{}", b"\xff" * 10**6, b'{"type":"Ran","worker":[1,1],"order":1,"iteration":"3"}',
+    b"{}", b"\xff" * 10**6, b'{"type":"IterationReport","worker":[1,1],"order":1,"iteration":"3"}',
     b'{"type":"Ready","worker":[1,1],"corpus":3,"address":["",1]}', b"[" * 10**6])
 def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body, victim):
     def attack(victim: Victim) -> None:
@@ -243,7 +243,7 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
     victim.suffer(attack)
     length = int.from_bytes(heard[0][:4], "little")
     setup = json.loads(heard[0][4:4 + length])
-    assert setup.pop("type") == "Setup"
+    assert setup.pop("type") == "WorkerSetup"
     assert not setup.keys() & {"config", "model", "training", "out", "resume", "checkpoints", "secret"}
     assert str(victim._out) not in heard[0].decode(errors="replace")
 

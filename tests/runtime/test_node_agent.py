@@ -17,7 +17,7 @@ LOST, WHOLE = WorkerEnded(Worker(1, 0), -9), Worker(1, 1)
 class Link:
     """To a node 0 that is gone, and then to another one, which ends the run."""
 
-    pending, setup = True, SETUP
+    has_pending, setup = True, SETUP
 
     def __init__(self):
         self.sent, self.told, self.gone = [], [], True

@@ -62,8 +62,8 @@ def test_a_second_run_in_the_folder_is_refused_and_does_no_harm(fork_server, tmp
     assert not list(tmp_path.glob(".*")), "the lock is gone with the run"
 
 
-HOLD = "import sys, time; from pathlib import Path; from slipstream.runtime.run_folder import locked\n" \
-       "with locked(Path(sys.argv[1]), 0): print('held', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from slipstream.runtime.run_folder import hold_folder_lock\n" \
+       "with hold_folder_lock(Path(sys.argv[1]), 0): print('held', flush=True); time.sleep(60)"
 
 
 def test_a_crash_lets_go_of_the_folder(tmp_path):

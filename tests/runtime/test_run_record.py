@@ -14,7 +14,7 @@ def run(tmp_path):
 
 
 def test_times_of_several_starts_follow_one_another(run):
-    assert len(run.starts) == 2 and run.finished is None
+    assert len(run.starts) == 2 and run.finish_event is None
     first_end = next(one.at for one in run.events if one.event.__class__.__name__ == "Finished")
     again = [one for one in run.events if one.event is run.starts[1]]
     assert again[0].at == first_end == pytest.approx(5 + 3 + 20 + 0.25 + 24 + 20)

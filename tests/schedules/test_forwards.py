@@ -24,7 +24,7 @@ def test_any_plan_has_valid_forwards(data) -> None:
     assert check(alone, forwards=True) == [] and check(alone) != []
     assert sorted(map(name, alone.all_ops())) == sorted(
         name(op) for op in schedule.all_ops() if op.kind is OpKind.F)
-    assert fill_and_work(alone) <= last_end(alone) <= 1.25 * fill_and_work(alone)
+    assert fill_and_work(alone) <= last_end(alone) <= 1.25 * fill_and_work(alone) + max(alone.times.forward)
 
 
 def name(op):

@@ -81,7 +81,7 @@ def test_workers_can_follow_the_order_of_transfers(schedule):
     crossings = [(before, after) for before, after in op_graph(schedule, programs).edges
                  if isinstance(before, Op) and isinstance(after, Op) and before.worker != after.worker
                  and any(rule.tensor for key,
-                         rule in producers_with_rules(op_key(after), schedule.path(*op_key(after)[2:]))
+                         rule in producers_with_rules(op_key(after), schedule.route_of(*op_key(after)[2:]))
                          if key == op_key(before))]
     assert len(found) == len(set(found)) == len(crossings)
     pairs = defaultdict(list)

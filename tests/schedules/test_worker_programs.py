@@ -52,11 +52,11 @@ def require_parts(schedule, alike=None):
     for worker, part in parts.items():
         assert list(part.members) == everyone
         assert list(map(untimed, part.ops(worker))) == list(map(untimed, schedule.ops(worker)))
-        assert part.held_layers(worker) == schedule.holds(worker)
+        assert part.held_layers(worker) == schedule.held_layers(worker)
         assert part.layers_by_slice == schedule.layers_by_slice
         for op in part.ops(worker):
             if op.microbatch is not None:
-                assert tuple(part.route_of(op.pipeline, op.microbatch)) == tuple(schedule.path(op.pipeline,
+                assert tuple(part.route_of(op.pipeline, op.microbatch)) == tuple(schedule.route_of(op.pipeline,
                                                                                                op.microbatch))
         for one in part.crossings:
             (sent if one.source == worker else taken)[one.source, one.target, one.number] = one

@@ -14,14 +14,15 @@ def test_values_and_defaults():
 
 
 @pytest.mark.parametrize(("read", "says"), [
-    (lambda table: table.number("x"), "key 't.x' is missing; expected a number of at least 0"),
-    (lambda table: table.number("negative"), "t.negative is -1; expected a finite number of at least 0"),
-    (lambda table: table.number("huge"), "t.huge is 1e+19; expected a number of at most 1e+18"),
-    (lambda table: table.number("yes"), "t.yes is True; expected a finite number"),
-    (lambda table: table.count("half", high=3), "t.half is 0.5; expected a whole number, 1 to 3"),
-    (lambda table: table.numbers("list", 3, "stage"), "t.list has 2 values; expected 3, one per stage, or a single"),
-    (lambda table: table.numbers("list", 2, "stage"), r"t.list[1] is 'b'; expected a finite number"),
-    (lambda table: table.table("half"), "t.half is 0.5; expected a table"),
+    (lambda table: table.take_number("x"), "key 't.x' is missing; expected a number of at least 0"),
+    (lambda table: table.take_number("negative"), "t.negative is -1; expected a finite number of at least 0"),
+    (lambda table: table.take_number("huge"), "t.huge is 1e+19; expected a number of at most 1e+18"),
+    (lambda table: table.take_number("yes"), "t.yes is True; expected a finite number"),
+    (lambda table: table.take_count("half", high=3), "t.half is 0.5; expected a whole number, 1 to 3"),
+    (lambda table: table.take_numbers("list", 3, "stage"),
+     "t.list has 2 values; expected 3, one per stage, or a single"),
+    (lambda table: table.take_numbers("list", 2, "stage"), r"t.list[1] is 'b'; expected a finite number"),
+    (lambda table: table.take_table("half"), "t.half is 0.5; expected a table"),
 ])
 def test_what_is_not_as_expected_is_refused_by_its_path(read, says):
     values = {"negative": -1, "huge": 1e19, "yes": True, "half": 0.5, "list": [1, "b"]}

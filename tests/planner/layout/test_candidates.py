@@ -56,4 +56,4 @@ def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
 
 def _idle(given_problem):
     """The bound may count idle time, which a load has none of."""
-    return max(min_fill_ticks(given_problem, worker) for worker in given_problem.live)
+    return max(min_fill_ticks(given_problem, worker) for worker in given_problem.live_workers)

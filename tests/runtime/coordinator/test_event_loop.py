@@ -289,8 +289,8 @@ def test_a_death_is_not_dated_back_to_a_failure_on_purpose_before_the_last_order
     found = []
 
     async def script(world):
-        happens = world.events._happens
-        world.events._happens = lambda event: (found.append(event), happens(event))
+        happens = world.events._apply_event
+        world.events._apply_event = lambda event: (found.append(event), happens(event))
         first, second, _ = world.talkers.values()
         for talker in world.talkers.values():
             await talker.stopped.wait()

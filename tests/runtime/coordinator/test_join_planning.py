@@ -18,7 +18,7 @@ def join(**options):
 
 
 def begun(joins, one, to):
-    return joins.begin(one, ((SOURCE, (("", 1),)),), ALL, to)
+    return joins.begin_fetch(one, ((SOURCE, (("", 1),)),), ALL, to)
 
 
 def numbers(to):

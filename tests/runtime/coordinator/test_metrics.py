@@ -47,7 +47,7 @@ def order(live=4, phase="whole"):
 
 def commit(log, clock, iteration, at, loss=2.0):
     clock.now = at
-    log.commit(iteration, loss, 0.5, gradient_norm=3.0, evaluation=1.5)
+    log.write_iteration(iteration, loss, 0.5, gradient_norm=3.0, evaluation=1.5)
 
 
 def recorded(folder, first=0):

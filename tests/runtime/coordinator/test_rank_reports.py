@@ -48,16 +48,16 @@ def test_a_worker_of_one_process_speaks_for_itself():
 
 def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):
     assert reports.both(ran(0, 0.5, 1.0), ran(0, 0.75, 2.0)) == ran(0, 0.75, 3.0)
-    assert reports.take(WORKER, 1, ran(1, 0.5, 2.0)) is None  # the other order, and another worker between
-    assert reports.take(OTHER, 0, ran(1, 0.25, 8.0)) is None
-    assert reports.take(WORKER, 0, ran(1, 0.25, 1.0)) == ran(1, 0.5, 3.0)
+    assert reports.add_message(WORKER, 1, ran(1, 0.5, 2.0)) is None  # the other order, and another worker between
+    assert reports.add_message(OTHER, 0, ran(1, 0.25, 8.0)) is None
+    assert reports.add_message(WORKER, 0, ran(1, 0.25, 1.0)) == ran(1, 0.5, 3.0)
     assert reports.both(ran(2, 0.5, None), ran(2, 0.5, 1.0)).squares is None
 
 
 def test_one_that_has_lost_somebody_has_the_others_stop_and_its_reason_counts(reports):
-    assert reports.take(WORKER, 1, Paused(WORKER, 4, holding((0, 3)), None, "peer gone")) is None
+    assert reports.add_message(WORKER, 1, Paused(WORKER, 4, holding((0, 3)), None, "peer gone")) is None
     assert reports.broken == [(WORKER, 4)]
-    whole = reports.take(WORKER, 0, Paused(WORKER, 4, holding((0, 2)), StepFactor(7, 0.5), "the order is over"))
+    whole = reports.add_message(WORKER, 0, Paused(WORKER, 4, holding((0, 2)), StepFactor(7, 0.5), "the order is over"))
     assert whole == Paused(WORKER, 4, holding((0, 2)), StepFactor(7, 0.5), "peer gone") and len(reports.broken) == 1
 
 
@@ -67,12 +67,12 @@ def test_one_that_has_stopped_as_told_waits_for_the_others(reports):
 
 
 def test_what_was_said_of_an_order_that_is_over_counts_no_more(reports):
-    reports.take(WORKER, 0, ran(5, 0.5, 1.0))
+    reports.add_message(WORKER, 0, ran(5, 0.5, 1.0))
     stopped = Paused(WORKER, 1, holding(), None, None)
     reports.both(stopped, stopped)
-    assert reports.take(WORKER, 1, ran(5, 0.5, 2.0)) is None
-    reports.forget(WORKER)
-    assert reports.take(WORKER, 0, ran(5, 0.5, 1.0)) is None
+    assert reports.add_message(WORKER, 1, ran(5, 0.5, 2.0)) is None
+    reports.drop_worker(WORKER)
+    assert reports.add_message(WORKER, 0, ran(5, 0.5, 1.0)) is None
 
 
 def test_digests_of_parameters_that_some_rank_does_not_hold_are_left_out(reports):
@@ -83,7 +83,7 @@ def test_digests_of_parameters_that_some_rank_does_not_hold_are_left_out(reports
 
 
 def test_each_rank_says_where_it_gives_layers(reports):
-    ready = reports.take(WORKER, 1, Ready(WORKER, "corpus", (("b", 2),))), reports.take(
+    ready = reports.add_message(WORKER, 1, Ready(WORKER, "corpus", (("b", 2),))), reports.add_message(
         WORKER, 0, Ready(WORKER, "corpus", (("a", 1),)))
     assert ready == (None, Ready(WORKER, "corpus", (("a", 1), ("b", 2))))
 
@@ -97,14 +97,15 @@ def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
     assert reports.both(ahead, behind).known == RecoveryReport(3, (WORKER,), 8, holding((0, 3)), None, pending=True,
                                                                losses={7: 1.5}, behind=True)
     assert reports.both(known(4, 7, (0, 3), pending=False), behind).known.kept == holding()  # one has not got the order
-    assert reports.take(WORKER, 0, ahead) is None and reports.incomplete == [WORKER]
-    assert reports.take(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None and not reports.incomplete
+    assert reports.add_message(WORKER, 0, ahead) is None and reports.incomplete_workers == [WORKER]
+    assert reports.add_message(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None \
+        and not reports.incomplete_workers
 
 
 def test_notes_pass_at_once_and_factors_from_the_first(reports):
     note, factor = Note(WORKER, "a line"), StepValidated(1, StepFactor(3, 1.0))
-    assert reports.take(WORKER, 1, note) is note
-    assert reports.take(WORKER, 1, factor) is None and reports.take(WORKER, 0, factor) is factor
+    assert reports.add_message(WORKER, 1, note) is note
+    assert reports.add_message(WORKER, 1, factor) is None and reports.add_message(WORKER, 0, factor) is factor
 
 
 def test_the_rest(reports):

@@ -59,7 +59,7 @@ def test_messages_come_in_order_and_the_end_last():
 
     heard = play(script)
     assert [message for _, message in heard] == [JoinWorker(WORKER), Heartbeat(), Note(WORKER, "last words"), None]
-    assert {connection.peer for connection, _ in heard} == {WORKER} and heard[0][0].closed
+    assert {connection.peer for connection, _ in heard} == {WORKER} and heard[0][0].is_closed
 
 
 def a_stranger():
@@ -97,10 +97,11 @@ def test_who_does_not_say_who_it_is_is_cut_off_and_never_heard_of(message):
 @pytest.mark.parametrize(("hello", "then", "why"), [
     (JoinNode(1), b"[]", "Expected `object`, got `array`"), (JoinNode(1), b"{}}", "missing required field `type`"),
     (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which this peer may not send"),
-    (JoinWorker(WORKER), b'{"type":"Ended","worker":[0,1],"status":0}', "it sent Ended, which this peer may not send"),
+    (JoinWorker(WORKER), b'{"type":"WorkerEnded","worker":[0,1],"status":0}', "it sent WorkerEnded, which this peer "
+                                                                              "may not send"),
     (JoinWorker(WORKER), b'{"type":"Note","worker":[1,1],"text":"not me"}',
      "it sent Note, which this peer may not send"),
-    (JoinWorker(WORKER), b'{"type":"Ran","worker":[0,1],"order":"x"}', "Expected `int`, got `str`")])
+    (JoinWorker(WORKER), b'{"type":"IterationReport","worker":[0,1],"order":"x"}', "Expected `int`, got `str`")])
 def test_nonsense_after_the_hello_ends_the_connection_with_one_line(hello, then, why):
     """Also what only others may say."""
     async def script(address, heard, lines):

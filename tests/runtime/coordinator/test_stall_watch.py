@@ -25,7 +25,7 @@ class World:
         said = []
         for _ in range(round(seconds / INTERVAL)):
             self.now += INTERVAL
-            stall = self.watch.look(HELD, INTERVAL, planning=planning)
+            stall = self.watch.check_progress(HELD, INTERVAL, planning=planning)
             said += [] if stall is None else [stall]
         return said
 
@@ -45,7 +45,7 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
     for status in (WorkerStatus(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
                    WorkerStatus(B, "iteration 3, W", 9.5, waits=False),
                    WorkerStatus(C, "iteration 3, F", 0.1, waits=False)):
-        world.watch.answered(status)
+        world.watch.add_status(status)
     (stall,) = world.look(1)
     assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
                           "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)")
@@ -56,15 +56,15 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
 def test_nobody_is_given_up_where_all_of_some_layers_are_busy_for_so_long(world):
     world.look(11)
     for worker in (A, B):
-        world.watch.answered(WorkerStatus(worker, "iteration 0, F", 10.5, waits=False))
-    world.watch.answered(WorkerStatus(C, "waits", 10.5, waits=True))
+        world.watch.add_status(WorkerStatus(worker, "iteration 0, F", 10.5, waits=False))
+    world.watch.add_status(WorkerStatus(C, "waits", 10.5, waits=True))
     (stall,) = world.look(1)
     assert stall.find_culprits(HELD) == []
 
 
 def test_who_does_not_answer_is_waited_for_only_a_moment(world):
     world.look(11)
-    world.watch.answered(WorkerStatus(A, "waits for the next order", 0.0, waits=True))
+    world.watch.add_status(WorkerStatus(A, "waits for the next order", 0.0, waits=True))
     (stall,) = world.look(STATUS_ANSWER_SECONDS + 1, planning=True)
     assert str(stall).endswith("worker 1.0 does not answer; node 0: plans a schedule for the workers that are left")
 

@@ -33,7 +33,7 @@ from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec
 server = ForkServer()
 for name in "abc":
-    server.start(ProcessSpec(name, "time:sleep", "", os.devnull))
+    server.start_process(ProcessSpec(name, "time:sleep", "", os.devnull))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -93,8 +93,8 @@ torch.cuda._raw_device_count_nvml = lambda: 2
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch._C._cuda_getCurrentRawStream = asked
 assert torch.cuda.is_available()
 from slipstream.runtime.processes.worker_start import HUGGING_FACE, TORCHTITAN
-from slipstream.runtime.worker.main import warm_up
-warm_up()
+from slipstream.runtime.worker.main import import_slow_modules
+import_slow_modules()
 for library, module in (("transformers", HUGGING_FACE), ("torchtitan", TORCHTITAN)):
     if importlib.util.find_spec(library):
         importlib.import_module(module)
@@ -111,17 +111,17 @@ def test_nothing_that_the_fork_server_imports_initialises_cuda():
 
 ADOPTS = """
 import os, signal, sys
-from slipstream.runtime.processes.fork_server import ForkServer, adopt
+from slipstream.runtime.processes.fork_server import ForkServer, adopt_fork_server
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec
 if len(sys.argv) == 1:
     server = ForkServer()
-    server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", os.devnull))
+    server.start_process(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", os.devnull))
     while not server.pids:
         server.poll(60)
 else:
-    server = adopt(sys.argv[1])
-    assert server is not None and server.names() == ["a"]
-print(server.hold(60, "note"), *server.pids.values(), flush=True)
+    server = adopt_fork_server(sys.argv[1])
+    assert server is not None and server.list_alive() == ["a"]
+print(server.hold_for_adoption(60, "note"), *server.pids.values(), flush=True)
 if len(sys.argv) < 3:
     os.kill(os.getpid(), signal.SIGKILL)
 server.close()

@@ -52,7 +52,8 @@ def test_messages_that_are_changed_repeated_left_out_or_of_another_connection_ar
 
 
 @pytest.mark.parametrize("decode", [to_coordinator.decode, to_worker.decode, to_node_agent.decode])
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"type":"Unheard"}', b'{"type":"Ran","order":"x"}', b"\xff",
+@pytest.mark.parametrize("body",
+                         [b"", b"{}", b"[]", b'{"type":"Unheard"}', b'{"type":"IterationReport","order":"x"}', b"\xff",
                                   b'{"type":"Leave","more":' + b"[" * 10**5])
 def test_whatever_is_no_message_is_refused(decode, body):
     with pytest.raises(ProtocolError):

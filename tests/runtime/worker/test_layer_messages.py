@@ -94,12 +94,12 @@ def test_several_threads_may_be_the_first_to_read_a_message():
     """msgspec crashes where two threads are the first to decode a type: the module decodes each itself, at import."""
     program = (
         "import io, threading\n"
-        "from slipstream.runtime.protocol.authentication import Tags\n"
-        "from slipstream.runtime.worker.layer_messages import OrderBegins, pack, read_message\n"
-        "data, start = b''.join(pack(Tags(b'key'), OrderBegins(1, 2))), threading.Barrier(8)\n"
+        "from slipstream.runtime.protocol.authentication import TagSequence\n"
+        "from slipstream.runtime.worker.layer_messages import OrderBegins, encode_message, read_message\n"
+        "data, start = b''.join(encode_message(TagSequence(b'key'), OrderBegins(1, 2))), threading.Barrier(8)\n"
         "def read():\n"
         "    start.wait()\n"
-        "    assert read_message(io.BytesIO(data), Tags(b'key')) == (OrderBegins(1, 2), {})\n"
+        "    assert read_message(io.BytesIO(data), TagSequence(b'key')) == (OrderBegins(1, 2), {})\n"
         "threads = [threading.Thread(target=read) for _ in range(8)]\n"
         "[thread.start() for thread in threads], [thread.join() for thread in threads]\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=240, env=command_environment())

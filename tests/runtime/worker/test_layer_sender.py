@@ -18,7 +18,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     member, returned = team.members[LEFT], threading.Event()
 
     def give() -> None:
-        member.sender.give(2, -1, 1, member.store, lambda: None)
+        member.sender.send_to_waiting(2, -1, 1, member.store, lambda: None)
         returned.set()
 
     thread = threading.Thread(target=give, daemon=True)
@@ -39,10 +39,10 @@ def test_waiting_for_those_who_are_to_be_given_layers_can_be_called_off(team):
         raise CommunicationError("it is over")
 
     with pytest.raises(CommunicationError, match="it is over"):
-        team.members[LEFT].sender.give(2, 0, 1, team.members[LEFT].store, refuse)
+        team.members[LEFT].sender.send_to_waiting(2, 0, 1, team.members[LEFT].store, refuse)
     team.fetch(0, 2, follow=False)
     with pytest.raises(CommunicationError, match="it is over"):
-        team.receiver.take(2, 0, refuse)
+        team.receiver.take_parts(2, 0, refuse)
 
 
 def test_one_thread_serves_all(team):
@@ -60,7 +60,7 @@ def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monk
     def asking():
         connection = ask(team.members[LEFT].sender.address, SOON)
         connection.send(LayerRequest((whole(0),)))
-        while not team.members[LEFT].sender.asked:
+        while not team.members[LEFT].sender.has_requests:
             threading.Event().wait(0.01)
         return connection
 
@@ -79,7 +79,7 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
     member, waited = team.members[LEFT], []
     with ask(member.sender.address, SOON) as slow:
         slow.send(LayerRequest((whole(0),)))
-        while not member.sender.asked:
+        while not member.sender.has_requests:
             threading.Event().wait(0.01)
         iteration = 0
         member.run(0)
@@ -116,7 +116,7 @@ def full(sender: LayerSender) -> bool:
 def test_one_that_asks_for_what_is_not_held_is_refused(team):
     with ask(team.members[LEFT].sender.address, SOON) as connection:
         connection.send(LayerRequest((PartRange(7, 0, 1, True),)))
-        while not team.members[LEFT].sender.asked:
+        while not team.members[LEFT].sender.has_requests:
             threading.Event().wait(0.01)
         team.members[LEFT].run(0)
         with pytest.raises(OSError):

@@ -58,7 +58,7 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     for iteration in range(committed + 1, committed + 3):
         compare(store, member.store, iteration - 1)
         member.run(iteration, take=2)
-        for mine, theirs in zip(fetched.flat_gradients(), member.holding.gradients(), strict=True):
+        for mine, theirs in zip(fetched.flat_gradients(), member.holding.flat_gradients(), strict=True):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)

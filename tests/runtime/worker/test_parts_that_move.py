@@ -63,7 +63,8 @@ def keeper(request):
 
 
 def fetch(getting, moves, address, number=1):
-    getting.begin(FetchRequest(number, 1, find_layer_sources(TARGET, moves, ((MEMBERS[0], (address,)),)), follow=True))
+    getting.start_fetch(FetchRequest(number, 1, find_layer_sources(TARGET, moves, ((MEMBERS[0], (address,)),)),
+                                     follow=True))
 
 
 def until_asked(sender: LayerSender) -> None:
@@ -94,7 +95,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
-        theirs = keeper.store.part_state(PartRange(LAYER, *span, state), committed)
+        theirs = keeper.store.get_part_state(PartRange(LAYER, *span, state), committed)
         assert found[state][:3] == (LAYER, *span) and found[state].tensors.keys() == theirs.keys()
         assert any(key.startswith("optimizer.") for key in theirs) == state
         for name, tensor in theirs.items():
@@ -113,11 +114,11 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     assert store.list_held_state().parts == ((LAYER, *own),)
     half = PartRange(LAYER, own[0] + 1, own[1] - 1, True)
     assert store.has_part(half) and not store.has_part(PartRange(LAYER, *ward, True))
-    ours, theirs = store.get_part_state(half, 0), keeper.store.part_state(half, 0)
+    ours, theirs = store.get_part_state(half, 0), keeper.store.get_part_state(half, 0)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     store.add_received(keeper.optimizer.kept_states())
     store.keep_parts({(LAYER, LAYER + 1): keeper.store.holding.cuts[LAYER, LAYER + 1]}, MEMBERS[0], 0)
-    assert store.list_held_state() == HeldState(((LAYER, LAYER + 1),), keeper.store.kept().parts, 0)
+    assert store.list_held_state() == HeldState(((LAYER, LAYER + 1),), keeper.store.list_held_state().parts, 0)
 
 
 @pytest.mark.parametrize(("messages", "reason"), [

@@ -47,7 +47,7 @@ def window(schedule, costs, sample):
         at = max([begin[op.worker] for op in ops] + [end[before] for before in graph.predecessors(node)])
         if isinstance(node, Op) and node.kind in COMPUTE_KINDS:
             _, _, pipeline, microbatch = op_key(node)
-            for key, rule in producers_with_rules(op_key(node), schedule.path(pipeline, microbatch)):
+            for key, rule in producers_with_rules(op_key(node), schedule.route_of(pipeline, microbatch)):
                 hop = schedule.times.transfer if rule.tensor and by_key[key].worker != node.worker else 0
                 at = max(at, end[by_key[key]] + hop)
         end[node] = at + max(length(op) for op in ops)

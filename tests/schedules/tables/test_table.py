@@ -87,7 +87,7 @@ def test_looked_up_schedules_are_valid_and_of_the_entrys_period(table, failed):
         assert found is None
         return
     assert found is not None and check(found.schedule) == []
-    entry = table.entry(found.key)
+    entry = table.checked_schedule(found.key)
     assert set(found.schedule.failed) == failed and found.schedule.period_ticks == entry.period_ticks
     assert decode(encode(found.schedule)) == found.schedule
     assert {seat.worker for seat in found.moves} <= set(WORKERS) - failed
@@ -150,7 +150,8 @@ def test_tables_of_version_1_are_read(folder, table, tmp_path):
     index["sha256"] = sha256_digest(json.dumps(index, separators=(",", ":")).encode())
     (copy / "index.json").write_text(json.dumps(index, separators=(",", ":")))
     old = Table.load(copy)
-    assert [old.checked_schedule(row.key) for row in old.rows()] == [table.entry(row.key) for row in old.rows()]
+    assert [old.checked_schedule(row.key) for row in old.rows()] == [table.checked_schedule(row.key)
+                                                                     for row in old.rows()]
 
 
 # --- Files that are not as they should be -----------------------------------------------------------------------------

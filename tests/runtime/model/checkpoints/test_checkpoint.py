@@ -132,8 +132,8 @@ def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
 def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     write(tmp_path, 10, states())
     script = ("import sys; from pathlib import Path; from tests.runtime.model.checkpoints.test_checkpoint import *\n"
-              f"big = states(size=4_000_000)\nwhile True: save(Path({str(tmp_path)!r}), 20, share(big, 0, 1, 2), "
-              "IDENTITY).wait()")
+              f"big = states(size=4_000_000)\nwhile True: start_saving(Path({str(tmp_path)!r}), 20, "
+              "share(big, 0, 1, 2), IDENTITY).wait()")
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4],
                                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])})
     deadline = time.monotonic() + 60
@@ -151,7 +151,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
 
 @pytest.mark.parametrize(("find", "reads"),
                          [(open_latest, "open_checkpoint"), (find_newest_undamaged, "open_checkpoint"),
-                                             (find_newest_undamaged, "require_whole")])
+                                             (find_newest_undamaged, "verify_checkpoint")])
 def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_is_taken(
         find, reads, monkeypatch, tmp_path) -> None:
     """As by workers whose node 0 has died, or by a run that goes on in the folder."""

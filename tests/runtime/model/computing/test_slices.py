@@ -95,7 +95,7 @@ class Cluster:
     def finish(self, iteration: int) -> float:
         """A and O of every stage; the iteration's loss."""
         for peers in zip(*self.workers, strict=True):
-            for flats in zip(*(peer.holding.gradients() for peer in peers), strict=True):
+            for flats in zip(*(peer.holding.flat_gradients() for peer in peers), strict=True):
                 total = torch.stack(flats).sum(0)
                 for flat in flats:
                     flat.copy_(total)
@@ -222,7 +222,7 @@ def assert_as_one_that_keeps_all(stage, ours, microbatch: Microbatch, value: Ten
     theirs = plain.backward_input(microbatch, gradient)
     plain.backward_weight(microbatch)
     assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
-    for mine, other in zip(stage.holding.gradients(), plain.holding.flat_gradients(), strict=True):
+    for mine, other in zip(stage.holding.flat_gradients(), plain.holding.flat_gradients(), strict=True):
         assert torch.equal(mine, other)
 
 

@@ -13,13 +13,13 @@ from torch import nn
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.layers.calling import LayerCall
-from slipstream.runtime.model.state.held_layers import built
+from slipstream.runtime.model.state.held_layers import build_on_device
 from slipstream.runtime.model.layers.worker_group import enter_group
 from tests.runtime.parallelized import Parallelized
 
 enter_group(0, 2)
 config = parse_run_config({"blocks": 1, "width": 8, "context": 8}, {"batch": 1, "device": "cpu"})
-layer = built(Parallelized(config.model, 0, torch.float64, torch.device("cpu")), 1)
+layer = build_on_device(Parallelized(config.model, 0, torch.float64, torch.device("cpu")), 1)
 value = torch.ones(1, 8, 8, dtype=torch.float64)
 expected, inside = LayerCall(layer)(value, None), threading.Event()
 

@@ -22,7 +22,7 @@ def test_blocks_are_cut_each_by_itself():
 def test_the_parts_of_all_ranks_are_the_whole(shard, ranks):
     whole = torch.randn(8, 16, 24)
     parts = torch.stack([shard.cut(whole, rank, ranks) for rank in range(ranks)])
-    assert torch.equal(shard.joined(parts), whole)
+    assert torch.equal(shard.join(parts), whole)
 
 
 def test_state_is_cut_as_the_parameter_is_and_counters_are_not():

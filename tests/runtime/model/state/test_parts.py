@@ -130,7 +130,7 @@ class Team:
         flats = {worker: flat for worker, holding in self.holdings.items()
                  for _, flat, _ in holding.flat_parameters()}
         for worker, flat in flats.items():
-            for span in self.cut.own(worker):
+            for span in self.cut.own_parts(worker):
                 for other in flats.values():
                     other[slice(*span)] = flat[slice(*span)]
         for holding in self.holdings.values():
@@ -187,7 +187,7 @@ def test_who_is_left_steps_on_with_what_it_keeps(training, committed):
             gradient.data_ptr() for holding in team.holdings.values() for gradient in holding.flat_gradients()]
 
     before = places()
-    team.keep(team.cut.left([Worker(0, 0), Worker(2, 0)]), parameters if committed == 2 else [], committed)
+    team.keep(team.cut.after_losses([Worker(0, 0), Worker(2, 0)]), parameters if committed == 2 else [], committed)
     assert places() == before
     team.require_equal()
     for iteration in range(committed + 1, 6):
@@ -241,8 +241,8 @@ def test_copies_are_as_their_owners_parts_whenever_all_stop(training, committed)
             assert all(torch.equal(tensor, its.tensors[name]) for name, tensor in part.tensors.items())
         ((_, flat, _),) = holding.flat_parameters()
         theirs = {other: flat for other, one in team.holdings.items() for _, flat, _ in one.flat_parameters()}
-        for span in team.cut.copied(worker):
-            owner = next(other for other in team.cut.members if span in team.cut.own(other))
+        for span in team.cut.copied_parts(worker):
+            owner = next(other for other in team.cut.members if span in team.cut.own_parts(other))
             assert torch.equal(flat[slice(*span)], theirs[owner][slice(*span)])
 
 
