@@ -57,7 +57,7 @@ def assert_waits(schedule, op, told):
     if op.kind not in COMPUTE_KINDS:
         return
     by_key = {op_key(other): schedule.op_text(other) for other in schedule.all_ops() if other.kind in COMPUTE_KINDS}
-    needed = {by_key[key] for key in producer_keys(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key}
+    needed = {by_key[key] for key in producer_keys(op_key(op), schedule.route_of(*op_key(op)[2:])) if key in by_key}
     assert needed <= set(told) and len(told) <= len(needed) + 1
     assert all(f"on {op.worker}" in other for other in set(told) - needed)
 
