@@ -44,7 +44,7 @@ def restore_prose(app: Any, what: str, name: str, obj: object, options: object, 
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx before it reads any page."""
+    """Write the generated pages; Sphinx calls this before it reads any page."""
     app.connect("autodoc-process-docstring", keep_prose, priority=400)
     app.connect("autodoc-process-docstring", restore_prose, priority=600)
     write_commands(HERE / "generated" / "commands.md")

@@ -15,7 +15,7 @@ DEAD = Worker(1, 2)
 
 
 def write_commands(path: Path) -> None:
-    """The command reference, from the commands themselves."""
+    """Write the command reference, from the commands themselves."""
     path.parent.mkdir(exist_ok=True)
     lines = ["# Commands", "", "`slipstream COMMAND`; the same is in `slipstream COMMAND --help`.", ""]
     for name in COMMANDS:
@@ -45,7 +45,7 @@ def _cell(text: str) -> str:
 
 
 def write_pictures(folder: Path) -> None:
-    """The four schedules of the worked example: what each idea buys."""
+    """Draw the four schedules of the worked example, which show what each idea gains."""
     folder.mkdir(exist_ok=True)
     small, free = (parse_job(EXAMPLE + memory) for memory in (ONE_F_ONE_B_MEMORY, ""))
     _draw(folder / "whole.svg", small, [], method="1f1b")

@@ -58,7 +58,7 @@ class Model:
             return nn.Linear(width, vocabulary).to(self.dtype)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a micro-batch."""
+        """Return the mean loss of a micro-batch."""
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -79,7 +79,7 @@ class Data:
 
 
 def configuration() -> RunConfig:
-    """What a job file has under [model] and [training]."""
+    """Return what a job file has under [model] and [training]."""
     return parse_run_config(
         {"name": "examples.dead_worker:Model", "blocks": 4, "width": 16, "context": SHAPE[1]},
         {"data": "examples.dead_worker:Data", "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9,
@@ -161,7 +161,7 @@ class Replay:
         output.backward(gradient, inputs=list(self.layers[op.worker].parameters()))
 
     def all_reduce(self, op: Op) -> None:
-        """A: sum the gradients of a stage over its live workers. It stands in all their programs; the first does it."""
+        """Sum the gradients of a stage over its live workers (op A), which the first of them does for all."""
         peers = [worker for worker in self.layers if worker.column == op.slice]
         if op.worker == peers[0]:
             for copies in zip(*(self.layers[peer].parameters() for peer in peers), strict=True):

@@ -18,7 +18,7 @@ class WholePipelines(Entry):
     assumptions = "workers take any stage in 30 s; the global batch is kept"
 
     def rate(self, down):
-        """Samples per second with so many workers down in each stage."""
+        """Return samples per second with so many workers down in each stage."""
         live = self.scenario.workers - sum(down)
         return self.throughputs.one_f_one_b_rate(live // self.scenario.stages)
 

@@ -24,7 +24,7 @@ data = "examples.trainer_callbacks:Loader"
 
 
 def rate(config, iteration):
-    """The share of the learning rate that transformers' scheduler gives to an iteration."""
+    """Return the share of the learning rate that transformers' scheduler gives to an iteration."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     return get_cosine_schedule_with_warmup(optimizer, 2, config.iterations).lr_lambdas[0](iteration)
 

@@ -360,7 +360,7 @@ def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey],
                       names: Mapping[int, int] | Sequence[int]) -> list[Crossing]:
-    """Number the tensors that cross between two workers, in the given order of their producing ops."""
+    """Assign numbers to the tensors that cross between two workers, in the given order of their producing ops."""
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     workers: dict[Worker, Worker] = {}
