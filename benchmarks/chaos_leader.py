@@ -40,8 +40,7 @@ LATE = 10
 """Number of iterations after DIES at which this process dies in any case."""
 
 
-def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str,
-         partner: str = "") -> None:
+def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str, partner: str = "") -> None:
     torch.set_num_threads(1)
     setting, rng = scenario(name, int(iterations)), random.Random(seed)
     survivors = Survivors({}, lambda: fork_server.pids)

@@ -9,8 +9,7 @@ from slipstream.planner.job.toml import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
-                 transfer: float = 1, capacity: float | None = None,
-                 layers: Sequence[int] | None = None) -> str:
+                 transfer: float = 1, capacity: float | None = None, layers: Sequence[int] | None = None) -> str:
     """Return a job file of equal stages, whose F, I and W take `op` seconds each.
 
     Memory, if limited, counts micro-batches until W. `layers` has the number of layers of each stage.
@@ -28,8 +27,7 @@ def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 
 
 
 def uniform_job(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
-                transfer: float = 1, capacity: float | None = None,
-                layers: Sequence[int] | None = None) -> Job:
+                transfer: float = 1, capacity: float | None = None, layers: Sequence[int] | None = None) -> Job:
     """Return the job of `uniform_text`."""
     return parse_job(uniform_text(pipelines, stages, microbatches, op=op, optimizer=optimizer, transfer=transfer,
                                   capacity=capacity, layers=layers))

@@ -79,7 +79,7 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
         return (0,) * len(schedule.grid.stages)
     return keep_column_minimum(schedule.grid,
                                [math.floor(min(told.all_reduce[slice(*layers)]) / Fraction(*told.per_tick))
-                                               for layers in schedule.grid.layers_by_stage])
+                                for layers in schedule.grid.layers_by_stage])
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:

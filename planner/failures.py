@@ -40,9 +40,8 @@ class FailurePlanner:
     Its methods may be called from several threads.
     """
 
-    def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
-                 settled_seconds: float | None = None, params: SearchParams = DEFAULTS,
-                 progress: ProgressCallback = ignore_progress) -> None:
+    def __init__(self, job: Job, first: Schedule, table: Table | None = None, *, settled_seconds: float | None = None,
+                 params: SearchParams = DEFAULTS, progress: ProgressCallback = ignore_progress) -> None:
         """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
         `progress` receives a line if the planner is compiled here; `params` are the parameters of every search.

@@ -76,8 +76,7 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
 
 
 def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None],
-                   job: Job,
-                   options: PlanOptions, clock: Clock) -> tuple[int, ...]:
+                   job: Job, options: PlanOptions, clock: Clock) -> tuple[int, ...]:
     """Return the better of two choices of recomputed stages by the period of a list schedule; the first of equals.
 
     Periods are kept in `periods`.

@@ -83,8 +83,7 @@ HUGGING_FACE_FOLDER = "hugging-face"
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
         options: RunOptions = RunOptions(), fork_server: ForkServer | None = None,
-        progress: ProgressCallback | None = None,
-        resilience: Resilience = Resilience()) -> RunResult:
+        progress: ProgressCallback | None = None, resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or from a checkpoint. If there are several nodes, this is node 0.
 
     Writes `schedule.json`, `losses.jsonl`, `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed
@@ -324,8 +323,7 @@ class _RunLeader:
                               crashes=() if behind is None else behind.crashes)
 
     def _build_run(self, setup: WorkerSetup, settings: NodeSettings, behind: TakeoverRecord | None,
-                   losses: Sequence[float] | None,
-                   alive: Sequence[Worker]) -> RunSpec:
+                   losses: Sequence[float] | None, alive: Sequence[Worker]) -> RunSpec:
         fit, resilience = self.fit, self.resilience
         return RunSpec(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
                        secret=settings.secret, resilience=resilience, options=self.options,

@@ -125,8 +125,7 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
         left = "" if force or (again and not list_saved(out)) else describe_results(out)
         if left:
             raise FolderError(f"{out}: holds the results of another run ({left}): {_suggest_remedy(out, config)}give "
-                              f"another "
-                              "--out, or delete them with --force")
+                              "another --out, or delete them with --force")
 
 
 def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:

@@ -453,8 +453,7 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
     return Violation(rule,
                      f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but {case.op_text(before)} ends "
-                     f"at "
-                     f"{case.time_text(before.end_ticks)}{arrival}", op)
+                     f"at {case.time_text(before.end_ticks)}{arrival}", op)
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
@@ -497,8 +496,7 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
         if op.start_ticks != together.start_ticks:
             yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
                             f"{case.op_text(together)} at {case.time_text(together.start_ticks)}; all that hold a "
-                            f"layer reduce "
-                            "together", op)
+                            "layer reduce together", op)
         elif layers in last and op.start_ticks < last[layers].end_ticks:
             yield Violation("all-reduce", f"{case.op_text(op)} starts at {case.time_text(op.start_ticks)}, but "
                             f"{case.op_text(last[layers])} ends at {case.time_text(last[layers].end_ticks)}", op)

@@ -94,8 +94,7 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
 
 
 def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_seconds: float, free: Floats,
-                   spread: float,
-                   random: np.random.Generator) -> None:
+                   spread: float, random: np.random.Generator) -> None:
     """Replay one iteration in all replays at once, and update `free`, when each worker is free, [workers, replays].
 
     Times are in seconds. `lengths` has the duration of each step; `spread` is that of `Noise`.

@@ -275,9 +275,8 @@ class Checked(NamedTuple):
         return text if first is None else f"{text}; {first[0]}: {first[1]}"
 
 
-def check_in_processes(transport: str, fork_server: ForkServer, log: Path, seconds: float,
-                       names: Sequence[str] = (), told: Callable[[str], None] = lambda _: None,
-                       modules: Sequence[str] = ()) -> Checked:
+def check_in_processes(transport: str, fork_server: ForkServer, log: Path, seconds: float, names: Sequence[str] = (),
+                       told: Callable[[str], None] = lambda _: None, modules: Sequence[str] = ()) -> Checked:
     """Run all checks, or those with the given names, within a time limit.
 
     Processes that have failed a check are replaced. They import `modules`.

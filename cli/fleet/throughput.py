@@ -33,8 +33,7 @@ class Throughputs:
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
-                 dead: Sequence[Worker] = (),
-                 announce: Callable[[str], None] = lambda _: None) -> None:
+                 dead: Sequence[Worker] = (), announce: Callable[[str], None] = lambda _: None) -> None:
         """Prepare to plan a job, all of whose workers count as equally fast.
 
         The arguments `plan_seconds` and `settle_seconds` limit the time for one plan, with layers in place and with

@@ -83,8 +83,7 @@ def placement_lines(found: FoundPlacement | None) -> list[str]:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
     lines = [f"placement: {found.arrangement.description}, the best of {found.looked_at} placements and divisions; the "
-             f"job "
-             f"file's own {own}",
+             f"job file's own {own}",
              *(f"  {key} = {value!r}".replace("'", '"') for key, value in found.arrangement.placement_table.items())]
     if found.with_failures:
         periods = ", ".join(f"{count} down {duration(period)}" for count, period in enumerate(found.with_failures, 1))

@@ -270,8 +270,7 @@ def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -
     base = path.parent / name
     if len(seen) > MAX_BASES or any(base.resolve() == file.resolve() for file in seen):
         raise JobError(f"{path}: {EXTENDS} is {shorten_repr(name)}, which is circular or too deep; expected a file "
-                       f"that "
-                       f"does not extend this one, over {MAX_BASES} files at most")
+                       f"that does not extend this one, over {MAX_BASES} files at most")
     try:
         base_table = tomllib.loads(_read_text(base))
     except (ValueError, RecursionError) as error:

@@ -278,8 +278,7 @@ def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerS
 
 
 def _read_mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str,
-                chunk: str,
-                convolution_bias: str) -> LayerShape:
+                chunk: str, convolution_bias: str) -> LayerShape:
     """Read a Mamba-2 mixer. The arguments are the keys of its sizes."""
     number = keys.read_count(heads)
     each = hidden * keys.read_count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.read_count(width)

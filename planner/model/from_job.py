@@ -149,8 +149,7 @@ def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fu
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None,
-                  sliced: bool = False) -> Problem:
+                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False) -> Problem:
     """Translate a job to ticks, with whole stages in place.
 
     The default of `sharing` is True if sharing can shorten a plan: if workers are down, slow or have different memory,

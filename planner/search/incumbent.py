@@ -138,8 +138,7 @@ def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bo
 
 
 def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution],
-                 bound: Bound | None = None,
-                 ran: str = "") -> Incumbent:
+                 bound: Bound | None = None, ran: str = "") -> Incumbent:
     """Return the candidate with a solution of each piece by itself, as the function `order` makes it.
 
     If `bound` is None, the bound is 0. `ran` is the name of the method.

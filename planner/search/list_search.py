@@ -234,8 +234,7 @@ class _SearchState:
 
 
 def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists,
-                          steps: int | None = None,
-                          tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
+                          steps: int | None = None, tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
     """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
 
     The callback `tell` receives the period, in ticks, of each better plan. `steps` limits the random steps. Raises

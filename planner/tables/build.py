@@ -277,8 +277,7 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 
 def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
-                   *,
-                   max_failures: int, exact: bool, settled: bool) -> Index:
+                   *, max_failures: int, exact: bool, settled: bool) -> Index:
     """Write the table. Several shares that end together may write at once: all write the same bytes, and a share that
     finds files removed finds the table published."""
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]

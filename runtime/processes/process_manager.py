@@ -137,9 +137,8 @@ class ProcessManager:
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
-                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 faults_per_hour: int = 0, crashes: CrashTimes = (),
-                 keep: Callable[[CrashTimes], None] = lambda _: None) -> None:
+                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *, faults_per_hour: int = 0,
+                 crashes: CrashTimes = (), keep: Callable[[CrashTimes], None] = lambda _: None) -> None:
         self._local = local
         self._nodes = nodes
         self._workers_of: dict[int, list[Worker]] = defaultdict(list)

@@ -124,8 +124,7 @@ class ChallengeAnswer:
 
 
 def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
-                            first: Callable[[TagSequence], bytes],
-                            patience_seconds: float = 0.0) -> ConnectionKeys:
+                            first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
     """Perform the connecting end's part of a handshake on a blocking socket, and return the keys.
 
     `first` returns the first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or

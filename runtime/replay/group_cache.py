@@ -86,8 +86,7 @@ class GroupCache:
 class GenerationGroups:
     """The process groups of one generation; `GenerationSession` describes most methods."""
 
-    def __init__(self, links: GroupCache, store: Store, order: int, own: str,
-                 spared: Callable[[], Sockets]) -> None:
+    def __init__(self, links: GroupCache, store: Store, order: int, own: str, spared: Callable[[], Sockets]) -> None:
         self.links = links
         self._store = store
         self._order = order

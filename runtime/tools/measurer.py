@@ -321,8 +321,8 @@ class _Measurer:
         complete = overlapped[:-1]  # the last round ended without reductions
         return max(0.0, 1 - alone / statistics.median(complete)) if complete else 0.0
 
-    def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]) -> tuple[float,
-                                                                                                                 float]:
+    def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]
+                               ) -> tuple[float, float]:
         """Return the seconds to reduce gradients, and to gather parameters, if optimizer state is sharded over
         `members`.
 

@@ -45,8 +45,7 @@ class IterationReports:
         self._acknowledged.put(None)
 
     def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
-                    evaluation: float | None,
-                    checksums: tuple[Checksum, ...]) -> None:
+                    evaluation: float | None, checksums: tuple[Checksum, ...]) -> None:
         """Report to the coordinator that this worker has stepped an iteration.
 
         The first member also reports the factor by which all members scaled the gradients, as soon as it is known.

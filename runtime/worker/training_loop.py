@@ -129,8 +129,8 @@ class TrainingLoop:
             executor.regather_parameters()
             self.steps.is_void = False
 
-    def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights) -> Callable[[int],
-                                                                                                            float]:
+    def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights
+                          ) -> Callable[[int], float]:
         """Return the function that evaluates after an iteration. What it needs is built at its first call, so that no
         recovery waits for that."""
         part, context, evaluations = self._part, self._part.context, list[Evaluation]()

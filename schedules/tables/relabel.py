@@ -193,8 +193,8 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
     return numbers
 
 
-def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int,
-                                                                                                                   int]:
+def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
+                     ) -> dict[int, int]:
     """Return new numbers for the pipelines of a class, so that vacant columns meet lost ones as often as possible.
 
     Pipelines whose vacant columns equal the lost ones are matched first, which is never worse, then those with the most

@@ -54,8 +54,7 @@ def _partitions(layers: range) -> list[list[range]]:
     return [[layers[:size], *rest] for size in range(1, len(layers) + 1) for rest in _partitions(layers[size:])]
 
 
-def _is_possible(job: Job, failed: list[Worker], period: int, ranges: tuple[list[range], ...], *,
-                 moving: bool) -> bool:
+def _is_possible(job: Job, failed: list[Worker], period: int, ranges: tuple[list[range], ...], *, moving: bool) -> bool:
     clock, model = job.time, cp_model.CpModel()
     counts = job.layers or (1,) * job.depth
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]

@@ -179,8 +179,8 @@ class Slipstream(Rerouting):
         If the last rebalanced plan is still possible and faster, it is used from the beginning.
         """
         settled = self._current_rebalanced_rate()
-        first_rate, final_rate = max(settled, self._rate_for_stages(self._held_stages)), max(settled,
-                                                                                             self._rate_for_stages(self._stages))
+        first_rate = max(settled, self._rate_for_stages(self._held_stages))
+        final_rate = max(settled, self._rate_for_stages(self._stages))
         loads, load, switch = self._is_loading, self.costs.load_seconds, self.switch
         self._loaded_at = now + sum([stall.seconds for stall in stalls]) + loads * load
         if stalls and loads and load * first_rate < switch.seconds * final_rate:

@@ -35,8 +35,7 @@ from slipstream.schedules.worker_programs import DividedSchedule
 DIGEST_CHARACTERS = 16
 
 def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[LayerMove, ...],
-                     join: LayerFetch | None = None, *,
-                     restore: Mapping[Worker, tuple[int, ...]] | None = None,
+                     join: LayerFetch | None = None, *, restore: Mapping[Worker, tuple[int, ...]] | None = None,
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
     """Order training by a schedule from the first iteration that is not committed.
 

@@ -119,8 +119,7 @@ class PartitionPlanner:
         return tuple(fetches.values())
 
     def plan_moves(self, schedule: Schedule, keepers: HeldStateByWorker, committed: int,
-                   fetched: Iterable[LayerMove] = (), *,
-                   cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
+                   fetched: Iterable[LayerMove] = (), *, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                    sources: HeldStateByWorker | None = None) -> tuple[LayerMove, ...]:
         """Return the moves that give each worker of a schedule the parts that it keeps and all its parameters.
 

@@ -83,8 +83,7 @@ def _is_first_schedule_for(step: TransitionBuilder, live: Collection[Worker]) ->
 
 
 def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held: HeldLayers | None = None,
-                      settled: bool = False,
-                      from_checkpoint: bool = False) -> Schedule | None:
+                      settled: bool = False, from_checkpoint: bool = False) -> Schedule | None:
     """Return the schedule that answers a request; if there is no answer yet, make the request and return None."""
     down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
     question = ScheduleRequest(down, step.state.slow.planned_speeds, held, settled, from_checkpoint)

@@ -107,9 +107,8 @@ class ScheduleService:
     """
 
     def __init__(self, grid: Grid, finders: SchedulePlanners, found: Callable[[ScheduleAnswer | SpeedAnswer], None],
-                 tell: Callable[[Event], None] = lambda _: None,
-                 divided: ScheduleDivider = divide_schedule, background: BackgroundRunner = run_in_thread,
-                 known: PrecomputedLookup = lambda _: None) -> None:
+                 tell: Callable[[Event], None] = lambda _: None, divided: ScheduleDivider = divide_schedule,
+                 background: BackgroundRunner = run_in_thread, known: PrecomputedLookup = lambda _: None) -> None:
         self._grid = grid
         self._divided = divided
         self._background = background

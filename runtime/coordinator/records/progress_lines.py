@@ -87,8 +87,7 @@ class RunReporter:
         losses = found.losses[len(found.losses) - len(found.unwritten):]
         if unknown := sum(map(math.isnan, losses)):
             self.report_note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been "
-                             f"started anew "
-                             "without the folder that holds them")
+                             "started anew without the folder that holds them")
         for iteration, loss in zip(found.unwritten, losses, strict=True):
             self._log.write_iteration(iteration, loss)
         self._notify(f"node 0 goes on with the {len(found.kept)} workers that it has found; {count} iterations are "

@@ -83,8 +83,7 @@ class RunLog:
 
     def write_iteration(self, iteration: int, loss: float, period_seconds: float | None = None, *,
                         gradient_norm: float | None = None, evaluation: float | None = None,
-                        cost_error: float | None = None
-                        ) -> None:
+                        cost_error: float | None = None) -> None:
         """Write the loss and the metrics of the next iteration, which is committed now.
 
         The argument `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss, and

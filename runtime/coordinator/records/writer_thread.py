@@ -70,8 +70,7 @@ class WriterThread(Writer):
         if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True
             yield (f"the run's files have not been written for {SLOW_WRITE_SECONDS:g} s; the run goes on, and writes "
-                   f"what "
-                   "waits when it can")
+                   "what waits when it can")
         while self._said:
             yield self._said.popleft()
 

@@ -263,8 +263,7 @@ def require_form(given: object, form: Form, name: Microbatch) -> None:
         raise BadSampleError(
             f"the data give {_describe(actual)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
             f"{name.iteration}, and {_describe(form)} for the first; expected the same shapes for all: pad them, and "
-            f"tell "
-            "loss and layers where they end")
+            "tell loss and layers where they end")
 
 
 def _describe(form: Form | None) -> str:

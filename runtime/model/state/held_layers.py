@@ -311,8 +311,7 @@ def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, fill
     return module
 
 
-def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
-                  ) -> HeldLayers:
+def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> HeldLayers:
     """Build the given layers in their state before the first iteration."""
     return HeldLayers({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
 

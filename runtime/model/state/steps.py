@@ -61,8 +61,7 @@ class StepController:
     """
 
     def __init__(self, holding: HeldLayers, config: TrainingConfig, *, layers: int, share: StartSum | None,
-                 staggered: bool,
-                 stepped: Callable[[int], None] = lambda _: None) -> None:
+                 staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == needs_gradient_norm(config)
         self._holding = holding
         self._config = config

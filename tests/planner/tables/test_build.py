@@ -350,8 +350,7 @@ def test_roles_move_where_a_lost_node_has_several_workers_of_one_stage(tmp_path,
     assert found.schedule.period_ticks < table.checked_schedule("pattern-0+0").period_ticks
 
 
-def test_a_lost_node_with_all_of_a_stage_has_an_entry_for_those_who_get_its_layers_elsewhere(
-        tmp_path, in_this_process):
+def test_a_lost_node_with_all_of_a_stage_has_an_entry_for_those_who_get_its_layers_elsewhere(tmp_path, in_this_process):
     text = THREE + b'[topology]\nnode = [["0.0", "1.0", "2.0"], ["0.1", "1.1", "2.1"]]\n'
     quick_build(tmp_path, text=text, max_failures=0, by_node=True, settled=False)
     table, lost = Table.load(tmp_path), {Worker(pipeline, 0) for pipeline in range(3)}

@@ -84,6 +84,5 @@ def vocabulary_size(config: ModelConfig) -> int:
     size = read_config(config).get("vocab_size")
     if not isinstance(size, int):
         raise ConfigError(f"{MODEL_KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole "
-                          f"number, as "
-                          "tokens are compared with it")
+                          "number, as tokens are compared with it")
     return size

@@ -139,8 +139,7 @@ def _update_model_config(config: Trainer.Config) -> Trainer.Config:
         config.model_spec.model.update_from_config(config=config)
     except Exception as error:  # each model raises errors of its own
         raise ConfigError(f"{MODEL_KEY}: {config.model_spec.name}/{config.model_spec.flavor}, built without "
-                          f"parallelism "
-                          f"inside layers: {first_line(error)}") from None
+                          f"parallelism inside layers: {first_line(error)}") from None
     return config
 
 
