@@ -79,7 +79,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
 def _require_format(to: str, formats: tuple[str, ...], *given: tuple[str, object]) -> None:
     """Exit 2 if an option is given that belongs to formats other than the chosen one, `to`.
 
-    The options given are the keyword arguments.
+    `given` has the name of each option and its value, which is falsy if it was not given.
     """
     for option, value in given:
         if value and to not in formats:
