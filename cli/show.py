@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.cli.drawing.text_timeline import draw_measured_timeline, draw_timeline
+from slipstream.cli.exporters.perfetto import perfetto_trace
 from slipstream.cli.run_page import run_page
 from slipstream.cli.shared.console import console_of_width, duration, err, print_json, refuse
 from slipstream.cli.shared.inputs import ScheduleInFile, read_schedules, refusal_text, require_writable, write_or_refuse

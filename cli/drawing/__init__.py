@@ -1,1 +1,1 @@
-"""Drawings of schedules and figures as text, pictures, pages and traces."""
+"""Drawings of schedules and figures as text, pictures and pages."""

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.drawing.op_labels import worker_label
-from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import draw_schedule
 from slipstream.cli.drawing.text_timeline import MAX_ROWS, draw_timeline
+from slipstream.cli.exporters.perfetto import perfetto_trace
 from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.schedules.codec import write
 from slipstream.schedules.layers import compact_layers_text

@@ -6,7 +6,7 @@ lie in the middle of their op.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -107,14 +107,11 @@ def _crossing_tensors(programs: Programs, schedule: Schedule) -> Iterator[tuple[
 
     Ops without duration are left out, because no arrow can be bound to them.
     """
-    by_key = {op_key(op): op for op in _compute_ops(programs.values())}
+    by_key = {op_key(op): op for ops in programs.values() for op in ops
+              if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks}
     for key, op in by_key.items():
         _, _, pipeline, microbatch = key
         for source, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
             producer = by_key.get(source)
             if rule.tensor and producer is not None and producer.worker != op.worker:
                 yield producer, op
-
-
-def _compute_ops(programs: Iterable[Sequence[Op]]) -> Iterator[Op]:
-    return (op for ops in programs for op in ops if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks)

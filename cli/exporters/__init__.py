@@ -1,0 +1,1 @@
+"""Formats of other programs. `slipstream show` writes that of `perfetto`."""
