@@ -31,6 +31,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
@@ -39,7 +40,6 @@ from slipstream.runtime.model.data.data import Microbatch, load_data
 from slipstream.runtime.model.layers.layered_model import autocast_context, build_model, parameter_dtype, split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.schedules.schedule import OpKind, Schedule
-from slipstream.schedules.torchcsv import write_order
 
 LIMIT = 1.0
 WARM_UP = 20

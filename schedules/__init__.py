@@ -9,7 +9,6 @@
     worker_programs   the part of a schedule that each worker must know
     timing            replays of a schedule under other durations
     measured_trace    measured times of ops
-    torchcsv          orders of ops for torch.distributed.pipelining
     tables/           tables of schedules for many failures
     library/          tables that come with the package, read by name
 """

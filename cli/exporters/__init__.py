@@ -1,1 +1,30 @@
-"""Formats of other programs. `slipstream show` writes that of `perfetto`."""
+"""Formats of other programs. `slipstream show` writes that of `perfetto`, and `slipstream export` all others."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class ExportError(ValueError):
+    """Error: this format cannot express the schedule. The message is one line."""
+
+
+class Exporter(NamedTuple):
+    """Format that `slipstream export` writes. Its modules are imported only when they run, as some import torch."""
+
+    meaning: str
+    """What is written, for the help of `--to`."""
+    modules: Mapping[str, str]
+    """Modules of this package: for "schedule" one that defines `export_schedule`, "checkpoint" `export_checkpoint`."""
+    options: tuple[str, ...] = ()
+    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, otherwise a folder."""
+
+
+EXPORTERS: Mapping[str, Exporter] = {
+    "torch-csv": Exporter("what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`",
+                          {"schedule": "torch_csv"}, ("communication", "out", "pipeline")),
+    "torchtitan": Exporter("that, and torchtitan's flags for it, or a checkpoint that torchtitan loads",
+                           {"schedule": "torchtitan", "checkpoint": "torchtitan_checkpoint"},
+                           ("pipeline", "decoder_layers", "titan_version", "tensor_parallel")),
+    "hugging-face": Exporter("a folder that transformers' `from_pretrained` loads", {"checkpoint": "hugging_face"}),
+}
+"""Exporters by the names that `--to` takes."""

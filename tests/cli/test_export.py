@@ -5,10 +5,11 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.exporters import ExportError
+from slipstream.cli.exporters.torch_csv import write_order
 from slipstream.planner.plan import plan_job
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.torchcsv import TorchCsvError, write_order
 from tests import general
 from tests.generate import SHED, by_hand
 from tests.jobs import grid
@@ -88,7 +89,7 @@ def test_layers_of_ones_own_are_answered_no(tmp_path):
 def test_microbatches_that_are_not_cut_at_the_stages_cannot_be_written():
     schedule = general.floating_layer()
     plain = replace(schedule, seats=tuple(replace(seat, holds=None) for seat in schedule.seats))
-    with pytest.raises(TorchCsvError, match=r"0\.1 is not cut at the stages: layers 0 to 2 run as one slice"):
+    with pytest.raises(ExportError, match=r"0\.1 is not cut at the stages: layers 0 to 2 run as one slice"):
         write_order(plain)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
 from slipstream.runtime.model.layers.hugging_face.configuration import CONFIG_FILE, FAMILIES
 from slipstream.runtime.model.layers.hugging_face.model import (
     build_sample,
@@ -31,23 +30,6 @@ _REPLACED_KEYS = ("torch_dtype", "use_cache", "attn_implementation", "experts_im
 ReadLayer = Callable[[int], Mapping[str, Tensor]]
 """Function that returns the parameters and buffers of a layer by their names in it, without parameters that belong to
 another layer."""
-
-
-def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint to a folder.
-
-    Raises CheckpointError if it is not one of `[model] hugging_face`, and OSError if the folder cannot be written.
-    """
-    document = checkpoint.manifest.identity.get("model.hugging_face")
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{checkpoint.path}: not a transformers model ([model] hugging_face): its model.name is "
-                              f"{checkpoint.manifest.identity.get('model.name')!r}")
-
-    def read_state(layer: int) -> dict[str, Tensor]:
-        tensors = load_layers(checkpoint, [layer])[layer]
-        return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-
-    export_model(document, read_state, folder)
 
 
 def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, source: Path | None = None) -> None:

@@ -4,7 +4,6 @@
     model          the `LayeredModel`; torchtitan's checkpoints, read layer by layer
     experts        mixtures of experts: tokens are counted in the backward, and a rule steps the bias from the counts
     ranks          layers over the ranks of a worker, as torchtitan cuts them
-    export         a run's checkpoint as one of torchtitan's
     training       the configuration of torchtitan's Trainer, as the configuration of a run
     trainer_state  the state of torchtitan's Trainer, as a run's checkpoint, and back
 

@@ -5,10 +5,14 @@ communication there are also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and 
 one pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13.
 """
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import typer
+
+from slipstream.cli.exporters import ExportError
+from slipstream.cli.shared.console import err, print_json
+from slipstream.cli.shared.inputs import write_or_refuse
 from slipstream.schedules.graph import Transfer, interleave_transfers, order_transfers, programs_of
 from slipstream.schedules.layers import compact_layers_text
 from slipstream.schedules.precedence import op_key
@@ -17,49 +21,55 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, Progr
 REMEDY = "export a plan with all workers alive, each with its own layers and micro-batches"
 
 
-class TorchCsvError(ValueError):
-    """Error: this format cannot express the order. The message is one line."""
+def export_schedule(schedule: Schedule, *, pipeline: int, communication: bool, out: Path | None, json: bool) -> None:
+    """Write the order of one pipeline's ops to a file, or to stdout. Raises ExportError."""
+    text = write_order(schedule, pipeline, communication=communication)
+    if out is not None:
+        write_or_refuse(out, text.encode())
+        err.print(f"written to {out}", soft_wrap=True)
+    if json:
+        print_json({"csv": text, "format": "compute_comms" if communication else "compute_only", "pipeline": pipeline})
+    elif out is None:
+        typer.echo(text, nl=False)
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
     """Return the order of one pipeline's ops as CSV.
 
     With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
-    gradient reductions; without it, torch adds them. Raises TorchCsvError if torch's runtime cannot run the order.
+    gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
     """
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
     ordered_transfers = order_transfers(schedule, programs) if communication else None
     workers = (schedule.player_of[Worker(pipeline, column)] for column in range(schedule.grid.columns))
-    rows = (list(_actions_of(programs[worker], ordered_transfers, worker, schedule.grid)) for worker in workers)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    rows = (_actions_of(programs[worker], ordered_transfers, worker, schedule.grid) for worker in workers)
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def _require_expressible(schedule: Schedule, pipeline: int) -> None:
-    """Raise TorchCsvError if torch's runtime cannot run this pipeline of the schedule."""
+    """Raise ExportError if torch's runtime cannot run this pipeline of the schedule."""
     grid = schedule.grid
     if not 0 <= pipeline < grid.pipelines:
-        raise TorchCsvError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
+        raise ExportError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
     if grid.chains > 1:
-        raise TorchCsvError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two: "
+        raise ExportError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two: "
                             "plan with [placement] order = 'v' or 'interleaved'")
     for column in range(grid.columns):
         if Worker(pipeline, column) not in schedule.player_of:
-            raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
+            raise ExportError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
                                 f"micro-batches; torch's runtime keeps each stage on one rank: {REMEDY}")
     for seat in schedule.seats:
         if seat.role.pipeline == pipeline and schedule.has_moved_layers(seat):
             held_text = compact_layers_text(schedule.held_layers_of_seat(seat)) or "none"
-            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
+            raise ExportError(f"worker {seat.worker} holds layers of its own choice ({held_text}), not those of its "
                                 f"stage; torch's runtime keeps each stage on one rank: {REMEDY}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
-    """Raise TorchCsvError unless the pipeline's workers run its micro-batches and no others.
+    """Raise ExportError unless the pipeline's workers run its micro-batches and no others.
 
     Each op of the pipeline must be of a whole stage. One op, of a worker's seat, is checked.
     """
@@ -67,13 +77,13 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
         return
     owner = seat.role.pipeline if op.pipeline is None else op.pipeline
     if owner != pipeline and seat.role.pipeline == pipeline:
-        raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
+        raise ExportError(f"worker {seat.worker} also runs micro-batch {owner}.{op.microbatch}, of another pipeline; "
                             f"torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline != seat.role.pipeline:
-        raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
+        raise ExportError(f"{schedule.slice_text(op.slice)} of micro-batch {owner}.{op.microbatch} is shed to worker "
                             f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {REMEDY}")
     if owner == pipeline and op.slice >= len(schedule.grid.stages):
-        raise TorchCsvError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
+        raise ExportError(f"micro-batch {owner}.{op.microbatch} is not cut at the stages: "
                             f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
                             f"along the same stages: {REMEDY}")
 
@@ -83,8 +93,7 @@ def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: 
 
     If `crossing` is None, there are neither transfers nor reductions.
     """
-    for step in interleave_transfers(ops, crossing or (), worker, lambda _,
-                                     microbatch: grid.stages_of_microbatch(microbatch)):
+    for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):
             yield _transfer_text(step, worker)
         elif step.kind in COMPUTE_KINDS:

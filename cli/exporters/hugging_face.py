@@ -1,0 +1,22 @@
+"""Export the model of a checkpoint to a folder that `from_pretrained` of transformers loads."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_layers
+from slipstream.runtime.model.checkpoints.hugging_face_export import export_model
+
+
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the model of a checkpoint to a folder. Raises CheckpointError if it is not of transformers, and OSError."""
+    document = checkpoint.manifest.identity.get("model.hugging_face")
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{checkpoint.path}: not a transformers model ([model] hugging_face): its model.name is "
+                              f"{checkpoint.manifest.identity.get('model.name')!r}")
+
+    def read_state(layer: int) -> dict[str, Tensor]:
+        tensors = load_layers(checkpoint, [layer])[layer]
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+    export_model(document, read_state, folder)

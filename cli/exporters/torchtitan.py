@@ -1,0 +1,123 @@
+"""Export an order of ops as `torch_csv` writes it, with the flags by which torchtitan runs it.
+
+torchtitan passes the file of `pipeline_parallel_schedule_csv` to torch's `_PipelineScheduleRuntime`. The schedule class
+that is named as well decides only how many stages a rank has, and whether they are assigned round-robin or as a V
+(`torchtitan/distributed/pipeline_parallel.py`).
+"""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.cli.exporters import ExportError
+from slipstream.cli.exporters.torch_csv import REMEDY, write_order
+from slipstream.cli.shared.console import err, print_json, refuse
+from slipstream.cli.shared.inputs import write_or_refuse
+from slipstream.schedules.schedule import Grid, Schedule
+
+
+class TorchtitanVersion(NamedTuple):
+    """Differences between versions of torchtitan."""
+
+    head: str
+    """Name of the head module of torchtitan's models."""
+    config_arguments: str
+    """Arguments that select the model and its configuration on the command line."""
+    flags: tuple[str, ...] = ()
+    """Further flags that are needed. CUDA graphs are on by default in 0.3.0, and refused with pipelines."""
+
+
+VERSIONS = {
+    "0.3.0": TorchtitanVersion("lm_head", "--module MODEL --config CONFIG", ("--training.disable_cuda_graphs",)),
+    "0.2.2": TorchtitanVersion("output", "--job.config_file CONFIG"),
+}
+"""Versions that flags can be written for, newest first."""
+NEWEST = next(iter(VERSIONS))
+
+
+def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int, decoder_layers: int | None, titan_version: str,
+                    tensor_parallel: int, json: bool) -> None:
+    """Write the order of one pipeline's ops, and torchtitan's flags for it, to a folder. Raises ExportError."""
+    flags = _build_flags(schedule, folder.resolve() / "schedule.csv", pipeline, tensor_parallel, decoder_layers,
+                         titan_version)
+    order = write_order(schedule, pipeline)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{folder}: cannot be written: {error.strerror}")
+    write_or_refuse(folder / "schedule.csv", order.encode())
+    write_or_refuse(folder / "flags", (" ".join(map(shlex.quote, flags)) + "\n").encode())
+    if schedule.optimizer == "staggered":
+        err.print("torchtitan steps all stages together, and the plan one after the other: plan with --optimizer "
+                  "synchronous for the best order there", soft_wrap=True)
+    if json:
+        print_json({"folder": str(folder), "flags": flags, "pipeline": pipeline})
+        return
+    workers = schedule.grid.pipelines * schedule.grid.columns * tensor_parallel
+    err.print(f"written to {folder}; next: xargs -a {shlex.quote(str(folder / 'flags'))} torchrun --nproc-per-node "
+              f"{workers} -m torchtitan.train {VERSIONS[titan_version].config_arguments}", soft_wrap=True)
+    if tensor_parallel == 1:
+        err.print("workers are of one device each; of more with --tensor-parallel", style="dim", soft_wrap=True)
+
+
+def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, decoder_layers: int | None,
+                 version: str) -> list[str]:
+    """Return the flags for `torchtitan.train`, each with its values. Micro-batches have one sample.
+
+    With `decoder_layers`, they assign layers to each stage, by the module names of torchtitan's decoder models;
+    otherwise torchtitan splits the model itself. Raises ExportError if torchtitan cannot run the schedule.
+    """
+    grid = schedule.grid
+    if schedule.failed:
+        raise ExportError(f"worker {schedule.failed[0]} is down, and torchtitan runs whole pipelines: {REMEDY}")
+    if len(set(grid.microbatches)) > 1:
+        raise ExportError(f"pipelines have {min(grid.microbatches)} to {max(grid.microbatches)} micro-batches, and "
+                            "torchtitan needs the same number for all: export a plan with one number for microbatches")
+    kind = _schedule_class(grid)
+    if len(grid.stages) > 2 * grid.columns and decoder_layers is None:
+        raise ExportError(f"torchtitan cannot split a model into {len(grid.stages) // grid.columns} stages per "
+                            "rank by itself: give --decoder-layers")
+    flags = ["--parallelism.pipeline_parallel_degree", str(grid.columns),
+             "--parallelism.pipeline_parallel_schedule", kind,
+             "--parallelism.pipeline_parallel_schedule_csv", str(csv_path),
+             "--parallelism.pipeline_parallel_microbatch_size", "1",
+             "--training.local_batch_size", str(grid.microbatches[pipeline])]
+    if ranks > 1:
+        flags += ["--parallelism.tensor_parallel_degree", str(ranks)]
+    if decoder_layers is not None:
+        flags += ["--parallelism.module_fqns_per_model_part",
+                  *_module_names(grid, decoder_layers, VERSIONS[version].head)]
+    return [*flags, *VERSIONS[version].flags]
+
+
+def _schedule_class(grid: Grid) -> str:
+    """Return the name of the schedule class that places stages on ranks as the grid does."""
+    columns = [stage.column for stage in grid.stages]
+    there = list(range(grid.columns))
+    if grid.columns == 1:
+        raise ExportError("torchtitan does not run pipelines of one rank: export a plan with at least 2 stages")
+    if columns == there:
+        return "PipelineScheduleSingle"
+    if columns == there * (len(columns) // grid.columns):
+        return "PipelineScheduleMulti"
+    if columns == [*there, *reversed(there)]:
+        return "ZBVZeroBubble"
+    raise ExportError(f"stages are on ranks {columns}; torchtitan puts them round-robin, or 2 per rank as a V: plan "
+                        "with [placement] order = 'interleaved' or 'v'")
+
+
+def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
+    """Iterate over the stages, each with the names of its modules, joined by commas."""
+    outer = grid.layer_count - decoder_layers
+    if outer not in (0, 2):
+        raise ExportError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "
+                            f"{grid.layer_count}, or {grid.layer_count - 2} where embedding and head are layers of it")
+    names = [f"layers.{layer}" for layer in range(decoder_layers)]
+    if outer:
+        names = ["tok_embeddings", *names, f"norm,{head}"]
+    else:
+        names[0], names[-1] = f"tok_embeddings,{names[0]}", f"{names[-1]},norm,{head}"
+    for stage in range(len(grid.stages)):
+        first, end = grid.layers_of(stage)
+        yield ",".join(names[first:end])
