@@ -54,17 +54,20 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     exporter = EXPORTERS[to]
     options = {"communication": communication, "out": out, "pipeline": pipeline, "decoder_layers": decoder_layers,
                "titan_version": titan_version, "tensor_parallel": tensor_parallel}
-    for name, value in options.items():
-        if name not in exporter.options and value != inspect.signature(export).parameters[name].default:
+    parameters = inspect.signature(export).parameters
+    given = {name: f"--{name.replace('_', '-')}" for name, value in options.items()
+             if value != parameters[name].default}
+    for name, option in given.items():
+        if name not in exporter.options:
             formats = (other for other in EXPORTERS if name in EXPORTERS[other].options)
-            refuse(f"--{name.replace('_', '-')}: only with --to {' or '.join(formats)}")
+            refuse(f"{option}: only with --to {' or '.join(formats)}")
     require_choice("--titan-version", titan_version, VERSIONS)
     require_writable(out)
     if folder is not None and "out" in exporter.options:
         refuse(f"{folder}: --to {to} writes to --out FILE")
     if "schedule" not in exporter.modules or ("checkpoint" in exporter.modules and file.is_dir()):
-        if pipeline or decoder_layers:
-            refuse(f"--pipeline and --decoder-layers: only with a schedule, and {file} is a folder")
+        if given:
+            refuse(f"{', '.join(given.values())}: only with a schedule, and {file} holds a model")
         _export_checkpoint(file, _require_new_folder(folder, to, "CHECKPOINT"), to, json)
         return
     arguments = {name: options[name] for name in exporter.options}

@@ -101,3 +101,5 @@ def test_workers_of_several_devices_are_so_in_torchtitan(files):
     assert one.exit_code == 0 and "of more with --tensor-parallel" in one.stderr and "--nproc-per-node 4 " in one.stderr
     refused = slipstream("export", files / "whole.json", "--tensor-parallel", 2)
     assert refused.exit_code == 2 and "--tensor-parallel: only with --to torchtitan" in refused.stderr
+    refused = slipstream("export", files, files / "two", "--to", "torchtitan", "--tensor-parallel", 2)
+    assert refused.exit_code == 2 and "--tensor-parallel: only with a schedule" in refused.stderr
