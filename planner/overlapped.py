@@ -14,7 +14,7 @@ move, by `min_exposed_ticks`.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from math import ceil, floor
 from typing import NamedTuple, TypeVar
 
@@ -35,6 +35,7 @@ from slipstream.schedules.schedule import (
     Grid,
     LayerRange,
     Memory,
+    Op,
     OpKind,
     Program,
     ProgramOp,
@@ -434,77 +435,79 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
     """Return a schedule of compute ops with the reductions of each program and with new start times.
 
     The ranges of layers that each program reduces are in `reduced`, the numbers of their slices in `number`. Every op
-    starts as early as the order allows; each worker begins at the same time as before. A reduction follows the last W
-    of its layers as soon as the links of all holders are free; those that can begin first come first.
+    starts as early as the order allows; each worker begins at the same time as before.
     """
-    begins = _compute_begins(schedule)
-    ends: dict[Worker, int] = {}
-    ready: dict[LayerRange, int] = defaultdict(int)
-    holders: dict[LayerRange, list[Worker]] = defaultdict(list)
-    last_of_slice: dict[int, int] = defaultdict(int)
-    for seat in schedule.seats:
-        worker = seat.worker
-        ends[worker] = 0
-        for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True):
-            assert op.slice is not None
-            ends[worker] = end = start + schedule.times.duration_ticks(op.kind, op.slice, worker)
-            if op.kind in WEIGHT_KINDS:
-                last_of_slice[op.slice] = max(last_of_slice[op.slice], end)
-        for layers in reduced[seat.program]:
-            holders[layers].append(worker)
-    for slice_, end in last_of_slice.items():
-        low, high = schedule.layers_of(slice_)
-        for layers in holders:
-            if layers[0] < high and low < layers[1]:
-                ready[layers] = max(ready[layers], end)
-    links = dict.fromkeys(begins, 0)
-    closing: dict[Worker, list[ProgramOp]] = defaultdict(list)
-    for layers in sorted(holders, key=lambda one: (ready[one], -one[0])):
-        begin = max(ready[layers], *(links[worker] for worker in holders[layers]))
-        for worker in holders[layers]:
-            closing[worker].append(ProgramOp(OpKind.A, number[layers], None, begin))
-            links[worker] = begin + schedule.times.all_reduce[number[layers]]
-    last = max(ends.values()) if schedule.optimizer == "synchronous" else 0
+    computed = _place_compute(schedule)
+    reductions = _place_reductions(schedule, computed, reduced, number)
+    is_synchronous = schedule.optimizer == "synchronous"
+    last = max(op.end_ticks for op in chain.from_iterable(computed.values())) if is_synchronous else 0
     programs: dict[Program, int] = {}
     seats: list[Seat] = []
     for seat in schedule.seats:
-        worker = seat.worker
-        body = [replace(op, start_ticks=start)
-                for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True)]
-        merged = sorted([*body, *closing[worker]], key=lambda op: (op.start_ticks, op.kind is OpKind.A))
-        step = ProgramOp(OpKind.O, None, None, max(ends[worker], links[worker], last))
+        ops, sums = computed[seat.worker], reductions[seat.worker]
+        body = [replace(op, start_ticks=placed.start_ticks)
+                for op, placed in zip(schedule.programs[seat.program], ops, strict=True)]
+        merged = sorted([*body, *(ProgramOp(OpKind.A, op.slice, None, op.start_ticks) for op in sums)],
+                        key=lambda op: (op.start_ticks, op.kind is OpKind.A))
+        step = ProgramOp(OpKind.O, None, None, max([last, *(op.end_ticks for op in (*ops[-1:], *sums[-1:]))]))
         seats.append(replace(seat, program=programs.setdefault((*merged, step), len(programs))))
     timed = replace(schedule, seats=tuple(seats), programs=tuple(programs))
     period = window_ticks(timed.all_ops())
-    if schedule.optimizer == "synchronous":
-        ops = list(timed.all_ops())
-        period = max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
+    if is_synchronous:
+        period = max(op.end_ticks for op in timed.all_ops()) - min(op.start_ticks for op in timed.all_ops())
     return replace(timed, period_ticks=period, lower_bound_ticks=0, status="feasible")
 
 
-def _compute_begins(schedule: Schedule) -> dict[Worker, list[int]]:
-    """Return the start of each op of each worker, as early as the order allows; empty for a worker without ops."""
+def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
+    """Return the ops of each worker with new times, as early as the order allows."""
     programs, transfer = programs_of(schedule), schedule.times.transfer
     free = {worker: min((op.start_ticks for op in ops), default=0) for worker, ops in programs.items()}
-    begins: dict[Worker, list[int]] = {worker: [] for worker in programs}
-    done: dict[OpKey, tuple[int, Worker]] = {}
+    placed: dict[Worker, list[Op]] = {worker: [] for worker in programs}
+    done: dict[OpKey, Op] = {}
     waiting: dict[OpKey, list[Worker]] = defaultdict(list)
-    todo = list(begins)
+    todo = list(placed)
     while todo:
         worker = todo.pop()
-        for op in islice(programs[worker], len(begins[worker]), None):
+        for op in islice(programs[worker], len(placed[worker]), None):
             key, start = op_key(op), free[worker]
             for awaited, rule in producers_with_rules(key, schedule.route_of(*key[2:])):
                 if awaited not in done:
                     waiting[awaited].append(worker)
                     break
-                end, by = done[awaited]
-                start = max(start, end + (transfer if rule.tensor and by != worker else 0))
+                producer = done[awaited]
+                start = max(start, producer.end_ticks + (transfer if rule.tensor and producer.worker != worker else 0))
             else:
-                begins[worker].append(start)
                 free[worker] = start + op.end_ticks - op.start_ticks
-                done[key] = free[worker], worker
+                done[key] = replace(op, start_ticks=start, end_ticks=free[worker])
+                placed[worker].append(done[key])
                 todo += waiting.pop(key, ())
                 continue
             break
-    return begins
+    return placed
+
+
+def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], reduced: Sequence[Sequence[LayerRange]],
+                      number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
+    """Return the reductions of each worker, given its compute ops.
+
+    A reduction follows the last W of its layers as soon as the links of all holders are free; those that can begin
+    first come first.
+    """
+    ends: dict[LayerRange, int] = defaultdict(int)
+    for op in chain.from_iterable(computed.values()):
+        if op.kind in WEIGHT_KINDS and op.slice is not None:
+            ends[schedule.layers_of(op.slice)] = max(ends[schedule.layers_of(op.slice)], op.end_ticks)
+    holders: dict[LayerRange, list[Worker]] = defaultdict(list)
+    for seat in schedule.seats:
+        for layers in reduced[seat.program]:
+            holders[layers].append(seat.worker)
+    ready = {(first, end): max((ticks for (low, high), ticks in ends.items() if first < high and low < end), default=0)
+             for first, end in holders}
+    links = dict.fromkeys(computed, 0)
+    placed: dict[Worker, list[Op]] = {worker: [] for worker in computed}
+    for layers in sorted(holders, key=lambda layers: (ready[layers], -layers[0])):
+        begin = max(ready[layers], *(links[worker] for worker in holders[layers]))
+        for worker in holders[layers]:
+            links[worker] = begin + schedule.times.all_reduce[number[layers]]
+            placed[worker].append(Op(OpKind.A, number[layers], None, None, worker, begin, links[worker]))
+    return placed
