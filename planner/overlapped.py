@@ -103,10 +103,8 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
 
 
 def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
-    """Return by how much a tick or memory unit of whole stages must be divided to represent the costs of single layers.
-
-    The argument `layer_unit` represents these costs. Units of whole stages are coarser.
-    """
+    """Return by how much a tick or memory unit of whole stages, which is coarser, must be divided to represent the
+    costs of single layers, as `layer_unit` does."""
     return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 
