@@ -14,7 +14,7 @@ move, by `min_exposed_ticks`.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from math import ceil, floor
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, limited_ratio
+from slipstream.planner.job.layers import exact_decimal, layer_costs, limited_ratio
 from slipstream.planner.job.network import Network, round_to_four_digits
 from slipstream.planner.model.from_job import choose_memory_unit, choose_tick, to_layer_ticks
 from slipstream.planner.model.problem import Bound, Problem
@@ -35,6 +35,7 @@ from slipstream.schedules.schedule import (
     Grid,
     LayerRange,
     Memory,
+    Op,
     OpKind,
     Program,
     ProgramOp,
@@ -90,41 +91,26 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
     Each worker reduces the one of its layers that takes the least time. At least that remains after its last compute
     op, which is a W. So a bound for this problem also bounds the job, if it allows for cut micro-batches.
     """
-    grid = problem.grid
-    if not has_layers(job):
+    grid, job_layers = problem.grid, _JobLayers.of(job)
+    if job_layers is None:
         return problem
-    finer = _layer_tick_divisor(problem.tick_seconds, job)
+    finer = _unit_divisor(problem.tick_seconds, job_layers.tick)
     tick = exact_decimal(problem.tick_seconds) / finer
-    ticks = reductions_of_layers(job, tick)
+    ticks = job_layers.reduction_ticks(tick)
     return replace(problem, tick_seconds=float(tick), times=replace(
         _with_scaled_values(problem.times, finer, STAGE_TIMES), transfer=finer * problem.times.transfer,
         all_reduce=keep_column_minimum(grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
 
 
-def _layer_tick_divisor(tick_seconds: float, job: Job) -> int:
-    """Return into how many finer ticks a tick must be divided to represent the times of single layers. The ticks of a
-    problem of whole stages are coarser."""
-    return max(1, ceil(limited_ratio(tick_seconds, float(choose_tick(job, layer_costs(job))))))
+def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
+    """Return by how much a tick or memory unit of whole stages, which is coarser, must be divided to represent the
+    costs of single layers, as `layer_unit` does."""
+    return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 
 def _with_scaled_values(of: T, factor: int, names: Sequence[str]) -> T:
     """Return a copy of a struct in which all values of the tuples with these names are multiplied by a factor."""
     return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
-
-
-def has_layers(job: Job) -> bool:
-    """Return whether each stage has at least one layer."""
-    return all(job.layers or (1,))
-
-
-def reductions_of_layers(job: Job, tick: Fraction) -> tuple[int, ...]:
-    """Return how many whole ticks of this many seconds the reduction of each layer takes by itself.
-
-    A tick may be a rounded float.
-    """
-    seconds = _ReductionSeconds(job)
-    return tuple(floor(seconds.seconds_of((layer, layer + 1)) / tick + Fraction(ROUNDING))
-                 for layer in range(len(layer_costs(job).forward)))
 
 
 def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
@@ -160,31 +146,32 @@ def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_
     for those without reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
-    schedule = _in_layer_ticks(schedule, job)
+    job_layers = _JobLayers.of(job)
+    schedule = _in_layer_ticks(schedule, job_layers)
     counts = params.cut if ops <= params.largest else params.cut[len(params.cut) // 2:][:1]
-    best = _shortest_cut(schedule, job, counts, params, budget)
-    result, ticks = _with_layer_costs(best, job), int(limited_ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
+    best = _shortest_cut(schedule, job, job_layers, counts, params, budget)
+    result = _with_layer_costs(best, job_layers)
+    ticks = int(limited_ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
     if bound.scope is Scope.LAYERS:
         ticks += min_exposed_ticks(result)
     assert ticks <= best.period_ticks * (1 + ROUNDING), f"a bound of {ticks} ticks is above {best.period_ticks}"
     return result.with_bound(min(ticks, best.period_ticks), bound.scope)
 
 
-def _with_layer_costs(schedule: Schedule, job: Job) -> Schedule:
+def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
     """Return the schedule with the costs of layers, and the time of each layer's reduction by itself, which the bound
     counts."""
-    if not has_layers(job):
+    if job_layers is None:
         return schedule
     recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
     if not recorded:
-        costs = layer_costs(job)
-        fine, unit = choose_tick(job, costs), choose_memory_unit(job, costs)
-        least = to_layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
-        per_tick = limited_ratio(schedule.tick_seconds, float(fine))
-        per_unit = limited_ratio(schedule.memory.unit, float(unit)) if schedule.memory else Fraction(1)
+        least = to_layer_ticks(job_layers.costs, job_layers.tick, job_layers.unit, fused=schedule.backward == "fused",
+                               down=True)
+        per_tick = limited_ratio(schedule.tick_seconds, float(job_layers.tick))
+        per_unit = limited_ratio(schedule.memory.unit, float(job_layers.unit)) if schedule.memory else Fraction(1)
         recorded = TicksOfLayers(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                                  **asdict(least))
-    recorded = replace(recorded, all_reduce=reductions_of_layers(job, tick / Fraction(*recorded.per_tick)))
+    recorded = replace(recorded, all_reduce=job_layers.reduction_ticks(tick / Fraction(*recorded.per_tick)))
     return replace(schedule, times=replace(schedule.times, of_layers=recorded))
 
 
@@ -193,18 +180,18 @@ def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> fl
 
     It is for callers that need hundreds of periods: fewer ways to cut micro-batches are tried.
     """
-    schedule = _in_layer_ticks(schedule, job)
-    return schedule.seconds(_shortest_cut(schedule, job, params.few[:2], params).period_ticks)
+    job_layers = _JobLayers.of(job)
+    schedule = _in_layer_ticks(schedule, job_layers)
+    return schedule.seconds(_shortest_cut(schedule, job, job_layers, params.few[:2], params).period_ticks)
 
 
-def _in_layer_ticks(schedule: Schedule, job: Job) -> Schedule:
+def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
     """Return the schedule in ticks, and units of memory, that can also represent the costs of single layers."""
-    if not has_layers(job):
+    if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
-    finer = _layer_tick_divisor(schedule.tick_seconds, job)
-    smaller = max(1, ceil(limited_ratio(memory.unit, float(choose_memory_unit(job, layer_costs(job)))))) if memory \
-        else 1
+    finer = _unit_divisor(schedule.tick_seconds, job_layers.tick)
+    smaller = _unit_divisor(memory.unit, job_layers.unit) if memory else 1
     if finer == smaller == 1:
         return schedule
     if costs:  # its ticks hold what layers take without reductions
@@ -222,18 +209,17 @@ def _in_layer_ticks(schedule: Schedule, job: Job) -> Schedule:
                    period_ticks=finer * schedule.period_ticks, lower_bound_ticks=finer * schedule.lower_bound_ticks)
 
 
-def _shortest_cut(schedule: Schedule, job: Job, counts: Sequence[int], params: OverlapParams,
-                  budget: Budget | None = None) -> Schedule:
+def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
+                  params: OverlapParams, budget: Budget | None = None) -> Schedule:
     """Return the shortest schedule over several ways to cut the last micro-batches of each worker, or none of them.
     Ways are tried while there is time."""
-    costs = layer_costs(job) if has_layers(job) else None
-    best = _OverlapBuilder(schedule, job, costs, 0, 1).build_schedule()
+    best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
     def try_cut(count: int, pieces: int, *, ascending: bool) -> bool:
         nonlocal best
         if budget is not None and (budget.seconds_left <= 0 or budget.is_stopped):
             return False
-        candidate = _OverlapBuilder(schedule, job, costs, count, pieces, ascending=ascending).build_schedule()
+        candidate = _OverlapBuilder(schedule, job, job_layers, count, pieces, ascending=ascending).build_schedule()
         if candidate.period_ticks >= best.period_ticks or check(candidate):
             return False
         best = candidate
@@ -241,7 +227,7 @@ def _shortest_cut(schedule: Schedule, job: Job, counts: Sequence[int], params: O
 
     for pieces, ascending in product(params.pieces if job.network.latency else params.pieces[:1], (False, True)):
         few = [count for count in counts if count in params.few] or counts
-        improving = [count for count in few if costs is not None and try_cut(count, pieces, ascending=ascending)]
+        improving = [count for count in few if job_layers is not None and try_cut(count, pieces, ascending=ascending)]
         for step in (-1, 1) if improving else ():
             place = counts.index(improving[-1]) + step
             while 0 <= place < len(counts) and try_cut(counts[place], pieces, ascending=ascending):
@@ -249,29 +235,41 @@ def _shortest_cut(schedule: Schedule, job: Job, counts: Sequence[int], params: O
     return best
 
 
-class _ReductionSeconds:
-    """Durations of the reductions of ranges of layers: a minimum for each reduction, and a share of each layer beyond
-    it."""
+class _JobLayers:
+    """Costs of a job's layers, and durations of the reductions of ranges of layers.
+
+    A reduction takes a minimum, and a share of each layer beyond it.
+    """
 
     def __init__(self, job: Job) -> None:
+        self.costs = layer_costs(job)
+        self.tick, self.unit = choose_tick(job, self.costs), choose_memory_unit(job, self.costs)
         least = exact_decimal(job.network.reduction_latency(job.pipelines * job.chains))
-        costs, ends = layer_costs(job), [*accumulate(job.layers or (1,) * job.depth, initial=0)]
+        ends = [*accumulate(job.layers or (1,) * job.depth, initial=0)]
         self._least = min([least, *(exact_decimal(seconds) for seconds in job.time.all_reduce if seconds)])
         self._beyond = [layer * (1 - self._least / exact_decimal(whole)) if whole else layer
                         for (first, end), whole in zip(pairwise(ends), job.time.all_reduce, strict=False)
-                        for layer in costs.all_reduce[first:end]]
-        self._is_reduced = [seconds > 0 for seconds in costs.all_reduce]
+                        for layer in self.costs.all_reduce[first:end]]
+        self._is_reduced = [seconds > 0 for seconds in self.costs.all_reduce]
 
-    def seconds_of(self, layers: LayerRange) -> Fraction:
+    @classmethod
+    def of(cls, job: Job) -> "_JobLayers | None":
+        """Return the layers of a job, or None if a stage has none."""
+        return cls(job) if all(job.layers or (1,)) else None
+
+    def reduction_seconds(self, layers: LayerRange) -> Fraction:
         """Return the seconds of the reduction of these layers."""
         if not any(self._is_reduced[slice(*layers)]):
             return Fraction(0)
         return self._least + sum(self._beyond[slice(*layers)], Fraction(0))
 
+    def reduction_ticks(self, tick: Fraction) -> tuple[int, ...]:
+        """Return how many whole ticks of this many seconds the reduction of each layer takes by itself.
 
-def _ticks_rounded_up(seconds: Fraction, tick: Fraction) -> int:
-    """Convert seconds to ticks, rounded up, with a tolerance for a tick that is a rounded float."""
-    return ceil(seconds / tick - Fraction(ROUNDING))
+        A tick may be a rounded float.
+        """
+        return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick + Fraction(ROUNDING))
+                     for layer in range(len(self._is_reduced)))
 
 
 class _LayerParts(NamedTuple):
@@ -290,10 +288,10 @@ class _OverlapBuilder:
     first, instead of by Johnson's rule.
     """
 
-    def __init__(self, schedule: Schedule, job: Job, costs: ExactLayerCosts | None, count: int, pieces: int, *,
+    def __init__(self, schedule: Schedule, job: Job, job_layers: _JobLayers | None, count: int, pieces: int, *,
                  ascending: bool = False) -> None:
-        self._old, self._costs, self._count, self._ascending = schedule, costs, count, ascending
-        self._job = job
+        self._old, self._job, self._job_layers = schedule, job, job_layers
+        self._count, self._ascending = count, ascending
         self._layers = list(schedule.layers_by_slice)
         self._number = {layers: number for number, layers in reversed(list(enumerate(self._layers)))}
         times, memory = schedule.times, schedule.memory
@@ -322,13 +320,12 @@ class _OverlapBuilder:
         return _with_start_times(cut_schedule, [part.reduced for part in parts], self._number)
 
     def _reduction_ticks(self) -> tuple[int, ...]:
-        """Return the ticks of the reduction of each slice."""
-        tick, stages = exact_decimal(self._old.tick_seconds), self._job.time.all_reduce
-        if self._costs is None:
-            return tuple(_ticks_rounded_up(exact_decimal(seconds), tick) for seconds in stages)
-        seconds = _ReductionSeconds(self._job)
-        return (*(_ticks_rounded_up(exact_decimal(stage_seconds), tick) for stage_seconds in stages),
-                *(_ticks_rounded_up(seconds.seconds_of(layers), tick) for layers in self._layers[len(stages):]))
+        """Return the ticks of the reduction of each slice, rounded up. A tick may be a rounded float."""
+        tick, job_layers = exact_decimal(self._old.tick_seconds), self._job_layers
+        durations = [exact_decimal(seconds) for seconds in self._job.time.all_reduce]
+        if job_layers is not None:
+            durations += map(job_layers.reduction_seconds, self._layers[len(durations):])
+        return tuple(ceil(seconds / tick - Fraction(ROUNDING)) for seconds in durations)
 
     def _weight_turns(self) -> dict[int, int]:
         """Return the turn in which the W of each layer is done, by layer; empty if there is no choice.
@@ -339,18 +336,17 @@ class _OverlapBuilder:
         workers that share a layer, the one whose window ends first, which is the one with lower layers, waits for both.
         In ascending order it waits least.
         """
-        if not self._count or self._costs is None:
+        job_layers = self._job_layers
+        if not self._count or job_layers is None:
             return {}
         pieces = {piece for program in self._old.programs for op in program if op.kind is OpKind.A
                   for piece in self._divide_range(self._old.layers_of(op.slice or 0))}
-        seconds = _ReductionSeconds(self._job)
 
         def sort_key(piece: LayerRange) -> tuple[bool, Fraction, int]:
-            assert self._costs is not None
-            weights = self._costs.backward_weight[slice(*piece)]
+            weights = job_layers.costs.backward_weight[slice(*piece)]
             if self._ascending:
                 return False, Fraction(0), piece[0]
-            first, second = self._count * sum(weights, Fraction(0)), seconds.seconds_of(piece)
+            first, second = self._count * sum(weights, Fraction(0)), job_layers.reduction_seconds(piece)
             return first >= second, first if first < second else -second, -piece[0]
 
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=sort_key)) for layer in range(*piece)}
@@ -410,8 +406,8 @@ class _OverlapBuilder:
 
         A range that is part of two slices gets the larger value of the two.
         """
-        costs, whole = self._costs, self._values[slice_]
-        assert costs is not None
+        assert self._job_layers is not None
+        costs, whole = self._job_layers.costs, self._values[slice_]
         by_layer = costs.forward, costs.backward_input, costs.backward_weight, costs.activation, costs.weight_stash
         for place, value in enumerate(whole):
             *before, total = accumulate((sum(by_layer[place][slice(*piece)]) for piece in pieces), initial=Fraction(0))
@@ -437,77 +433,79 @@ def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]
     """Return a schedule of compute ops with the reductions of each program and with new start times.
 
     The ranges of layers that each program reduces are in `reduced`, the numbers of their slices in `number`. Every op
-    starts as early as the order allows; each worker begins at the same time as before. A reduction follows the last W
-    of its layers as soon as the links of all holders are free; those that can begin first come first.
+    starts as early as the order allows; each worker begins at the same time as before.
     """
-    begins = _compute_begins(schedule)
-    ends: dict[Worker, int] = {}
-    ready: dict[LayerRange, int] = defaultdict(int)
-    holders: dict[LayerRange, list[Worker]] = defaultdict(list)
-    last_of_slice: dict[int, int] = defaultdict(int)
-    for seat in schedule.seats:
-        worker = seat.worker
-        ends[worker] = 0
-        for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True):
-            assert op.slice is not None
-            ends[worker] = end = start + schedule.times.duration_ticks(op.kind, op.slice, worker)
-            if op.kind in WEIGHT_KINDS:
-                last_of_slice[op.slice] = max(last_of_slice[op.slice], end)
-        for layers in reduced[seat.program]:
-            holders[layers].append(worker)
-    for slice_, end in last_of_slice.items():
-        low, high = schedule.layers_of(slice_)
-        for layers in holders:
-            if layers[0] < high and low < layers[1]:
-                ready[layers] = max(ready[layers], end)
-    links = dict.fromkeys(begins, 0)
-    closing: dict[Worker, list[ProgramOp]] = defaultdict(list)
-    for layers in sorted(holders, key=lambda one: (ready[one], -one[0])):
-        begin = max(ready[layers], *(links[worker] for worker in holders[layers]))
-        for worker in holders[layers]:
-            closing[worker].append(ProgramOp(OpKind.A, number[layers], None, begin))
-            links[worker] = begin + schedule.times.all_reduce[number[layers]]
-    last = max(ends.values()) if schedule.optimizer == "synchronous" else 0
+    computed = _place_compute(schedule)
+    reductions = _place_reductions(schedule, computed, reduced, number)
+    is_synchronous = schedule.optimizer == "synchronous"
+    last = max(op.end_ticks for op in chain.from_iterable(computed.values())) if is_synchronous else 0
     programs: dict[Program, int] = {}
     seats: list[Seat] = []
     for seat in schedule.seats:
-        worker = seat.worker
-        body = [replace(op, start_ticks=start)
-                for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True)]
-        merged = sorted([*body, *closing[worker]], key=lambda op: (op.start_ticks, op.kind is OpKind.A))
-        step = ProgramOp(OpKind.O, None, None, max(ends[worker], links[worker], last))
+        ops, sums = computed[seat.worker], reductions[seat.worker]
+        body = [replace(op, start_ticks=placed.start_ticks)
+                for op, placed in zip(schedule.programs[seat.program], ops, strict=True)]
+        merged = sorted([*body, *(ProgramOp(OpKind.A, op.slice, None, op.start_ticks) for op in sums)],
+                        key=lambda op: (op.start_ticks, op.kind is OpKind.A))
+        step = ProgramOp(OpKind.O, None, None, max([last, *(op.end_ticks for op in (*ops[-1:], *sums[-1:]))]))
         seats.append(replace(seat, program=programs.setdefault((*merged, step), len(programs))))
     timed = replace(schedule, seats=tuple(seats), programs=tuple(programs))
     period = window_ticks(timed.all_ops())
-    if schedule.optimizer == "synchronous":
-        ops = list(timed.all_ops())
-        period = max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
+    if is_synchronous:
+        period = max(op.end_ticks for op in timed.all_ops()) - min(op.start_ticks for op in timed.all_ops())
     return replace(timed, period_ticks=period, lower_bound_ticks=0, status="feasible")
 
 
-def _compute_begins(schedule: Schedule) -> dict[Worker, list[int]]:
-    """Return the start of each op of each worker, as early as the order allows; empty for a worker without ops."""
+def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
+    """Return the ops of each worker with new times, as early as the order allows."""
     programs, transfer = programs_of(schedule), schedule.times.transfer
     free = {worker: min((op.start_ticks for op in ops), default=0) for worker, ops in programs.items()}
-    begins: dict[Worker, list[int]] = {worker: [] for worker in programs}
-    done: dict[OpKey, tuple[int, Worker]] = {}
+    placed: dict[Worker, list[Op]] = {worker: [] for worker in programs}
+    done: dict[OpKey, Op] = {}
     waiting: dict[OpKey, list[Worker]] = defaultdict(list)
-    todo = list(begins)
+    todo = list(placed)
     while todo:
         worker = todo.pop()
-        for op in islice(programs[worker], len(begins[worker]), None):
+        for op in islice(programs[worker], len(placed[worker]), None):
             key, start = op_key(op), free[worker]
             for awaited, rule in producers_with_rules(key, schedule.route_of(*key[2:])):
                 if awaited not in done:
                     waiting[awaited].append(worker)
                     break
-                end, by = done[awaited]
-                start = max(start, end + (transfer if rule.tensor and by != worker else 0))
+                producer = done[awaited]
+                start = max(start, producer.end_ticks + (transfer if rule.tensor and producer.worker != worker else 0))
             else:
-                begins[worker].append(start)
                 free[worker] = start + op.end_ticks - op.start_ticks
-                done[key] = free[worker], worker
+                done[key] = replace(op, start_ticks=start, end_ticks=free[worker])
+                placed[worker].append(done[key])
                 todo += waiting.pop(key, ())
                 continue
             break
-    return begins
+    return placed
+
+
+def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], reduced: Sequence[Sequence[LayerRange]],
+                      number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
+    """Return the reductions of each worker, given its compute ops.
+
+    A reduction follows the last W of its layers as soon as the links of all holders are free; those that can begin
+    first come first.
+    """
+    ends: dict[LayerRange, int] = defaultdict(int)
+    for op in chain.from_iterable(computed.values()):
+        if op.kind in WEIGHT_KINDS and op.slice is not None:
+            ends[schedule.layers_of(op.slice)] = max(ends[schedule.layers_of(op.slice)], op.end_ticks)
+    holders: dict[LayerRange, list[Worker]] = defaultdict(list)
+    for seat in schedule.seats:
+        for layers in reduced[seat.program]:
+            holders[layers].append(seat.worker)
+    ready = {(first, end): max((ticks for (low, high), ticks in ends.items() if first < high and low < end), default=0)
+             for first, end in holders}
+    links = dict.fromkeys(computed, 0)
+    placed: dict[Worker, list[Op]] = {worker: [] for worker in computed}
+    for layers in sorted(holders, key=lambda layers: (ready[layers], -layers[0])):
+        begin = max(ready[layers], *(links[worker] for worker in holders[layers]))
+        for worker in holders[layers]:
+            links[worker] = begin + schedule.times.all_reduce[number[layers]]
+            placed[worker].append(Op(OpKind.A, number[layers], None, None, worker, begin, links[worker]))
+    return placed

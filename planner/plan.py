@@ -266,53 +266,50 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
     began = time.monotonic()
     with _disable_garbage_collection(), defer_interrupts() as stop:
-        budget = Budget(deadline=clock.now() + options.limit_seconds, clock=clock, seed=options.seed, stop=stop)
+        budget = Budget(deadline=clock.now() + options.limit_seconds, clock=clock, seed=options.seed, stop=stop,
+                        progress=SearchProgress(progress))
         speed = Speed(options.limit_seconds, clock, options.params.blocks)
-        plan_budget = msgspec.structs.replace(budget, progress=SearchProgress(progress))
-        # Counted steps of the reference are its own, so that no plan depends on what is known of it.
-        other = options.make_clock()
-        share = options.params.blocks.reference_share
-        reference_budget = Budget(deadline=other.now() + share * options.limit_seconds, clock=other, seed=options.seed,
-                                  stop=stop, progress=SearchProgress(
-                                      lambda line: progress(f"reference with no worker down: {line}")))
-        reference_speed = speed if options.steps is None else Speed(options.limit_seconds, other, options.params.blocks)
+        reference = _ReferenceSearch(options, job, known, budget, speed)
         is_reference = not failed and options.layers == "fixed"
-        fault_free = known if is_reference else _plan_fault_free(options, job, known, reference_budget, reference_speed)
-        plan = _plan_with_fallback(options, job, failed, plan_budget, speed)
-        schedule = plan.schedule
-        is_comparable = is_reference_kind(schedule)
+        if not is_reference:
+            reference.improve(options.params.blocks.reference_share * options.limit_seconds,
+                              lambda line: progress(f"reference with no worker down: {line}"))
+        plan = _plan_with_fallback(options, job, failed, budget, speed)
+        is_comparable = is_reference_kind(plan.schedule)
         if is_reference and is_comparable:
-            fault_free = _as_reference(schedule, options).merged_with(known)
+            reference.add_plan(plan)
         else:
             # If the search ends early, the rest of the time goes to the reference.
-            rest = msgspec.structs.replace(reference_budget.with_seconds(budget.seconds_left),
-                                           progress=SearchProgress())
-            fault_free = _plan_fault_free(options, job, fault_free, rest, reference_speed)
-            if fault_free and is_comparable:
-                fault_free = fault_free.capped_at(schedule.seconds(schedule.period_ticks))
+            reference.improve(budget.seconds_left)
+            if reference.best and is_comparable:
+                reference.best = reference.best.capped_at(plan.period)
         return msgspec.structs.replace(plan, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
-                                       fault_free=fault_free, tally=budget.tally)
+                                       fault_free=reference.best, tally=budget.tally)
 
 
-def _plan_fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
-                     speed: Speed) -> FaultFree | None:
-    """Return what is known of the fault-free period after as much search as it is worth. Grace is reserved for the plan
-    itself."""
-    if (known and known.is_close) or (budget.seconds_left < 0.0 and known):
-        return known
-    try:
-        schedule = _plan_whole_or_blocks(reference_options(options), job, (), budget, speed, grace=False).schedule
-        return _as_reference(schedule, options).merged_with(known)
-    except TooLargeError:
-        return known
+class _ReferenceSearch:
+    """Search for the fault-free period, in counted steps of its own: no plan depends on what is known of it."""
 
+    def __init__(self, options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget, speed: Speed) -> None:
+        clock = options.make_clock()
+        self._options, self._job, self.best = reference_options(options), job, known
+        self._budget = msgspec.structs.replace(budget, clock=clock, tally=Tally())
+        self._speed = speed if options.steps is None else Speed(options.limit_seconds, clock, options.params.blocks)
 
-def _as_reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
-    """Return the period and bound of a plan with no worker down. A baseline method has no better plan than its own: its
-    bound equals the period."""
-    period = schedule.seconds(schedule.period_ticks)
-    bound = period if options.method in BASELINES else schedule.seconds(schedule.lower_bound_ticks)
-    return FaultFree(period=period, bound=bound)
+    def improve(self, seconds: float, progress: ProgressCallback = ignore_progress) -> None:
+        """Search for this number of seconds, if that is worth it. Grace is reserved for the plan itself."""
+        budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
+        if self.best and (self.best.is_close or budget.seconds_left < 0.0):
+            return
+        with suppress(TooLargeError):
+            self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
+
+    def add_plan(self, plan: Plan) -> None:
+        """Merge a plan with no worker down into the best. A baseline method has no better plan than its own: its bound
+        equals the period."""
+        is_baseline = self._options.method in BASELINES
+        bound = plan.period if is_baseline else plan.schedule.seconds(plan.schedule.lower_bound_ticks)
+        self.best = FaultFree(period=plan.period, bound=bound).merged_with(self.best)
 
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,

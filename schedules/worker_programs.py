@@ -162,21 +162,10 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
         works = {Worker(numbers[worker.pipeline], worker.column): (
             tuple(numbers[one] for one in share.pipelines), share.work) for worker, share in parts.shares.items()}
         contents |= {share.work: parts.contents[share.work] for share in parts.shares.values()}
-    tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
-    ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
-    for number, workers in tied:
-        for worker in workers:
-            ties_of[worker] += (number,)
-    sums_of_program = _sums_by_program(schedule)
-    sums: dict[tuple[int, tuple[int, ...]], str] = {}
     shares = {}
-    for seat in schedule.seats:
-        own_ties = ties_of.get(seat.worker, ())
-        if (seat.program, own_ties) not in sums:
-            sums[seat.program, own_ties] = store((sums_of_program[seat.program], [tied[number] for number in own_ties]))
+    for seat, sums in zip(schedule.seats, _encode_sums(schedule, ties, store), strict=True):
         pipelines, work = works[seat.worker]
-        shares[seat.worker] = WorkerShare(Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work,
-                                          sums[seat.program, own_ties])
+        shares[seat.worker] = WorkerShare(Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work, sums)
     failed = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
     return DividedSchedule(failed, shares, contents)
 
@@ -278,6 +267,22 @@ def _encode_programs(schedule: Schedule,
                 () if whole else tuple(_routes_of_seat(schedule, seat, place)))) for seat in group_seats]
         for seat, digest in zip(group_seats, known[layout], strict=True):
             yield seat.worker, (pipelines, digest)
+
+
+def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Callable[[object], str]) -> Iterator[str]:
+    """Iterate over the digests of the gradient sums of each seat's worker, with the ties of layers that it holds."""
+    tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
+    ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
+    for number, workers in tied:
+        for worker in workers:
+            ties_of[worker] += (number,)
+    sums = _sums_by_program(schedule)
+    known: dict[tuple[int, tuple[int, ...]], str] = {}
+    for seat in schedule.seats:
+        key = seat.program, ties_of.get(seat.worker, ())
+        if key not in known:
+            known[key] = keep((sums[seat.program], [tied[number] for number in key[1]]))
+        yield known[key]
 
 
 def _without_time(op: ProgramOp, place: Mapping[int, int]) -> ProgramOp:
