@@ -239,10 +239,8 @@ def _make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> St
     # Transfers to the next stage and back; the last stage has none.
     hops = 2 * problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
     trip = out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + hops
-    limited = problem.memory is not None
     return StageShares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
-                       activation=problem.activation_memory(stage) if limited else 0, stash=problem.stash_memory(stage)
-                       if limited else 0,
+                       activation=problem.activation_memory(stage), stash=problem.stash_memory(stage),
                        room=problem.activation_room(worker) * parts, most=_microbatches_at(problem, stage) * parts)
 
 

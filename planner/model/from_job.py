@@ -26,6 +26,7 @@ from slipstream.planner.model.problem import (
     find_holding_groups,
 )
 from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
+from slipstream.schedules.memory import total_room
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -304,11 +305,9 @@ def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds
     Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
     """
     groups = tuple(sorted(set(holds.values())))
-    before = memory.weights_before if memory and memory.weights else ()
-    own = [sum_over_ranges(before, held) if before else 0 for held in grid.held_layers_by_column]
-    workers = {worker: LiveWorker(  # room: memory including the weights of their own stages
-        per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED if memory is None else
-        memory.capacity_for(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
+    workers = {worker: LiveWorker(per_mille=times.per_mille_of.get(worker, 1000), holds=held,
+                                  room=UNLIMITED if memory is None else total_room(memory, grid, worker))
+               for worker, held in sorted(holds.items())}
     return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
                    reductions=find_reductions(grid, groups), routes=build_routes_in_place(grid), **others)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from slipstream.schedules.graph import component_roots
 from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
+from slipstream.schedules.memory import memory_change, peak_memory, weights_of
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -86,8 +87,8 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Largest memory that a micro-batch needs at each layer: its activation, or its weight stash after I."""
-        return tuple(map(max, self.activation, self.weight_stash))
+        """Most that a micro-batch holds of each layer at any time."""
+        return tuple(map(peak_memory, self.activation, self.weight_stash))
 
     @cached_property
     def prefix_sums(self) -> LayerSums:
@@ -394,9 +395,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the ticks that a tensor takes from one worker to another: 0 if they are the same worker."""
         return 0 if worker == other else self.times.transfer
 
-    def peak_memory(self, stage: int) -> int:
-        """Return the largest memory of a micro-batch at this stage: its activation, or its weight stash after I."""
-        return max(self.activation_memory(stage), self.stash_memory(stage))
+    def memory_changes(self, slice_: int) -> tuple[int, ...]:
+        """Return by how much each op of a unit, in order, changes the memory of its worker."""
+        return tuple(memory_change(kind, self.activation_memory(slice_), self.stash_memory(slice_))
+                     for kind in self.op_kinds)
+
+    def peak_memory(self, slice_: int) -> int:
+        """Return the most that a micro-batch holds of this slice at any time."""
+        return max(accumulate(self.memory_changes(slice_)))
 
     def min_room(self, stage: int) -> int:
         """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
@@ -405,12 +411,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
         each W directly after its I. If some worker has less room, no plan exists.
         """
-        held = peak = 0
-        for other in self.grid.stages_of_column(self.column_of[stage]):
-            if other >= stage and other // self.grid.depth == stage // self.grid.depth:
-                peak = max(peak, held + self.peak_memory(other))
-                held += self.activation_memory(other)
-        return peak
+        stages = [other for other in self.grid.stages_of_column(self.column_of[stage])
+                  if other >= stage and other // self.grid.depth == stage // self.grid.depth]
+        forwards = [self.memory_changes(other)[0] for other in stages]
+        backwards = [change for other in reversed(stages) for change in self.memory_changes(other)[1:]]
+        return max(accumulate(forwards + backwards))
 
     def min_transfer_ticks(self, stage: int) -> int:
         """Return the shortest transfer time from a stage to the next one, in ticks."""
@@ -456,13 +461,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def activation_room(self, worker: Worker) -> int:
         """Return the memory of a live worker that its weights leave for activations."""
         properties = self.workers[worker]
-        return properties.room - self._weights_by_group[properties.holds]
-
-    @cached_property
-    def _weights_by_group(self) -> Mapping[Held, int]:
-        """Memory of the weights of each group's layers."""
-        before = self.memory.weights_before if self.memory and self.memory.weights else ()
-        return {held: sum_over_ranges(before, held) if before else 0 for held in self.groups}
+        return properties.room - weights_of(self.memory, properties.holds)
 
     def group_number(self, worker: Worker) -> int:
         """Return the number of a worker's group: all workers that hold the same layers, and so share one deadline."""

@@ -38,7 +38,6 @@ from slipstream.planner.kernel import (
     time_state,
 )
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, pad_rows, to_ints
-from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import NEVER, compute_group_ends, delayed_group_ends, solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.incumbent import Incumbent
@@ -89,8 +88,7 @@ def _make_instance(arrays: ProblemArrays) -> Instance:
         tail=_tail_ticks(arrays),
         pipeline=to_ints([worker.pipeline for worker in workers]), members=_rows_by_pipeline(arrays),
         capacity=to_ints([problem.activation_room(worker) if problem.memory else -1 for worker in workers]),
-        holds=to_ints([_memory_changes(problem, number)
-                       for number in range(len(problem.layers_by_slice))])[arrays.ops.slice].ravel(),
+        holds=to_ints(list(map(problem.memory_changes, range(len(problem.layers_by_slice)))))[arrays.ops.slice].ravel(),
         movable=to_ints(movable),
         hosts=_host_rows_by_slice(arrays), cost=_op_ticks(arrays))
 
@@ -147,12 +145,6 @@ def _op_ticks(arrays: ProblemArrays) -> Ints:
             cost[:, number, arrays.row_of[worker]] = [problem.op_ticks(kind, number, worker)
                                                       for kind in problem.op_kinds]
     return cost
-
-
-def _memory_changes(problem: Problem, number: int) -> tuple[int, ...]:
-    """Return by how much F, I and W of slice `number` change the memory that their worker holds."""
-    activation, stash = problem.activation_memory(number), problem.stash_memory(number)
-    return (activation, stash - activation, -stash)[:len(problem.op_kinds)]
 
 
 def _zeros(size: int) -> Ints:

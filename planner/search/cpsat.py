@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate, pairwise
 from itertools import chain as chain_of
-from itertools import pairwise
 
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
@@ -14,6 +14,7 @@ from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
+from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -157,13 +158,10 @@ class Constraints:
     def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return the intervals and amounts of a unit's memory on a host, present if the host is chosen."""
         problem, variables = self._problem, self._variables
-        start = variables.start[OpKind.F, *unit]
-        freed = variables.end[problem.gradient_kind, *unit]
-        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation_memory(unit.slice))]
-        if problem.backward == "split":
-            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash_memory(unit.slice)))
+        times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
+                 for kind in problem.op_kinds]
         intervals = []
-        for begin, end, amount in spans:
+        for (begin, end), amount in zip(pairwise(times), accumulate(problem.memory_changes(unit.slice)), strict=False):
             if not amount:
                 continue
             length = self._model.new_int_var(0, variables.horizon, "held")

@@ -18,6 +18,7 @@ from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_in
 from slipstream.planner.model.bounds import lower_bound, window_bound
 from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, choose_evenly
 from slipstream.planner.model.start_times import time_order
+from slipstream.schedules.memory import memory_change
 from slipstream.schedules.schedule import OpKind, Worker
 
 # --- Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is timed --------------
@@ -263,11 +264,12 @@ class ListScheduler:
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
         problem, ops, reserved = arrays.problem, arrays.ops, compute_reserved_memory(arrays)
-        stash = [problem.stash_memory(number) for number in range(len(problem.layers_by_slice))]
         capacity = [problem.activation_room(worker) for worker in arrays.workers]
+        kinds = OpKind.F, problem.gradient_kind, OpKind.W
+        room = [(*(memory_change(kind, at_start, problem.stash_memory(number)) for kind in kinds), needed)
+                for number, (at_start, needed) in enumerate(zip(reserved.at_start, reserved.needed, strict=True))]
         self._kernel = kernel = kernel_loops()
-        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity),
-                                     room=to_ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
+        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity), room=to_ints(room))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         chains = range(problem.grid.chains)
