@@ -26,11 +26,6 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
     return -stash if kind is OpKind.W else -activation
 
 
-def peak_memory(activation: int, stash: int) -> int:
-    """Return the most that a micro-batch holds of a slice at any time."""
-    return max(accumulate(memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)))
-
-
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
     """Return the memory of one worker as (tick, multiples of `memory.unit` held from then on), ticks ascending.
 
@@ -52,10 +47,7 @@ def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
 
 
 def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
-    """Return the room of a worker for weights and activations together.
-
-    The field `capacity` is the room that remains next to the layers of the worker's own column.
-    """
+    """Return the room of a worker for weights and activations together: `capacity` is what its own column leaves."""
     return memory.capacity_for(worker, worker.column) + weights_of(memory, grid.held_layers_by_column[worker.column])
 
 
