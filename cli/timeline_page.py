@@ -15,9 +15,9 @@ from slipstream.cli.drawing.op_colours import COLOURS, NAMES
 from slipstream.cli.drawing.page_file import fill_page, to_json
 from slipstream.cli.shared.schedule_summary import measured_period, summarize_schedule
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from slipstream.schedules.memory import activation_room
+from slipstream.schedules.memory import CHANGING_AT_START, activation_room, memory_change
 from slipstream.schedules.precedence import RULES
-from slipstream.schedules.schedule import Op, OpKind, Schedule, Seat, Worker
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Seat, Worker
 
 STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
@@ -100,9 +100,11 @@ def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
     """Return the fields that planned and measured iterations have in common on the page.
 
-    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units.
+    Their unit of time lasts `second` seconds; a transfer takes `transfer` units. Without limits, activations count.
     """
     grid, memory = schedule.grid, schedule.memory
+    sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
+        else [(1, 0)] * len(schedule.layers_by_slice)
     return {
         "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
         "columns": grid.columns, "depth": grid.depth, "chains": grid.chains, "microbatches": grid.microbatches,
@@ -110,8 +112,9 @@ def _common_panel(schedule: Schedule, name: str, second: float, transfer: float)
         "named": all(stage.layers == layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)),
         "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _encode_rules(),
         "slow": {str(slow.worker): slow.per_mille for slow in schedule.times.slow},
-        "memory": memory and {"unit": memory.unit, "capacity": memory.capacity, "activation": memory.activation,
-                              "stash": memory.weight_stash},
+        "memory": memory and {"unit": memory.unit},
+        "changes": {kind: ("starts" if kind in CHANGING_AT_START else "ends",
+                           [memory_change(kind, *size) for size in sizes]) for kind in sorted(COMPUTE_KINDS)},
     }
 
 

@@ -274,7 +274,7 @@ BUSY, AWAKE, USED, CAPACITY, FILLED, HEAP, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + H
 """Columns of the state of a worker. They are: whether it runs an op, whether something has just happened to it, the
 memory used, its capacity, whether it has begun a gradient, where its heaps begin, how many keys they hold, and how many
 more micro-batches it may have in flight at each slice."""
-AT_START, STASH, NEEDED = 0, 1, 2
+NEEDED = 3
 
 
 class MemoryLimits(NamedTuple):
@@ -283,9 +283,8 @@ class MemoryLimits(NamedTuple):
     capacity: Ints
     """Capacity of the worker, [worker]."""
     room: Ints
-    """Memory of a micro-batch at each slice. [slice, AT_START] is taken when an F starts; [slice, STASH] is held
-    instead from the end of its I to that of its W; [slice, NEEDED] must be free when an F starts
-    (`planner.search.list_scheduler.ReservedMemory`)."""
+    """Memory of a micro-batch at each slice. [slice, kind] is what the op takes: F when it starts, I, B and W when they
+    end. [slice, NEEDED] must be free when an F starts (`planner.search.list_scheduler.ReservedMemory`)."""
 
 
 class Dispatch(NamedTuple):
@@ -382,7 +381,7 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
     """Return whether the worker has room to start an F, an I or a B of a slice."""
     free = state[worker, CAPACITY] - state[worker, USED]
     if which == BACKWARD:
-        return room[number, STASH] - room[number, AT_START] <= free
+        return room[number, BACKWARD] <= free
     return room[number, NEEDED] <= free and state[worker, SLOTS + number] > 0
 
 
@@ -416,7 +415,7 @@ def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints
     if state[worker, SIZE + WEIGHT]:
         stuck = False
         if choices.make_room and state[worker, SIZE + FORWARD]:
-            taken = state[worker, USED] + room[slice_of[_first_key(heap, state, worker, FORWARD) % units], AT_START]
+            taken = state[worker, USED] + room[slice_of[_first_key(heap, state, worker, FORWARD) % units], FORWARD]
             stuck = taken > state[worker, CAPACITY]
         if choices.eager_weights or stuck:
             return _take_key(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
@@ -500,10 +499,9 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 touched_count += 1
             if key // count % EVENTS == END:
                 state[worker, BUSY] = 0
-                if kind == WEIGHT:
-                    state[worker, USED] -= room[number, STASH]
-                elif kind == BACKWARD:
-                    state[worker, USED] += room[number, STASH] - room[number, AT_START]
+                if kind != FORWARD:
+                    state[worker, USED] += room[number, kind]
+                if kind == BACKWARD:
                     state[worker, SLOTS + number] += 1
                 continue
             urgency = gradient_rank[unit] * depth + position_of[unit]
@@ -530,7 +528,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 waiting += 1
                 if op % kinds == FORWARD:
                     number = slice_of[unit_of[op]]
-                    state[worker, USED] += room[number, AT_START]
+                    state[worker, USED] += room[number, FORWARD]
                     state[worker, SLOTS + number] -= 1
                 for arc in range(arc_start[op], arc_start[op + 1]):
                     other = arc_op[arc]

@@ -4,7 +4,7 @@
     precedence        table of which op of a micro-batch waits for which
     codec             schedules as JSON (`document` and `files` bound what is read and written)
     check             checks a schedule against all rules (`symmetry`, `text_excerpt`)
-    memory            memory that each worker holds over time
+    memory            how memory is counted: what ops hold over time, and what room layers leave
     graph             ops and transfers as a graph; an order of sends and receives that is proven free of deadlock
     worker_programs   the part of a schedule that each worker must know
     timing            replays of a schedule under other durations

@@ -1,14 +1,29 @@
-"""Compute the memory that each worker holds over time.
+"""Define how the memory of a worker is counted: what its ops hold, and what room its layers leave for them.
 
-An activation is held from the start of F to the end of I (or B), and the stash of W from the end of I to the end of W.
+A micro-batch holds the activation of a slice from the start of F to the end of I (or B), and the stash of W from the
+end of I to the end of W. Checker, planner and timeline page all count by these functions.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import TypeVar
 
-from slipstream.schedules.layers import sum_over_ranges
-from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker
+from slipstream.schedules.layers import LayerRange, sum_over_ranges
+from slipstream.schedules.schedule import Grid, Memory, Op, OpKind, Schedule, Seat, Worker
+
+Amount = TypeVar("Amount", int, float)
+CHANGING_AT_START = frozenset({OpKind.F})
+"""Kinds of op that change the memory of their worker when they start. The others change it when they end."""
+
+
+def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
+    """Return the change that a compute op makes to the memory of its worker."""
+    if kind is OpKind.F:
+        return activation
+    if kind is OpKind.I:
+        return stash - activation
+    return -stash if kind is OpKind.W else -activation
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
@@ -19,35 +34,31 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
     """
     change: dict[int, int] = defaultdict(int)
     for op in ops:
-        if op.slice is None:
-            continue
-        activation, stash = memory.activation[op.slice], memory.weight_stash[op.slice]
-        if op.kind is OpKind.F:
-            change[op.start_ticks] += activation
-        elif op.kind is OpKind.I:
-            change[op.end_ticks] += stash - activation
-        elif op.kind is OpKind.W:
-            change[op.end_ticks] -= stash
-        elif op.kind is OpKind.B:
-            change[op.end_ticks] -= activation
+        if op.slice is not None and op.kind is not OpKind.A:
+            change[op.start_ticks if op.kind in CHANGING_AT_START else op.end_ticks] += memory_change(
+                op.kind, memory.activation[op.slice], memory.weight_stash[op.slice])
     ticks = sorted(change)
     return list(zip(ticks, accumulate(change[tick] for tick in ticks), strict=True))
 
 
-def activation_room(schedule: Schedule, seat: Seat) -> int | None:
-    """Return the room for activations of a live worker, in multiples of `schedule.memory.unit`; None means no limit.
+def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
+    """Return the memory that parameters, gradients and optimizer state of some layers take; 0 if it is not known."""
+    return sum_over_ranges(memory.weights_before, held) if memory and memory.weights else 0
 
-    The field `capacity` is the room that remains next to the layers of a worker's own column. A worker that holds other
-    layers has more or less room by the difference of their weights.
-    """
+
+def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
+    """Return the room of a worker for weights and activations together: `capacity` is what its own column leaves."""
+    return memory.capacity_for(worker, worker.column) + weights_of(memory, grid.held_layers_by_column[worker.column])
+
+
+def activation_room(schedule: Schedule, seat: Seat) -> int | None:
+    """Return the room for activations of a live worker, in multiples of `schedule.memory.unit`; None means no limit."""
     memory = schedule.memory
     if memory is None:
         return None
     if seat.holds is None:
         return memory.capacity_for(seat.worker, seat.role.column)
-    own = sum_over_ranges(memory.weights_before, schedule.held_layers_of_column(seat.worker.column))
-    return memory.capacity_for(seat.worker, seat.worker.column) + own - sum_over_ranges(memory.weights_before,
-                                                                                        seat.holds)
+    return total_room(memory, schedule.grid, seat.worker) - weights_of(memory, seat.holds)
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:

@@ -111,10 +111,6 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _stages_by_chain(self) -> tuple[range, ...]:
         return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
 
-    def is_last(self, stage: int) -> bool:
-        """Return whether this stage is the last one of its chain."""
-        return (stage + 1) % self.depth == 0
-
     def original_stage(self, stage: int) -> int:
         """Return the copy of this stage in the first chain, which is the same for all copies of a stage."""
         return stage % self.depth

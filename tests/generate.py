@@ -4,15 +4,17 @@ import re
 from collections.abc import Mapping, Sequence
 
 import networkx as nx
+import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.model.arrays import ProblemArrays, Solution
+from slipstream.planner.loops import kernel_loops
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, Problem
-from slipstream.planner.model.start_times import compute_earliest, solution_period
+from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
 from slipstream.schedules.graph import Collective, Node, dependency_edges
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
@@ -30,6 +32,13 @@ from slipstream.schedules.schedule import (
     compute_period_ticks,
 )
 from tests.jobs import failures, jobs
+
+
+def compute_earliest(arrays: ProblemArrays, order: Ints) -> Ints:
+    """The earliest start tick of every op that the order allows."""
+    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
+    kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
+    return start
 
 
 def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":

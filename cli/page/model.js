@@ -99,17 +99,16 @@ class Track {
     return this._lastBackwards;
   }
 
-  /** What is held over time: from `times[i]` on `held[i]`, and the most over runs of 2^k steps. */
-  memory(activation, stash) {
+  /** What is held over time: from `times[i]` on `held[i]`, and the most over runs of 2^k steps. `changes` has for a kind
+      of op whether its `starts` or its `ends` change what is held, and by how much for each slice. */
+  memory(changes) {
     if (this._memory) return this._memory;
     const change = new Map();
     const add = (time, amount) => change.set(time, (change.get(time) ?? 0) + amount);
     for (let i = 0; i < this.count; i++) {
-      const slice = this.slices[i];
-      if (this.kinds[i] === F) add(this.starts[i], activation[slice]);
-      else if (this.kinds[i] === I) add(this.ends[i], stash[slice] - activation[slice]);
-      else if (this.kinds[i] === W) add(this.ends[i], -stash[slice]);
-      else if (this.kinds[i] === B) add(this.ends[i], -activation[slice]);
+      if (this.kinds[i] >= A) continue;
+      const [when, amounts] = changes[KINDS[this.kinds[i]]];
+      add(this[when][i], amounts[this.slices[i]]);
     }
     const times = Float64Array.from(change.keys()).sort();
     let now = 0;
@@ -139,7 +138,6 @@ class Panel {
     this.playerOf = new Map(this.seats.map((seat, i) => [this.workerNumber(seat.rolePipeline, seat.roleColumn), i]));
     this.down = new Set(stored.failed.map(([pipeline, column]) => this.workerNumber(pipeline, column)));
     this.length = this.tracks.reduce((most, track) => Math.max(most, track.last), 0) * this.second;
-    this.sizes = stored.memory ?? { unit: 1, activation: stored.ranges.map(() => 1), stash: stored.ranges.map(() => 0) };
   }
 
   /** The number of a worker in the grid: a key of `seatAt`, `playerOf` and `down`. */
@@ -327,7 +325,7 @@ class Panel {
     return this._mostHeld;
   }
 
-  memoryOf(seat) { return seat.track.memory(this.sizes.activation, this.sizes.stash); }
+  memoryOf(seat) { return seat.track.memory(this.changes); }
 }
 
 /** Whether two ranges of layers, [first, end), share one. */

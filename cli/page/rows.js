@@ -95,7 +95,7 @@ class Rows {
     if (seat.holds) row.label += ` [${short(seat.holds)}]`;
     const slow = panel.slow[`${seat.pipeline}.${seat.column}`];
     if (slow) row.label += ` ×${slow / 1000}`;
-    const unit = panel.sizes.unit, capacity = seat.room;
+    const unit = panel.memory?.unit ?? 1, capacity = seat.room;
     const number = (value) => Number((value * unit).toPrecision(4));
     row.peak = capacity === null ? `most ${number(memory.peak)}` : `${number(memory.peak)} of ${number(capacity)}`;
   }

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.schedules.memory import CHANGING_AT_START, memory_change
+from slipstream.schedules.schedule import OpKind
+
 
 class Op(NamedTuple):
     """Op of a micro-batch at a virtual stage: F, I, W, or B, which is I and then W."""
@@ -225,7 +228,9 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
                 begin = max(free_at[worker], ready)
                 end = begin + _op_seconds(op, costs)
                 ends[op._replace(kind="I") if op.kind == "B" else op] = end
-                events[worker] += _memory_changes(op, begin, end, costs)
+                kind = OpKind(op.kind)
+                events[worker].append((begin if kind in CHANGING_AT_START else end, memory_change(
+                    kind, costs.activation[op.stage], costs.weight_stash[op.stage])))
                 free_at[worker] = end
                 next_index[worker] += 1
                 has_progress = True
@@ -256,13 +261,6 @@ def _op_seconds(op: Op, costs: StageCosts) -> float:
     parts = {"F": (costs.forward,), "I": (costs.backward_input,), "W": (costs.backward_weight,),
              "B": (costs.backward_input, costs.backward_weight)}[op.kind]
     return sum(part[op.stage] for part in parts)
-
-
-def _memory_changes(op: Op, begin: float, end: float, costs: StageCosts) -> list[tuple[float, float]]:
-    """Return the changes of a worker's memory by an op, as pairs of time and amount."""
-    activation, stash = costs.activation[op.stage], costs.weight_stash[op.stage]
-    return {"F": [(begin, activation)], "B": [(end, -activation)], "I": [(end, stash - activation)],
-            "W": [(end, -stash)]}[op.kind]
 
 
 def _peak_memory(events: Sequence[tuple[float, float]]) -> float:

@@ -1,6 +1,8 @@
 """The scheduling problem and its solutions, in whole ticks. The searches are in `planner.search`.
 
     problem        what is fixed: grid, live workers, durations, memory; which layouts are allowed; what a layout is
+    reduce_groups  groups of workers that hold the same layers, and what they reduce together
+    memory         what ops hold in a problem, and what room its workers have
     from_job       builds the problem of a job with its layers in place, and the problem of a layout
     bounds         proven lower bounds on the period
     decompose      divides a problem into pieces that can be solved separately

@@ -145,8 +145,8 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
     """
     from slipstream.planner.kernel import Reductions
 
-    shared = problem.reductions if problem.has_shared_reductions else ()
-    of_group: list[list[int]] = [[] for _ in problem.linked_groups]
+    shared = problem.groups.reductions if problem.groups.has_shared_reductions else ()
+    of_group: list[list[int]] = [[] for _ in problem.groups.linked]
     for number, (_, groups) in enumerate(shared):
         for group in groups:
             of_group[group].append(number)

@@ -201,11 +201,11 @@ def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequen
     the other. With a synchronous optimizer, the step waits for the last compute op of the whole job.
     """
     ready = [max(begins, default=0)] * len(ends)  # for groups that hold no layers
-    ticks = [problem.reduction_ticks(layers) for layers, _ in problem.reductions]
-    if not problem.has_shared_reductions:
+    ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
+    if not problem.groups.has_shared_reductions:
         begins, ready = _place_reductions(problem, ends, ticks)
     bodies: list[list[ProgramOp]] = [[] for _ in ends]
-    for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.reductions, strict=True)):
+    for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.groups.reductions, strict=True)):
         for group in groups:
             bodies[group].append(ProgramOp(OpKind.A, problem.number_of_slice[layers], None, begin))
             ready[group] = begin + taken
@@ -215,7 +215,7 @@ def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequen
 def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the start of each reduction, and the end of each group's last one, if none is shared."""
     clock, begins = list(ends), []
-    for taken, (_, (group,)) in zip(ticks, problem.reductions, strict=True):
+    for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
         begins.append(clock[group])
         clock[group] += taken
     return begins, clock

@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from slipstream.planner.model.memory import activation_memory, activation_room, stash_memory
 from slipstream.planner.model.problem import Bound, Problem, iterate_held_ranges
 from slipstream.schedules.schedule import OpKind, Scope, Worker
 
@@ -239,11 +240,9 @@ def _make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> St
     # Transfers to the next stage and back; the last stage has none.
     hops = 2 * problem.min_transfer_ticks(stage) if stage + 1 < len(problem.grid.stages) else 0
     trip = out[-1] - out[stage + 1] + home[-1] - home[stage + 1] + hops
-    limited = problem.memory is not None
     return StageShares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
-                       activation=problem.activation_memory(stage) if limited else 0, stash=problem.stash_memory(stage)
-                       if limited else 0,
-                       room=problem.activation_room(worker) * parts, most=_microbatches_at(problem, stage) * parts)
+                       activation=activation_memory(problem, stage), stash=stash_memory(problem, stage),
+                       room=activation_room(problem, worker) * parts, most=_microbatches_at(problem, stage) * parts)
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
@@ -412,8 +411,8 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
 
 def _max_waiting(problem: Problem, stage: int, count: int) -> int:
     """Return the number of micro-batches that all workers of a stage together can hold between F and I."""
-    amount = problem.activation_memory(stage)
-    return max(1, sum(problem.activation_room(worker) // amount for worker in problem.holders_by_slice[stage])) \
+    amount = activation_memory(problem, stage)
+    return max(1, sum(activation_room(problem, worker) // amount for worker in problem.holders_by_slice[stage])) \
         if amount else count
 
 

@@ -4,17 +4,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import ExactLayerCosts, exact_decimal, layer_costs, with_shared_state
+from slipstream.planner.model.memory import activation_room, min_room
 from slipstream.planner.model.problem import (
     IN_PLACE,
     UNLIMITED,
-    Held,
     LayerTicks,
     Layout,
     LayoutScope,
@@ -23,9 +22,10 @@ from slipstream.planner.model.problem import (
     NoPlanError,
     Problem,
     Visit,
-    find_holding_groups,
 )
+from slipstream.planner.model.reduce_groups import Held, make_reduce_groups
 from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
+from slipstream.schedules.memory import total_room
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -218,9 +218,8 @@ def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | No
 def with_layout(problem: Problem, layout: Layout) -> Problem:
     """Return the problem of a layout: layers of workers and routes are given, the order of ops is to be found."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
-    groups = tuple(sorted(set(layout.holds.values())))
-    reductions = find_reductions(grid, groups)
-    number = _number_slices(grid, layout, (layers for layers, _ in reductions))
+    groups = make_reduce_groups(grid, layout.holds.values())
+    number = _number_slices(grid, layout, (layers for layers, _ in groups.reductions))
     slices = tuple(number)[len(set(grid.layers_by_stage)):]
 
     def with_slices(stages: Times | Memory, *names: str) -> dict[str, tuple[int, ...]]:
@@ -233,7 +232,7 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
         memory=memory and msgspec.structs.replace(memory, **with_slices(memory, "activation", "weight_stash")),
         workers={worker: msgspec.structs.replace(problem.workers[worker], holds=held)
                  for worker, held in sorted(layout.holds.items())},
-        groups=groups, reductions=reductions, sharing=True, slices=slices, assigned=True,
+        groups=groups, sharing=True, slices=slices, assigned=True,
         routes={batch: tuple(Visit(number[route_slice.layers], route_slice.worker) for route_slice in route)
                 for batch, route in layout.routes.items()})
 
@@ -282,19 +281,16 @@ def _require_feasible(problem: Problem) -> None:
     if memory is None:
         return
     for column, live in enumerate(problem.live_pipelines_by_column):
-        capacity = max(problem.activation_room(Worker(pipeline, column)) for pipeline in live)
+        capacity = max(activation_room(problem, Worker(pipeline, column)) for pipeline in live)
         chains = max(problem.grid.microbatches)  # later chains have no micro-batches
-        need = max((problem.min_room(stage) for stage in problem.grid.stages_of_column(column)
+        need = max((min_room(problem, stage) for stage in problem.grid.stages_of_column(column)
                     if stage // problem.grid.depth < chains), default=0)
         if need > capacity:
             raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
                               f"micro-batch needs {need * memory.unit:g} there: no schedule can run it")
 
 
-# --- Who holds which layers, and so: room, optimizer steps, what is reduced together ----------------------------------
-
-
-Reduction = tuple[LayerRange, tuple[int, ...]]
+# --- Who holds which layers, and so how much room ---------------------------------------------------------------------
 
 
 def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
@@ -303,14 +299,11 @@ def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds
 
     Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
     """
-    groups = tuple(sorted(set(holds.values())))
-    before = memory.weights_before if memory and memory.weights else ()
-    own = [sum_over_ranges(before, held) if before else 0 for held in grid.held_layers_by_column]
-    workers = {worker: LiveWorker(  # room: memory including the weights of their own stages
-        per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED if memory is None else
-        memory.capacity_for(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
-    return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
-                   reductions=find_reductions(grid, groups), routes=build_routes_in_place(grid), **others)
+    workers = {worker: LiveWorker(per_mille=times.per_mille_of.get(worker, 1000), holds=held,
+                                  room=UNLIMITED if memory is None else total_room(memory, grid, worker))
+               for worker, held in sorted(holds.items())}
+    return Problem(grid=grid, times=times, memory=memory, workers=workers,
+                   groups=make_reduce_groups(grid, holds.values()), routes=build_routes_in_place(grid), **others)
 
 
 @lru_cache(maxsize=8)
@@ -329,21 +322,3 @@ def layers_in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
     """Return the layers of each live worker if no layers have moved."""
     usual, down = grid.held_layers_by_column, set(failed)
     return {worker: usual[worker.column] for worker in grid.workers() if worker not in down}
-
-
-def find_reductions(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
-    """Return ranges of layers with the same holders, each with the groups that hold it.
-
-    If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
-    """
-    ends = {end for _, end in grid.layers_by_stage}
-    edges = {edge for held in groups for layers in held for edge in layers}
-    whole = edges - {0} <= ends
-    ranges = list(pairwise(sorted(edges | ends if whole else edges)))
-    reductions: list[Reduction] = []
-    for (first, end), holders in zip(ranges, map(tuple, find_holding_groups(ranges, groups)), strict=True):
-        if reductions and reductions[-1][1] == holders and reductions[-1][0][1] == first and not whole:
-            reductions[-1] = (reductions[-1][0][0], end), holders
-        elif holders:
-            reductions.append(((first, end), holders))
-    return tuple(reductions)

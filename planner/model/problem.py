@@ -1,15 +1,16 @@
 """The scheduling problem in whole ticks: costs and holders of layers, routes, bounds."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from slipstream.planner.model.reduce_groups import Held, ReduceGroups, find_holding_groups
 from slipstream.schedules.graph import component_roots
 from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
+from slipstream.schedules.memory import memory_change
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -68,9 +69,7 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     optimizer: tuple[int, ...] = ()
     all_reduce: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
-    """Memory of a micro-batch from the start of F to the end of I."""
     weight_stash: tuple[int, ...] = ()
-    """Memory of a micro-batch from the end of I to the end of W."""
     weights: tuple[int, ...] = ()
     """Memory of parameters, gradients and optimizer state."""
 
@@ -86,8 +85,10 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Largest memory that a micro-batch needs at each layer: its activation, or its weight stash after I."""
-        return tuple(map(max, self.activation, self.weight_stash))
+        """Most that a micro-batch holds of each layer at any time."""
+        kinds = OpKind.F, OpKind.I, OpKind.W
+        return tuple(max(accumulate(memory_change(kind, *amounts) for kind in kinds))
+                     for amounts in zip(self.activation, self.weight_stash, strict=True))
 
     @cached_property
     def prefix_sums(self) -> LayerSums:
@@ -103,26 +104,8 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 # --- What a layout is -------------------------------------------------------------------------------------------------
 
 
-Held = tuple[LayerRange, ...]
-"""Layers that a worker holds: ascending ranges that do not touch."""
 UNLIMITED = 2**40
 """Room of a worker whose memory is unlimited."""
-
-
-def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """Return, for each range, the ascending numbers of the groups that hold all of its layers.
-
-    Every group is visited once.
-    """
-    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
-    firsts = [ranges[number][0] for number in order]
-    holding_groups: list[list[int]] = [[] for _ in ranges]
-    for group, held in enumerate(groups):
-        for low, high in held:
-            for number in order[bisect_left(firsts, low):bisect_left(firsts, high)]:
-                if ranges[number][1] <= high:
-                    holding_groups[number].append(group)
-    return holding_groups
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -226,10 +209,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
     """Live workers in sorted order. All other workers of the grid are down."""
-    groups: tuple[Held, ...]
-    """Layers that the workers of each group hold."""
-    reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...]
-    """Ranges of layers whose gradients are reduced together, ascending, each with the groups that hold it."""
+    groups: ReduceGroups
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
@@ -286,10 +266,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First of the columns that hold copies of the same stages and so reduce gradients together, for each column.
-
-        With one chain, it is the column itself.
-        """
+        """For each column, the first of those that reduce gradients with it: itself if there is one chain."""
         return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
                                                          for stage, column in enumerate(self.column_of))))
 
@@ -315,26 +292,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (*self.grid.layers_by_stage, *self.slices)
 
     @cached_property
-    def stages_remaining(self) -> tuple[int, ...]:
-        """Number of stages from the one in which a slice begins to the end of its chain, that one included; by
-        slice."""
-        grid = self.grid
-        first = [low for low, _ in self.layers_by_slice[:grid.depth]]
-        return (*(grid.depth - grid.original_stage(stage) for stage in range(len(grid.stages))),
-                *(grid.depth + 1 - bisect_right(first, low) for low, _ in self.slices))
-
-    def slices_passed(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the numbers of the slices that a micro-batch passes, in order."""
-        return [visit.slice for visit in self.routes[MicroBatch(pipeline, microbatch)]]
-
-    @cached_property
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers that hold each slice, sorted. With layers in place, only workers in the column of the stage."""
-        members: list[list[Worker]] = [[] for _ in self.groups]
+        members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
             members[self.group_number(worker)].append(worker)
         by_slice = [sorted(worker for group in groups for worker in members[group])
-                    for groups in find_holding_groups(self.layers_by_slice, self.groups)]
+                    for groups in find_holding_groups(self.layers_by_slice, self.groups.held)]
         if not self.assigned:
             by_slice = [[worker for worker in workers if worker.column == column]
                         for column, workers in zip(self.column_of, by_slice, strict=True)]
@@ -390,28 +354,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return min(self.op_ticks(kind, slice_, worker)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
 
-    def transfer_ticks(self, worker: Worker, other: Worker) -> int:
-        """Return the ticks that a tensor takes from one worker to another: 0 if they are the same worker."""
-        return 0 if worker == other else self.times.transfer
-
-    def peak_memory(self, stage: int) -> int:
-        """Return the largest memory of a micro-batch at this stage: its activation, or its weight stash after I."""
-        return max(self.activation_memory(stage), self.stash_memory(stage))
-
-    def min_room(self, stage: int) -> int:
-        """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
-
-        The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
-        stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
-        each W directly after its I. If some worker has less room, no plan exists.
-        """
-        held = peak = 0
-        for other in self.grid.stages_of_column(self.column_of[stage]):
-            if other >= stage and other // self.grid.depth == stage // self.grid.depth:
-                peak = max(peak, held + self.peak_memory(other))
-                held += self.activation_memory(other)
-        return peak
-
     def min_transfer_ticks(self, stage: int) -> int:
         """Return the shortest transfer time from a stage to the next one, in ticks."""
         same = self.column_of[stage] == self.column_of[stage + 1]
@@ -445,32 +387,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                          for kind in (OpKind.F, self.gradient_kind))
         return forward, back
 
-    def activation_memory(self, stage: int) -> int:
-        """Return the memory held from the start of F to the end of I (or B); 0 if memory is unlimited."""
-        return self.memory.activation[stage] if self.memory else 0
-
-    def stash_memory(self, stage: int) -> int:
-        """Return the memory held from the end of I to the end of W; 0 if backward is fused or memory is unlimited."""
-        return self.memory.weight_stash[stage] if self.memory and self.backward == "split" else 0
-
-    def activation_room(self, worker: Worker) -> int:
-        """Return the memory of a live worker that its weights leave for activations."""
-        properties = self.workers[worker]
-        return properties.room - self._weights_by_group[properties.holds]
-
-    @cached_property
-    def _weights_by_group(self) -> Mapping[Held, int]:
-        """Memory of the weights of each group's layers."""
-        before = self.memory.weights_before if self.memory and self.memory.weights else ()
-        return {held: sum_over_ranges(before, held) if before else 0 for held in self.groups}
-
     def group_number(self, worker: Worker) -> int:
-        """Return the number of a worker's group: all workers that hold the same layers, and so share one deadline."""
-        return self._number_of_group[self.workers[worker].holds]
-
-    @cached_property
-    def _number_of_group(self) -> Mapping[Held, int]:
-        return {held: number for number, held in enumerate(self.groups)}
+        """Return the number of the group of a worker."""
+        return self.groups.number_of[self.workers[worker].holds]
 
     def optimizer_ticks(self, worker: Worker) -> int:
         """Return the ticks of the optimizer step of a live worker."""
@@ -480,23 +399,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         # Ticks of single layers are rounded separately, so their sum may differ from those of their stage.
         return self.times.optimizer[usual.index(held)] if held in usual else \
             sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
-
-    @cached_property
-    def linked_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups that share a reduction with a group, by group. Each group is among its own.
-
-        The window of a group ends with the last of these groups.
-        """
-        linked_groups: list[set[int]] = [{group} for group in range(len(self.groups))]
-        for _, groups in self.reductions:
-            for group in groups:
-                linked_groups[group].update(groups)
-        return tuple(tuple(sorted(groups)) for groups in linked_groups)
-
-    @cached_property
-    def has_shared_reductions(self) -> bool:
-        """True if groups share reductions. Otherwise each group reduces its gradients after its last compute op."""
-        return any(len(groups) > 1 for _, groups in self.reductions)
 
     @cached_property
     def number_of_slice(self) -> Mapping[LayerRange, int]:
@@ -513,7 +415,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         This requires reductions that take no time; otherwise each would occupy all holders at once.
         """
-        return self.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
+        return self.groups.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def ticks_after_group(self, worker: Worker) -> int:
         """Return the ticks from the end of a live worker's group to the end of its window.
@@ -521,14 +423,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         These are the ticks of the optimizer step. If groups share no reductions, the group ends with its compute ops,
         and the ticks of its reductions are added.
         """
-        return self.optimizer_ticks(worker) + (0 if self.has_shared_reductions
+        return self.optimizer_ticks(worker) + (0 if self.groups.has_shared_reductions
                                                else self._reduction_ticks_by_group[self.group_number(worker)])
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
         """Total ticks of the reductions of each group."""
-        return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.reductions if group in groups)
-                     for group in range(len(self.groups)))
+        return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.groups.reductions if group in groups)
+                     for group in range(len(self.groups.held)))
 
     @property
     def max_optimizer_ticks(self) -> int:
@@ -544,8 +446,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Yield the units of the given pipelines (default: all) by pipeline, micro-batch and place in the route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
-                for slice_ in self.slices_passed(pipeline, microbatch):
-                    yield Unit(slice_, pipeline, microbatch)
+                for visit in self.routes[MicroBatch(pipeline, microbatch)]:
+                    yield Unit(visit.slice, pipeline, microbatch)
 
     @property
     def operation_count(self) -> int:

@@ -11,13 +11,6 @@ NEVER = -2**60
 """Time before all ticks."""
 
 
-def compute_earliest(arrays: ProblemArrays, order: Ints) -> Ints:
-    """Return the earliest start tick of every op that the order allows."""
-    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
-    return start
-
-
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return the solution with every op as late as its order and the given group ends allow."""
     start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
@@ -86,7 +79,7 @@ def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
     """Return the end of each group from the ends of its workers; NEVER for a group without workers."""
-    ends = np.full(len(arrays.problem.linked_groups), NEVER)
+    ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
@@ -164,7 +157,7 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     if arrays.problem.optimizer == "synchronous":
         return _period_of_windows(arrays, np.zeros_like(free), ends), start
     if arrays.problem.can_reduce_early:  # linked groups end together here; annealing separates them
-        ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked_groups])
+        ends = np.array([ends[list(groups)].max() for groups in arrays.problem.groups.linked])
     ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
     _compute_latest(arrays, order, start, free, ends)

@@ -38,7 +38,7 @@ from slipstream.planner.kernel import (
     time_state,
 )
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, pad_rows, to_ints
-from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.memory import activation_room, memory_changes
 from slipstream.planner.model.start_times import NEVER, compute_group_ends, delayed_group_ends, solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.incumbent import Incumbent
@@ -83,13 +83,13 @@ def _make_instance(arrays: ProblemArrays) -> Instance:
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
-        group=arrays.group, linked=pad_rows(problem.linked_groups), interleaved=int(problem.can_reduce_early),
+        group=arrays.group, linked=pad_rows(problem.groups.linked), interleaved=int(problem.can_reduce_early),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
         tail=_tail_ticks(arrays),
         pipeline=to_ints([worker.pipeline for worker in workers]), members=_rows_by_pipeline(arrays),
-        capacity=to_ints([problem.activation_room(worker) if problem.memory else -1 for worker in workers]),
-        holds=to_ints([_memory_changes(problem, number)
+        capacity=to_ints([activation_room(problem, worker) if problem.memory else -1 for worker in workers]),
+        holds=to_ints([memory_changes(problem, number)
                        for number in range(len(problem.layers_by_slice))])[arrays.ops.slice].ravel(),
         movable=to_ints(movable),
         hosts=_host_rows_by_slice(arrays), cost=_op_ticks(arrays))
@@ -108,7 +108,7 @@ def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
                  size=to_ints([len(row) for row in rows]), place=place,
-                 end=_zeros(len(arrays.problem.linked_groups)), deadline=_zeros(len(arrays.problem.linked_groups)),
+                 end=_zeros(len(arrays.problem.groups.linked)), deadline=_zeros(len(arrays.problem.groups.linked)),
                  begin=_zeros(len(arrays.reductions.sharers)), turn=_zeros(len(arrays.reductions.sharers)))
 
 
@@ -118,9 +118,9 @@ def _tail_ticks(arrays: ProblemArrays) -> Ints:
     With a synchronous optimizer, all windows end with the job: no step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered" or problem.has_shared_reductions:
+    if problem.optimizer == "staggered" or problem.groups.has_shared_reductions:
         return arrays.ticks_after_group
-    last = np.full(len(problem.linked_groups), problem.max_optimizer_ticks)
+    last = np.full(len(problem.groups.linked), problem.max_optimizer_ticks)
     np.maximum.at(last, arrays.group, arrays.ticks_after_group)
     return last[arrays.group]
 
@@ -147,12 +147,6 @@ def _op_ticks(arrays: ProblemArrays) -> Ints:
             cost[:, number, arrays.row_of[worker]] = [problem.op_ticks(kind, number, worker)
                                                       for kind in problem.op_kinds]
     return cost
-
-
-def _memory_changes(problem: Problem, number: int) -> tuple[int, ...]:
-    """Return by how much F, I and W of slice `number` change the memory that their worker holds."""
-    activation, stash = problem.activation_memory(number), problem.stash_memory(number)
-    return (activation, stash - activation, -stash)[:len(problem.op_kinds)]
 
 
 def _zeros(size: int) -> Ints:
@@ -218,7 +212,7 @@ class AnnealingChain:
         chain.state.end[:] = -chain.instance.tail.max()
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
-        if self._problem.has_shared_reductions:
+        if self._problem.groups.has_shared_reductions:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _begin_cycle(self) -> None:

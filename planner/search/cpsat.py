@@ -3,17 +3,19 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate, pairwise
 from itertools import chain as chain_of
-from itertools import pairwise
 
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.model.arrays import ProblemArrays, Solution, to_ints
+from slipstream.planner.model.memory import activation_room, memory_changes
 from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
+from slipstream.schedules.memory import CHANGING_AT_START
 from slipstream.schedules.precedence import OpKey, producers_with_rules
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -150,20 +152,17 @@ class Constraints:
             for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
                     demands += self._make_memory_intervals(unit, worker)
-            if sum(demand for _, demand in demands) > problem.activation_room(worker):
+            if sum(demand for _, demand in demands) > activation_room(problem, worker):
                 self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           problem.activation_room(worker))
+                                           activation_room(problem, worker))
 
     def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """Return the intervals and amounts of a unit's memory on a host, present if the host is chosen."""
         problem, variables = self._problem, self._variables
-        start = variables.start[OpKind.F, *unit]
-        freed = variables.end[problem.gradient_kind, *unit]
-        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation_memory(unit.slice))]
-        if problem.backward == "split":
-            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash_memory(unit.slice)))
+        times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
+                 for kind in problem.op_kinds]
         intervals = []
-        for begin, end, amount in spans:
+        for (begin, end), amount in zip(pairwise(times), accumulate(memory_changes(problem, unit.slice)), strict=False):
             if not amount:
                 continue
             length = self._model.new_int_var(0, variables.horizon, "held")

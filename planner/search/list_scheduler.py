@@ -4,6 +4,7 @@ scheduler."""
 import heapq
 import math
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
+from slipstream.planner.model.memory import activation_memory, activation_room, min_room, peak_memory, stash_memory
 from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, choose_evenly
 from slipstream.planner.model.start_times import time_order
+from slipstream.schedules.memory import memory_change
 from slipstream.schedules.schedule import OpKind, Worker
 
 # --- Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is timed --------------
@@ -248,7 +251,10 @@ def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0)
 
     They are high at early stages, whose gradients come back late.
     """
-    return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.stages_remaining)
+    grid, first = problem.grid, [low for low, _ in problem.layers_by_slice[:problem.grid.depth]]
+    begun_before = [*(grid.original_stage(stage) for stage in range(len(grid.stages))),
+                    *(bisect_right(first, low) - 1 for low, _ in problem.slices)]
+    return tuple(max(1, int(slope * (grid.depth - before)) + extra) for before in begun_before)
 
 
 def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
@@ -263,11 +269,12 @@ class ListScheduler:
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
         problem, ops, reserved = arrays.problem, arrays.ops, compute_reserved_memory(arrays)
-        stash = [problem.stash_memory(number) for number in range(len(problem.layers_by_slice))]
-        capacity = [problem.activation_room(worker) for worker in arrays.workers]
+        capacity = [activation_room(problem, worker) for worker in arrays.workers]
+        kinds = OpKind.F, problem.gradient_kind, OpKind.W
+        room = [(*(memory_change(kind, at_start, stash_memory(problem, number)) for kind in kinds), needed)
+                for number, (at_start, needed) in enumerate(zip(reserved.at_start, reserved.needed, strict=True))]
         self._kernel = kernel = kernel_loops()
-        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity),
-                                     room=to_ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
+        self._memory = kernel.MemoryLimits(capacity=to_ints(capacity), room=to_ints(room))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         chains = range(problem.grid.chains)
@@ -418,8 +425,8 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
     each F waits only for its own room.
     """
     problem = arrays.problem
-    count = len(problem.layers_by_slice)
-    most = tuple(map(problem.peak_memory, range(count)))
+    slices = range(len(problem.layers_by_slice))
+    most = tuple(peak_memory(problem, number) for number in slices)
     run: list[set[int]] = [set() for _ in arrays.workers]
     for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
         run[row].add(number)
@@ -430,30 +437,30 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
             first = problem.layers_by_slice[number][0]
             deeper = max((most[other] for other in numbers if problem.layers_by_slice[other][0] > first), default=0)
             needed[number] = max(needed[number], most[number] + deeper)
-        ample = ample and all(needed[number] <= problem.activation_room(worker) for number in numbers)
+        ample = ample and all(needed[number] <= activation_room(problem, worker) for number in numbers)
     if ample:
         return ReservedMemory(most, tuple(needed), chains_in_turn=False)
-    return ReservedMemory(tuple(map(problem.activation_memory, range(count))), most, chains_in_turn=False)
+    return ReservedMemory(tuple(activation_memory(problem, number) for number in slices), most, chains_in_turn=False)
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
     """Return the memory to reserve if layers are held by column.
 
     If memory allows, it is room for all stashes in flight and for one more at each deeper stage. No I then ever waits
-    for room. Otherwise the least with which a plan exists is reserved (`Problem.min_room`). With so little room,
+    for room. Otherwise the least with which a plan exists is reserved (`min_room`). With so little room,
     micro-batches in opposite directions would block each other, so that chains take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
-    most = tuple(map(problem.peak_memory, stages))
+    most = tuple(peak_memory(problem, stage) for stage in stages)
     ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of_column(problem.column_of[stage])
                                     if grid.original_stage(other) > grid.original_stage(stage)) for stage in stages)
-    room = [min((problem.activation_room(Worker(pipeline, column)) for pipeline in live), default=0)
+    room = [min((activation_room(problem, Worker(pipeline, column)) for pipeline in live), default=0)
             for column, live in enumerate(problem.live_pipelines_by_column)]
     if problem.memory is None or (all(ample[stage] <= room[problem.column_of[stage]] for stage in stages)
                                   and not _can_starve(problem, room)):
         return ReservedMemory(most, ample, chains_in_turn=False)
-    return ReservedMemory(tuple(map(problem.activation_memory, stages)), tuple(map(problem.min_room, stages)),
-                    chains_in_turn=True)
+    return ReservedMemory(tuple(activation_memory(problem, stage) for stage in stages),
+                          tuple(min_room(problem, stage) for stage in stages), chains_in_turn=True)
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
@@ -463,8 +470,8 @@ def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
     """
     grid = problem.grid
     return grid.chains == 1 and any(
-        problem.stash_memory(stage) > problem.activation_memory(stage)
-        and room[problem.column_of[stage]] < (grid.depth - stage) * problem.stash_memory(stage)
+        stash_memory(problem, stage) > activation_memory(problem, stage)
+        and room[problem.column_of[stage]] < (grid.depth - stage) * stash_memory(problem, stage)
         for stage in range(grid.depth))
 
 

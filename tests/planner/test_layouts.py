@@ -10,6 +10,7 @@ from slipstream.planner.layout.candidates import generate_layouts, with_finer_sl
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_layered_problem, build_problem, with_layout
+from slipstream.planner.model.memory import activation_room
 from slipstream.planner.model.problem import Layout, LayoutScope, MicroBatch, RouteSlice
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
@@ -119,7 +120,7 @@ def test_less_room_for_activations_beside_more_weights():
     job = layered(2, 4, 4, more="[memory]\ncapacity = 8\nactivation = 1\nweights = 4\n")
     problem = with_layout(build_layered_problem(job, [Worker(1, 2)]), recut(job, 1, 2))
     assert problem.memory is not None
-    rooms = {worker: problem.activation_room(worker) * problem.memory.unit for worker in problem.live_workers}
+    rooms = {worker: activation_room(problem, worker) * problem.memory.unit for worker in problem.live_workers}
     assert rooms[Worker(0, 1)] == pytest.approx(8.0) and rooms[Worker(1, 1)] == pytest.approx(8 - 4 * 2 / 4 + 0, abs=1)
 
 

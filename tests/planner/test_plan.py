@@ -15,7 +15,7 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.model.start_times import compute_earliest, solution_period, time_order
+from slipstream.planner.model.start_times import solution_period, time_order
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_job, plan_only, plan_with
@@ -23,6 +23,7 @@ from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchR
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import OpKind, Worker
+from tests.generate import compute_earliest
 from tests.jobs import failures, grid, jobs
 
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))

@@ -6,6 +6,7 @@ import networkx as nx
 
 from slipstream.planner.model.from_job import build_routes_in_place
 from slipstream.planner.model.problem import UNLIMITED, LayerTicks, Layout, LayoutScope, LiveWorker, MicroBatch, Problem
+from slipstream.planner.model.reduce_groups import ReduceGroups
 from slipstream.schedules.layers import sum_over_ranges
 from slipstream.schedules.schedule import Grid, Times, VirtualStage, Worker
 
@@ -22,8 +23,9 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
                 stages=tuple(VirtualStage(column=stage, layers=layers) for stage, layers in enumerate(ranges)))
     of_stages = tuple(sum(times[slice(*layers)]) for layers in ranges)
     return Problem(
-        name="by hand", tick_seconds=1.0, grid=grid, memory=None, groups=tuple((layers,) for layers in ranges),
-        reductions=tuple((layers, (stage,)) for stage, layers in enumerate(ranges)),
+        name="by hand", tick_seconds=1.0, grid=grid, memory=None,
+        groups=ReduceGroups(held=tuple((layers,) for layers in ranges),
+                            reductions=tuple((layers, (stage,)) for stage, layers in enumerate(ranges))),
         times=Times(forward=of_stages, backward_input=of_stages, backward_weight=of_stages, all_reduce=(0,) * stages,
                     optimizer=(optimizer * per_stage,) * stages, transfer=transfer),
         workers={worker: LiveWorker(

@@ -30,7 +30,7 @@ def test_arcs_durations_and_hops(data, job, backward, rule):
         for arc in range(arcs.start[op], arcs.start[op + 1]):
             before = keys[arcs.op[arc]]
             found.append((before, int(arcs.transfer[arc])))
-            hop = problem.transfer_ticks(hosts[made.units[ops.unit[arcs.op[arc]]]], host)
+            hop = 0 if hosts[made.units[ops.unit[arcs.op[arc]]]] == host else problem.times.transfer
             assert arcs.hop[arc] == min(hop, arcs.transfer[arc])
             follows.add((int(arcs.op[arc]), op, int(arcs.transfer[arc]), int(arcs.hop[arc])))
         assert found == [(key, problem.times.transfer if rule.tensor else 0)

@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 
+from slipstream.planner.model.memory import activation_memory, activation_room, stash_memory
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -70,12 +71,12 @@ def _fits(problem: Problem, worker: Worker, sequence) -> bool:
     used = 0
     for kind, unit in sequence:
         if kind is OpKind.F:
-            used += problem.activation_memory(unit.slice)
+            used += activation_memory(problem, unit.slice)
         elif kind is OpKind.W:
-            used -= problem.stash_memory(unit.slice)
+            used -= stash_memory(problem, unit.slice)
         else:
-            used += problem.stash_memory(unit.slice) - problem.activation_memory(unit.slice)
-        if used > problem.activation_room(worker):
+            used += stash_memory(problem, unit.slice) - activation_memory(problem, unit.slice)
+        if used > activation_room(problem, worker):
             return False
     return True
 
@@ -101,7 +102,7 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
         for op in sequence:
             ends[problem.reduction_root[problem.column_of[op[1].slice]]].append(op)
             for source in _sources(problem, op):
-                hop = problem.transfer_ticks(hosts[source[1]], hosts[op[1]])
+                hop = 0 if hosts[source[1]] == hosts[op[1]] else problem.times.transfer
                 edges.append((source, op, _cost(problem, hosts, source) + hop))
     for sequence in sequences:
         if sequence:

@@ -13,6 +13,7 @@ from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.memory import activation_memory, stash_memory
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.list_scheduler import (
@@ -144,11 +145,11 @@ def most_held(problem: Problem, order) -> int:
     held = most = 0
     for kind, stage in order:
         if kind is OpKind.F:
-            held += problem.activation_memory(stage)
+            held += activation_memory(problem, stage)
         elif kind is OpKind.W:
-            held -= problem.stash_memory(stage)
+            held -= stash_memory(problem, stage)
         else:
-            held += problem.stash_memory(stage) - problem.activation_memory(stage)
+            held += stash_memory(problem, stage) - activation_memory(problem, stage)
         most = max(most, held)
     return most
 

@@ -1,0 +1,48 @@
+"""Look up what ops hold in a problem, and what room its workers have, as `schedules.memory` counts it."""
+
+from itertools import accumulate
+
+from slipstream.planner.model.problem import Problem
+from slipstream.schedules.memory import memory_change, weights_of
+from slipstream.schedules.schedule import Worker
+
+
+def activation_memory(problem: Problem, stage: int) -> int:
+    """Return the memory held from the start of F to the end of I (or B); 0 if memory is unlimited."""
+    return problem.memory.activation[stage] if problem.memory else 0
+
+
+def stash_memory(problem: Problem, stage: int) -> int:
+    """Return the memory held from the end of I to the end of W; 0 if backward is fused or memory is unlimited."""
+    return problem.memory.weight_stash[stage] if problem.memory and problem.backward == "split" else 0
+
+
+def memory_changes(problem: Problem, slice_: int) -> tuple[int, ...]:
+    """Return by how much each op of a unit, in order, changes the memory of its worker."""
+    return tuple(memory_change(kind, activation_memory(problem, slice_), stash_memory(problem, slice_))
+                 for kind in problem.op_kinds)
+
+
+def peak_memory(problem: Problem, slice_: int) -> int:
+    """Return the most that a micro-batch holds of this slice at any time."""
+    return max(accumulate(memory_changes(problem, slice_)))
+
+
+def min_room(problem: Problem, stage: int) -> int:
+    """Return the peak memory of one micro-batch on its worker, from the start of F of this stage to the end of W.
+
+    The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
+    stage. If every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
+    each W directly after its I. If some worker has less room, no plan exists.
+    """
+    stages = [other for other in problem.grid.stages_of_column(problem.column_of[stage])
+              if other >= stage and other // problem.grid.depth == stage // problem.grid.depth]
+    forwards = [memory_changes(problem, other)[0] for other in stages]
+    backwards = [change for other in reversed(stages) for change in memory_changes(problem, other)[1:]]
+    return max(accumulate(forwards + backwards))
+
+
+def activation_room(problem: Problem, worker: Worker) -> int:
+    """Return the memory of a live worker that its weights leave for activations."""
+    properties = problem.workers[worker]
+    return properties.room - weights_of(problem.memory, properties.holds)
