@@ -48,14 +48,15 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 class StepState(Enum):
     """State of a worker's last step.
 
-    A step that depends on sums is GUESSED or WAITING until they arrive, and then FINAL, unless a guess was wrong. After
-    a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until `leave_void_state`. A worker
-    of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
+    A step that depends on sums is WAITING, GUESSED or REFUTED until they arrive. Then it is FINAL, unless a guess was
+    wrong. After a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until
+    `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
     """
 
     FINAL = "made or skipped for good"
-    WAITING = "not made before the sums arrive: workers do not guess, or this one knows that the guess is wrong"
+    WAITING = "not made before the sums arrive"
     GUESSED = "made on the guess that nothing is clipped"
+    REFUTED = "not made before the sums arrive: workers guess, but this one's own gradients show that they are wrong"
     CORRECTED = "final after a wrong guess, while other ranks of this worker may still compute from that guess"
     VOID = "final after a wrong guess; all that workers compute is void, because it is based on that guess"
 
@@ -93,7 +94,7 @@ class StepController:
         self.state = StepState.FINAL
         """State of that step."""
         self._sums: PendingSums | None = None
-        """Sums that a WAITING or GUESSED step depends on; None in the other states."""
+        """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
         """Last iteration whose step is known to be right, with its `clip_factor`; None before the first, and if steps
@@ -119,17 +120,13 @@ class StepController:
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if is_first_rank() else 0.0])
-        # This worker's own gradients may already exceed the norm: then the guess is known to be wrong.
-        if self._do_workers_guess() and clip_factor(squares.values(), self._config) == 1.0:
+        guesses = self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
+        if guesses and clip_factor(squares.values(), self._config) == 1.0:
             self.state = StepState.GUESSED
             self._holding.step(iteration)
         else:
-            self.state = StepState.WAITING
+            self.state = StepState.REFUTED if guesses else StepState.WAITING
             self._conclude_sums()
-
-    def _do_workers_guess(self) -> bool:
-        """Return whether the step being made is guessed, which all workers decide alike."""
-        return self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
 
     def validate_if_arrived(self) -> None:
         """Validate the step before a forward, if that is possible without waiting. Raises CommunicationError.
@@ -137,8 +134,7 @@ class StepController:
         The ranks of a worker agree on it: they communicate within the op, unless it is void.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
-        agreed = self.state in (StepState.FINAL, StepState.VOID)
-        if arrived if group is None or agreed else group.all_ready(arrived):
+        if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
@@ -182,10 +178,10 @@ class StepController:
         """Make the step with this factor final: keep a right guess, otherwise undo it and step again."""
         if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.undo()
-        if self.state is StepState.WAITING or factor != 1.0:
+        if self.state is not StepState.GUESSED or factor != 1.0:
             self._holding.step(self.iteration, factor)
         self._sums, self.validated = None, (self.iteration, factor)
-        if factor == 1.0 or not self._do_workers_guess():
+        if factor == 1.0 or self.state is StepState.WAITING:
             self.state = StepState.FINAL
         else:
             self.state = StepState.VOID if worker_group() is None else StepState.CORRECTED
