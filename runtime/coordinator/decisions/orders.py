@@ -44,7 +44,7 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     iteration. `cut_for` names ranges of layers that keep the partition among their former members.
     """
     before = step.state
-    _begin_order(step, schedule, join, cut_for)
+    _open_order(step, schedule, join, cut_for)
     text, parts = step.rules.prepared(schedule)
     _send_shares(step, parts)
     step.send(sorted(before.available_workers), Train(
@@ -67,8 +67,7 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
         phase="settled" if moved else "whole" if whole else "at once"))
 
 
-def _begin_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers
-                 ) -> None:
+def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers) -> None:
     """Change the state to the beginning of a new order to train."""
     before, members = step.state, frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
