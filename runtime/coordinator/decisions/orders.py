@@ -49,11 +49,10 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     _send_shares(step, parts)
     step.send(sorted(before.available_workers), Train(
         order=step.state.order, first_iteration=before.log.next_iteration, moves=moves,
-        fetch=0 if join is None else join.fetch,
+        fetch=0 if join is None else join.fetch, factor=step.state.log.last_factor,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.find_source_addresses(moves), failed=parts.failed,
         schedule=msgspec.Raw(text) if step.rules.whole_schedules else JSON_NULL,
-        factor=step.state.log.last_factor,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
         step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))
