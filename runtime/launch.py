@@ -45,12 +45,10 @@ from slipstream.runtime.model.tensor_codec import TensorError
 from slipstream.runtime.processes.file_descriptors import count_node_0_descriptors, raise_descriptor_limit
 from slipstream.runtime.processes.fork_server import ForkServer, adopt_fork_server
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_complete_workers
-from slipstream.runtime.processes.restart_policy import CrashTimes
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, handle_stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import SECRET_REMEDY, Secret, create_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, open_listener
-from slipstream.runtime.protocol.setup import WorkerSetup
 from slipstream.runtime.replay.group_store import delete_old_orders
 from slipstream.runtime.run_fit import RunFit, build_setup, check_fit, count_samples_read
 from slipstream.runtime.run_folder import (
@@ -120,12 +118,12 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     with ExitStack() as stack:
         stop = stack.enter_context(handle_stop_signals())
         stack.enter_context(hold_folder_lock(out, 0))
-        launch = _RunLeader(schedule, config, fit, out, options, resilience, progress, stop)
-        predecessor, server_holder, restarts = read_takeover_record(out), _ForkServerHolder(fork_server,
-                                                                                            stack), RestartLimit()
+        predecessor, server_holder = read_takeover_record(out), _ForkServerHolder(fork_server, stack)
+        restarts = RestartLimit()
         while True:
+            leader = _RunLeader(schedule, config, fit, out, options, resilience, progress, stop, predecessor)
             try:
-                return launch.lead_run(server_holder, predecessor)
+                return leader.lead_run(server_holder)
             except NoLiveWorkerError as error:
                 remove_takeover_record(out)
                 restarts_from_zero = resilience.resume is None and (options.force or options.again)
@@ -196,18 +194,20 @@ class _RunLeader:
     resilience: Resilience
     progress: ProgressCallback | None
     stop: StopSignals
+    behind: TakeoverRecord | None
+    """Record of the earlier node 0 whose workers the run continues with; None: they are started."""
 
-    def lead_run(self, held: _ForkServerHolder, behind: TakeoverRecord | None = None) -> RunResult:
+    def lead_run(self, held: _ForkServerHolder) -> RunResult:
         """Lead the run to its end, and return its result.
 
-        If `behind` is given, continue with the workers of the node 0 that left it, which has died, or whose coordinator
-        failed in this process. Raises NoLiveWorkerError if none of these workers is alive, and CoordinatorFailedError.
+        An earlier node 0 has died, or its coordinator has failed in this process. Raises NoLiveWorkerError if none of
+        its workers is alive, and CoordinatorFailedError.
         """
-        config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
+        config, options, out, behind, resume = self.config, self.options, self.out, self.behind, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
         with ExitStack() as stack:
-            adopted = held.server if held.adopted else self._adopt_workers(stack, behind)
-            listener, address = self._listen_for_workers(behind)
+            adopted = held.server if held.adopted else self._adopt_workers(stack)
+            listener, address = self._listen_for_workers()
             stack.callback(listener.close)
             if behind is None:
                 encoded = codec.encode(self.schedule)
@@ -218,29 +218,18 @@ class _RunLeader:
             fork_server.register_cleanup("slipstream.runtime.run_folder:remove_lock", lock_path(out, 0).absolute())
             store, store_address = host_store(Rendezvous(address.host, 0))
             options.announce(address)
-            commits = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
-                                validates=needs_gradient_norm(config.training))
             losses = None if behind is None else read_losses(out, first)
-            begins = first + len(losses or ())
             writer = stack.enter_context(WriterThread(options.notify))
-            log = stack.enter_context(RunLog(
-                out, begins, writer, metrics=MetricsBuilder(config.training, self.fit.work, read_recovery_count(out)),
-                tensorboard=options.tensorboard, observer=options.observe,
-                iteration_observer=options.observe_iteration or (lambda _: None),
-                progress=self.progress or (lambda *_: None)))
+            log = stack.enter_context(self._build_log(first + len(losses or ()), writer))
             log.write(_build_started_event(self.schedule, config, options))
-            settings = self._build_settings(behind, adopted)
-            record = self._build_takeover_record(address, first, settings, fork_server, behind)
-            setup = replace(build_setup(self.schedule, config, self.fit, store_address, options, self.resilience),
-                            first_iteration=first, read=record.read, epoch=record.epoch)
+            settings = self._build_settings(adopted)
+            record = self._build_takeover_record(address, first, settings, fork_server)
             alive = [] if adopted is None else find_complete_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
-                self._build_run(setup, settings, behind, losses, alive), commits,
-                self._build_process_manager(fork_server, address, settings, alive if behind is not None else None,
-                                            record.crashes,
-                                            lambda crashes: writer(partial(write_takeover_record, out,
-                                                                           replace(record, crashes=crashes)))),
-                log, writer)
+                self._build_run(record, settings, store_address, losses, alive),
+                CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+                          validates=needs_gradient_norm(config.training)),
+                self._build_process_manager(record, settings, fork_server, alive, writer), log, writer)
             write_takeover_record(out, record)
             stack.push(partial(_call_unless_coordinator_failed, writer, partial(remove_takeover_record, out)))
             try:
@@ -248,14 +237,26 @@ class _RunLeader:
                     asyncio.run(events.serve(listener, self.stop))
             finally:
                 del store  # closes it, whatever an error keeps
-            if events.has_stopped_early:
-                signal_received = self.stop.received or signal.SIGTERM
-                raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
-                    f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
-            write_measured_trace(events.state.log.build_trace(), out / "trace.json")
-            if config.model.hugging_face is not None:
-                self._export_hugging_face()
+            self._write_results(events)
         return build_result(self.schedule, events, out)
+
+    def _build_log(self, begins: int, writer: WriterThread) -> RunLog:
+        options = self.options
+        return RunLog(self.out, begins, writer,
+                      metrics=MetricsBuilder(self.config.training, self.fit.work, read_recovery_count(self.out)),
+                      tensorboard=options.tensorboard, observer=options.observe,
+                      iteration_observer=options.observe_iteration or (lambda _: None),
+                      progress=self.progress or (lambda *_: None))
+
+    def _write_results(self, events: EventLoop) -> None:
+        """Write what an ended run leaves in its folder. Raises RunStopped if a signal has ended it early."""
+        if events.has_stopped_early:
+            signal_received = self.stop.received or signal.SIGTERM
+            raise RunStopped(signal_received, f"interrupted by {signal_received.name}" + (
+                f", and not ended within {self.options.grace_seconds:g} s" if events.out_of_time else ""))
+        write_measured_trace(events.state.log.build_trace(), self.out / "trace.json")
+        if self.config.model.hugging_face is not None:
+            self._export_hugging_face()
 
     def _export_hugging_face(self) -> None:
         """Write the model in the format of transformers. If that fails, notify; the layers' own files remain."""
@@ -270,31 +271,31 @@ class _RunLeader:
         except (ConfigError, TensorError, OSError) as error:
             self.options.notify(f"{self.out / HUGGING_FACE_FOLDER} cannot be written: {first_line(error)}")
 
-    def _adopt_workers(self, stack: ExitStack, behind: TakeoverRecord | None) -> ForkServer | None:
+    def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
         """Adopt the live workers of this machine; None if there is no earlier run or none of them can be adopted.
 
         Raises NoLiveWorkerError if there is no other node that could have live workers.
         """
-        if behind is None:
+        if self.behind is None:
             return None
-        adopted = None if behind.fork_server is None else adopt_fork_server(behind.fork_server)
+        adopted = None if self.behind.fork_server is None else adopt_fork_server(self.behind.fork_server)
         if adopted is not None:
             stack.push(partial(_call_unless_coordinator_failed, adopted.close))
         elif self.options.nodes == 1:
             raise NoLiveWorkerError("no worker of the previous run in this folder is alive")
         return adopted
 
-    def _listen_for_workers(self, behind: TakeoverRecord | None) -> tuple[socket.socket, Rendezvous]:
+    def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
         """Listen for workers, at the earlier coordinator's address if the options allow it. Raises RendezvousError.
 
         Raises NoLiveWorkerError if that address cannot be used, because workers look for a coordinator only there.
         """
         wanted = self.options.rendezvous
-        if behind is not None and (wanted is None or wanted.port == 0):
+        if self.behind is not None and (wanted is None or wanted.port == 0):
             deadline = time.monotonic() + LISTEN_SECONDS
             while True:
                 try:
-                    return open_listener(behind.coordinator)
+                    return open_listener(self.behind.coordinator)
                 except RendezvousError as error:
                     if time.monotonic() > deadline:
                         raise NoLiveWorkerError("the workers of the previous run in this folder cannot be reached: "
@@ -302,54 +303,53 @@ class _RunLeader:
                 time.sleep(LISTEN_RETRY_SECONDS)
         return open_listener(wanted)
 
-    def _build_settings(self, behind: TakeoverRecord | None, adopted: ForkServer | None) -> NodeSettings:
+    def _build_settings(self, adopted: ForkServer | None) -> NodeSettings:
         resume, shared_secret = self.resilience.resume, self.options.secret
         own_secret = create_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
         return NodeSettings(config=self.config, secret=shared_secret or own_secret, out=str(self.out.resolve()),
-                            resume=path if behind is None else behind.resume,
+                            resume=path if self.behind is None else self.behind.resume,
                             coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
 
-    def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
-                               behind: TakeoverRecord | None) -> TakeoverRecord:
+    def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
+                               ) -> TakeoverRecord:
         """Return the record that a new node 0 needs if this one dies."""
+        behind = self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
         read = count_samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
-        return TakeoverRecord(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
-                              read=read if behind is None else behind.read,
-                              fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds
-                              else None,
-                              crashes=() if behind is None else behind.crashes)
+        return TakeoverRecord(
+            epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
+            read=read if behind is None else behind.read, crashes=() if behind is None else behind.crashes,
+            fork_server=fork_server.hold_for_adoption(seconds, settings.secret.hex()) if seconds else None)
 
-    def _build_run(self, setup: WorkerSetup, settings: NodeSettings, behind: TakeoverRecord | None,
+    def _build_run(self, record: TakeoverRecord, settings: NodeSettings, store: Rendezvous,
                    losses: Sequence[float] | None, alive: Sequence[Worker]) -> RunSpec:
         fit, resilience = self.fit, self.resilience
+        setup = replace(build_setup(self.schedule, self.config, fit, store, self.options, resilience),
+                        first_iteration=record.first_iteration, read=record.read, epoch=record.epoch)
         return RunSpec(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
                        secret=settings.secret, resilience=resilience, options=self.options,
                        forget_orders=lambda before: delete_old_orders(connect_store(setup.store), before),
                        layer_bytes=() if resilience.settling is None else estimate_layer_bytes(
                            fit.model, self.config.training, self.schedule.grid.pipelines),
                        shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
-                       elements=fit.elements, behind=behind, losses=losses,
-                       journal=EMPTY_JOURNAL if behind is None else read_journal(self.out),
+                       elements=fit.elements, behind=self.behind, losses=losses,
+                       journal=EMPTY_JOURNAL if self.behind is None else read_journal(self.out),
                        gone=[worker for worker in fit.shares[0] if worker not in alive])
 
-    def _build_process_manager(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
-                               found: Sequence[Worker] | None, crashes: CrashTimes,
-                               keep: Callable[[CrashTimes], None]) -> ProcessManager:
-        """Return the manager of all worker processes.
-
-        The argument `found` holds the workers on this node that are alive; None if all of them are to be started.
-        """
+    def _build_process_manager(self, record: TakeoverRecord, settings: NodeSettings, fork_server: ForkServer,
+                               alive: Sequence[Worker], writer: WriterThread) -> ProcessManager:
         fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
-        running = places if found is None else found
-        return ProcessManager(local, places, self.resilience.returns,
-                              [worker for worker in self.schedule.grid.workers() if worker not in running],
-                              self.resilience.node_failures,
-                              faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep)
+        local = NodeProcesses(fork_server, record.coordinator, fit.shares[0], gpu_count(fit.device), settings,
+                              fit.gpus.first)
+        running = places if self.behind is None else alive
+        return ProcessManager(
+            local, places, self.resilience.returns,
+            [worker for worker in self.schedule.grid.workers() if worker not in running],
+            self.resilience.node_failures, faults_per_hour=self.resilience.faults_per_hour, crashes=record.crashes,
+            keep=lambda crashes: writer(partial(write_takeover_record, self.out, replace(record, crashes=crashes))))
 
 
 def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) -> None:

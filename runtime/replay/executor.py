@@ -9,7 +9,7 @@ from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layer_values import Value
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.state.held_layers import HeldLayers
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.model.state.steps import StepController, StepState
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.recorder import Recorder
@@ -118,11 +118,11 @@ class Executor:
                 self._steps.validate_if_arrived()
             elif kind is not OpKind.O:
                 self._steps.validate()
-            elif self._steps.is_void:
+            elif self._steps.state is StepState.VOID:
                 self._before_exchange()
                 self.regather_parameters()
                 return False
-            (Executor._pass_zeros if self._steps.is_void else step.handler)(self, step)
+            (Executor._pass_zeros if self._steps.state is StepState.VOID else step.handler)(self, step)
         return True
 
     def regather_parameters(self) -> None:
@@ -135,6 +135,7 @@ class Executor:
         self._gather_parameters()
         self._session.reach_commit_point()
         self._holding.mark_gathered(self._steps.validated[0])
+        self._steps.leave_void_state()
 
     def _discard_round(self) -> None:
         self._void_rounds += 1
@@ -142,7 +143,6 @@ class Executor:
         self._exchange.end_iteration()
         self._recorder.restart_iteration()
         self._slices.discard_iteration()
-        self._steps.is_void = False
 
     def _pass_zeros(self, step: _ProgramStep) -> None:
         """Take the input of an op of a discarded round, and pass on zeros as its output, without computing."""
@@ -273,7 +273,7 @@ def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
 
 def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
     """Mark gathered parameters as valid after a step was validated, if the guess was right."""
-    if not steps.was_wrong:
+    if steps.state is StepState.FINAL:
         holding.mark_gathered(iteration)
 
 

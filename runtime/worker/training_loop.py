@@ -15,7 +15,7 @@ from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.layers.calling import Batch, move_batch
 from slipstream.runtime.model.state.clipping import needs_gradient_norm
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
-from slipstream.runtime.model.state.steps import StepController
+from slipstream.runtime.model.state.steps import StepController, StepState
 from slipstream.runtime.protocol.to_coordinator import Checksum, TrainingStarted
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
@@ -125,9 +125,8 @@ class TrainingLoop:
     def _validate_last_step(self, executor: Executor) -> None:
         """Make sure that the last step is right, if no forward of the next iteration has been run to check it."""
         self.steps.validate()
-        if self.steps.is_void:
+        if self.steps.state is StepState.VOID:
             executor.regather_parameters()
-            self.steps.is_void = False
 
     def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights
                           ) -> Callable[[int], float]:

@@ -43,42 +43,47 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     order while all trained. `restore` maps workers to the layers that they read from the checkpoint of the first
     iteration. `cut_for` names ranges of layers that keep the partition among their former members.
     """
-    before, rules = step.state, step.rules
-    live, first, order = frozenset(schedule.seat_of), before.log.next_iteration, before.order + 1
-    nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
-    recipients, slow = before.available_workers, before.slow.with_order(order, schedule, first, step)
-    settler = step.state.settler
-    settles = join is not None and schedule is not before.current  # otherwise only parts of optimizer state move
-    if settler is not None and join is not None and settles:
-        settler = replace(settler, closed=(order, join.speeds))
-    step.update_state(
-        current=schedule, members=live, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
-        vain=before.vain + 1 if nobody_started else 0,
-        phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule)),
-        recovery=before.recovery.with_order(
-            live - before.members, at=step.at, settled=join is not None and join.settles,
-            meanwhile=first - join.began if join is not None and join.fetch else 0),
-        joins=before.joins.with_order(step), settler=settler, log=before.log.with_order(order, live),
-        checkpoints=before.checkpoints.with_order(step.at), slow=slow)
-    text, parts = rules.prepared(schedule)
+    before = step.state
+    _open_order(step, schedule, join, cut_for)
+    text, parts = step.rules.prepared(schedule)
     _send_shares(step, parts)
-    step.send(sorted(recipients), Train(
-        order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
+    step.send(sorted(before.available_workers), Train(
+        order=step.state.order, first_iteration=before.log.next_iteration, moves=moves,
+        fetch=0 if join is None else join.fetch, factor=step.state.log.last_factor,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.find_source_addresses(moves), failed=parts.failed,
-        schedule=msgspec.Raw(text) if rules.whole_schedules else JSON_NULL,
-        factor=step.state.log.last_factor,
+        schedule=msgspec.Raw(text) if step.rules.whole_schedules else JSON_NULL,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
-        step.add_effect(HandedOver(fetch=join.fetch, order=order))
-    for worker in sorted(live - before.members) if before.order else ():
+        step.add_effect(HandedOver(fetch=join.fetch, order=step.state.order))
+    for worker in sorted(step.state.members - before.members) if before.order else ():
         step.add_effect(Joined(worker=worker))
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     moved = any(map(schedule.has_moved_layers, schedule.seats))
     step.add_effect(OrderGiven(
-        order=order, schedule=compute_schedule_digest(text), live=len(live),
+        order=step.state.order, schedule=compute_schedule_digest(text), live=len(step.state.members),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
         phase="settled" if moved else "whole" if whole else "at once"))
+
+
+def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers) -> None:
+    """Change the state to the beginning of a new order to train."""
+    before, members = step.state, frozenset(schedule.seat_of)
+    order, first = before.order + 1, before.log.next_iteration
+    nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
+    slow = before.slow.with_order(order, schedule, first, step)
+    settler = step.state.settler
+    if settler is not None and join is not None and schedule is not before.current:  # else only optimizer state moves
+        settler = replace(settler, closed=(order, join.speeds))
+    step.update_state(
+        current=schedule, members=members, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
+        vain=before.vain + 1 if nobody_started else 0,
+        phase=TrainingPhase(began=first, without_microbatches=_find_idle_members(schedule)),
+        recovery=before.recovery.with_order(
+            members - before.members, at=step.at, settled=join is not None and join.settles,
+            meanwhile=first - join.began if join is not None and join.fetch else 0),
+        joins=before.joins.with_order(step), settler=settler, log=before.log.with_order(order, members),
+        checkpoints=before.checkpoints.with_order(step.at), slow=slow)
 
 
 def compute_schedule_digest(schedule: bytes) -> str:

@@ -17,6 +17,7 @@ and nothing runs twice.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 from slipstream.runtime.config import TrainingConfig
@@ -44,6 +45,22 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 """Function that starts to sum numbers over all workers while computation continues."""
 
 
+class StepState(Enum):
+    """State of a worker's last step.
+
+    A step that depends on sums is WAITING, GUESSED or REFUTED until they arrive. Then it is FINAL, unless a guess was
+    wrong. After a wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until
+    `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
+    """
+
+    FINAL = "made or skipped for good"
+    WAITING = "not made before the sums arrive"
+    GUESSED = "made on the guess that nothing is clipped"
+    REFUTED = "not made before the sums arrive: workers guess, but this one's own gradients show that they are wrong"
+    CORRECTED = "final after a wrong guess, while other ranks of this worker may still compute from that guess"
+    VOID = "final after a wrong guess; all that workers compute is void, because it is based on that guess"
+
+
 class StepController:
     """Steps of the layers that one worker holds, validated with the gradients of all workers.
 
@@ -69,28 +86,21 @@ class StepController:
         self._share = share
         self._may_guess = staggered
         self._on_stepped = stepped
-        self._unclipped_iterations = UNCLIPPED_TO_GUESS
+        self._unclipped_iterations = UNCLIPPED_TO_GUESS  # in each order: a worker that joins must guess as others do
         self.squares = 0.0
         """Sum of squares of the last iteration's gradients, before clipping, over the parts that this worker owns."""
+        self.iteration = 0
+        """Iteration whose step is being made, or was made last."""
+        self.state = StepState.FINAL
+        """State of that step."""
         self._sums: PendingSums | None = None
-        self._iteration = 0
-        self._is_guessing = False
-        self._has_guessed = False
-        self.was_wrong = False
-        """True if the last validated step differs from the guess that the workers had made."""
-        self._is_agreed = True
-        """True if all ranks of this worker already act on the validation."""
+        """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
         """Last iteration whose step is known to be right, with its `clip_factor`; None before the first, and if steps
         need no validation."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
-        self.is_void = False
-        """True if all that the workers compute until the next step is void, because it is based on a wrong guess.
-
-        The caller resets it at the next step.
-        """
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
         """Run O: step all layers, finally or on a guess.
@@ -98,7 +108,7 @@ class StepController:
         This worker's share of the mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
         gradients. Raises CommunicationError, as `until_unread` may.
         """
-        self._iteration = iteration
+        self.iteration = iteration
         if self._share is None:
             self.squares = self._holding.sum_squares()
             self._holding.step(iteration)
@@ -110,19 +120,13 @@ class StepController:
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if is_first_rank() else 0.0])
-        self._is_guessing = self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
-        # This worker's own gradients may already exceed the norm: then the guess is known to be wrong.
-        self._has_guessed = self._is_guessing and clip_factor(squares.values(), self._config) == 1.0
-        self._is_agreed = worker_group() is None or not self._is_guessing
-        if self._has_guessed:
+        guesses = self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
+        if guesses and clip_factor(squares.values(), self._config) == 1.0:
+            self.state = StepState.GUESSED
             self._holding.step(iteration)
         else:
+            self.state = StepState.REFUTED if guesses else StepState.WAITING
             self._conclude_sums()
-
-    @property
-    def iteration(self) -> int:
-        """Iteration whose step is being made, or was made last."""
-        return self._iteration
 
     def validate_if_arrived(self) -> None:
         """Validate the step before a forward, if that is possible without waiting. Raises CommunicationError.
@@ -130,7 +134,7 @@ class StepController:
         The ranks of a worker agree on it: they communicate within the op, unless it is void.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
-        if arrived if group is None or self._is_agreed else group.all_ready(arrived):
+        if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
@@ -139,8 +143,12 @@ class StepController:
         Required before a backward, because the gradients of the iteration before are kept for a second step until then.
         """
         self._conclude_sums()
-        if not self._is_agreed:
-            self._is_agreed, self.is_void = True, self.was_wrong
+        if self.state is StepState.CORRECTED:
+            self.state = StepState.VOID
+
+    def leave_void_state(self) -> None:
+        """End the void state, after all workers have gathered the parameters of the corrected step."""
+        self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
         """Wait for the sums that are under way, if any, store the mean loss, and make the step final with their clip
@@ -148,7 +156,7 @@ class StepController:
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
-        self.losses.append((self._iteration, loss))
+        self.losses.append((self.iteration, loss))
         self._conclude_step(clip_factor(squares, self._config))
 
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
@@ -159,29 +167,25 @@ class StepController:
         if recovery is not possible.
         """
         self._when_validated.clear()
-        if self._sums is not None and self._iteration == committed:
+        if self._sums is not None and self.iteration == committed:
             if not known:
                 raise VersionError(f"the factor of the step of iteration {committed} is unknown; expected one")
             self._conclude_step(factor)
         self._holding.return_to(committed)
-        self._sums, self._is_agreed = None, True
-        self.is_void = False
-        # a worker that joins now also starts with this: all must guess alike
-        self._unclipped_iterations = UNCLIPPED_TO_GUESS
+        self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
         """Make the step with this factor final: keep a right guess, otherwise undo it and step again."""
-        right = self._has_guessed and factor == 1.0
-        if self._has_guessed and not right:
+        if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.undo()
-        if not right:
-            self._holding.step(self._iteration, factor)
-        self._sums = None
-        self.validated = self._iteration, factor
+        if self.state is not StepState.GUESSED or factor != 1.0:
+            self._holding.step(self.iteration, factor)
+        self._sums, self.validated = None, (self.iteration, factor)
+        if factor == 1.0 or self.state is StepState.WAITING:
+            self.state = StepState.FINAL
+        else:
+            self.state = StepState.VOID if worker_group() is None else StepState.CORRECTED
         self._unclipped_iterations = self._unclipped_iterations + 1 if factor == 1.0 else 0
-        self.was_wrong = self._is_guessing and factor != 1.0
-        if self._is_agreed:
-            self.is_void = self.was_wrong
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
@@ -193,7 +197,7 @@ class StepController:
 
     def _finish_step(self) -> None:
         """Report that the step is final, set the gradients to zero, and make the calls that waited for it."""
-        self._on_stepped(self._iteration)
+        self._on_stepped(self.iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []
         for call in calls:

@@ -146,15 +146,10 @@ class UndoableSteps(OptimizerSteps):
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         super().__init__(groups, config)
         self._saved: list[tuple[Tensor, Tensor]] = []
-        """Live tensors, each with its copy from before the open step."""
-        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors and copies of the step before, by the ids of the live tensors, whose memory is reused for new
-        copies."""
-        self._stepped_open = False
-        """True if the open step changed anything; False if it was skipped."""
+        """Live tensors, each with its copy from before the last step that was not skipped."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each saved parameter before the open step, with the live tensors; None if it had no
-        state."""
+        """Optimizer's state of each parameter before the open step, with the live tensors, or None if it had no state;
+        empty if the step was skipped."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
@@ -168,14 +163,11 @@ class UndoableSteps(OptimizerSteps):
         """
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
-        self._spare = {id(pair[0]): pair for pair in self._saved}
         self._slots = {}
         if factor is not None:
-            self._saved = []
             self._set_rates(iteration)
             self._make_step(factor)
-        self._stepped_open = factor is not None
-        self._spare, self.version = {}, Version(iteration)
+        self.version = Version(iteration)
 
     def _make_step(self, factor: float) -> None:
         """Save copies, scale the gradients, and step."""
@@ -191,7 +183,7 @@ class UndoableSteps(OptimizerSteps):
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)
-        if self._stepped_open:
+        if self._slots:
             with torch.no_grad():
                 copy_tensors([copy for _, copy in self._saved], [live for live, _ in self._saved])
         for parameter, before in self._slots.items():
@@ -221,14 +213,14 @@ class UndoableSteps(OptimizerSteps):
         return sum(copy.nbytes for _, copy in self._saved)
 
     def _save_copies(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Copy the parameters that are about to be stepped, and their state."""
+        """Copy the parameters that are about to be stepped, and their state, into the memory of the last copies."""
+        spare, self._saved = {id(pair[0]): pair for pair in self._saved}, []
         live: list[Tensor] = [*stepped]
         for parameter in stepped:
             slots = self.states.get(parameter)
             self._slots[parameter] = None if slots is None else dict(slots)
             live += [value for value in (slots or {}).values() if isinstance(value, Tensor)]
-        saved = [self._spare[id(tensor)] if id(tensor) in self._spare else (tensor, torch.empty_like(tensor))
-                 for tensor in live]
+        saved = [spare[id(tensor)] if id(tensor) in spare else (tensor, torch.empty_like(tensor)) for tensor in live]
         with torch.no_grad():
             copy_tensors(live, [copy for _, copy in saved])
-        self._saved += saved
+        self._saved = saved

@@ -15,7 +15,7 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.state.clipping import NORM_EPSILON, clip_factor
 from slipstream.runtime.model.state.held_layers import HeldLayers
-from slipstream.runtime.model.state.steps import UNCLIPPED_TO_GUESS, StepController
+from slipstream.runtime.model.state.steps import UNCLIPPED_TO_GUESS, StepController, StepState
 from slipstream.runtime.model.state.version import Version
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import reference_run
@@ -91,7 +91,7 @@ def test_a_guess_is_validated(gradients, factor) -> None:
     assert not pair.validated, "but not for good"
     pair.validate()
     assert pair.weights == [-gradient * factor for gradient in gradients] and pair.validated == [0, 1]
-    assert [steps.is_void for steps in pair.workers] == [factor != 1.0] * 2
+    assert [steps.state is StepState.VOID for steps in pair.workers] == [factor != 1.0] * 2
     assert all(not layer.weight.grad.any() for layer in pair.layers)
     assert [list(steps.losses) for steps in pair.workers] == [[(0, 3.0)]] * 2, "each knows the loss of both"
 
@@ -102,10 +102,11 @@ def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     pair.wires.given.append([0.0, 0.0, 0.0])
     pair.wires.open = True
     pair.step(0, (gradient, 0.0))
-    assert pair.workers[0].is_void and not pair.workers[1].is_void, "the second has guessed, and not heard yet"
+    assert [steps.state is StepState.VOID for steps in pair.workers] == [True, False], (
+        "the second has guessed, and not heard yet")
     assert pair.weights[0] == weight and pair.validated == [0]
     pair.validate()
-    assert pair.workers[1].is_void and pair.weights == [weight, 0.0]
+    assert pair.workers[1].state is StepState.VOID and pair.weights == [weight, 0.0]
 
 
 @pytest.mark.parametrize(("own", "others"), [(math.nan, 0.0), (1.0, math.inf)])
@@ -153,7 +154,7 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
         pair.step(iteration, (gradient, gradient))
         guessed.append(len(pair.validated) == 2 * iteration)
         pair.validate()
-        assert all(steps.is_void == (iteration == 0) for steps in pair.workers)
+        assert all((steps.state is StepState.VOID) == (iteration == 0) for steps in pair.workers)
     assert guessed == [True, *[False] * (UNCLIPPED_TO_GUESS + 1), *[True] * (UNCLIPPED_TO_GUESS - 2)]
 
 
