@@ -75,12 +75,13 @@ def take_request(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command)
     *others, request = signature.parameters.values()
     fields = inspect.signature(request.annotation).parameters
+    signature = signature.replace(parameters=[*others, *fields.values()])
 
     @wraps(command)
-    def call_with_request(**arguments: Any) -> None:
-        options = {name: arguments.pop(name) for name in fields}
+    def call_with_request(*positional: Any, **named: Any) -> None:
+        arguments = signature.bind(*positional, **named).arguments
+        options = {name: arguments.pop(name) for name in fields if name in arguments}
         command(**arguments, **{request.name: request.annotation(**options)})
 
-    call_with_request.__signature__ = signature.replace(  # type: ignore[attr-defined]  # typer reads it
-        parameters=[*others, *fields.values()])
+    call_with_request.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     return call_with_request
