@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
+from typer import Option
 
 from slipstream.cli.shared.console import complete_from, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import may_exist, require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Json, Placement, Steps
+from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Json, Placement, Steps, take_request
 from slipstream.cli.shared.plan_summary import placement_lines
 from slipstream.cli.shared.planning import find_pipeline
 from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate_job
@@ -30,75 +32,6 @@ BEGIN, OF_TRACE, EITHER = "Four ways to begin", "With --trace", "With --trace, -
 MODEL, CLUSTER = "With --layers: the model", "With --model or --layers: sequences and the cluster"
 """Groups of options in the help."""
 
-Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME",
-                                               autocompletion=complete_from(*preset_names()), help=(
-    f"Start from one of {', '.join(preset_names())}."))]
-Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BEGIN, metavar="FILE", help=(
-    "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's pipelines "
-    "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One per rank: may be repeated. Or a .parquet "
-    "file of ByteDance's StragglerAnalysis."))]
-Pattern = Annotated[str | None, typer.Option("--pattern", rich_help_panel=OF_TRACE, metavar="REGEX", help=(
-    "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))]
-Model = Annotated[Path | None, typer.Option("--model", rich_help_panel=BEGIN, metavar="FILE", help=(
-    "Estimate the model of a config.json, as transformers writes it, or of the folder with it. Its layers may be "
-    f"unlike. Known model types: {', '.join(FAMILIES)}."))]
-Layers = Annotated[int | None, typer.Option("--layers", rich_help_panel=BEGIN, metavar="N", min=1, max=100_000, help=(
-    "Estimate a transformer with so many layers, all alike."))]
-Hidden = Annotated[int | None, typer.Option("--hidden", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
-    "Its hidden size."))]
-Heads = Annotated[int | None, typer.Option("--heads", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
-    "Its attention heads."))]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
-    "Its heads of keys and values. Default: as many as attention heads."))]
-Ffn = Annotated[int | None, typer.Option("--ffn", rich_help_panel=MODEL, metavar="N", min=1, max=2**24, help=(
-    "Width of its feed-forward part. Default: 4 x hidden size."))]
-Gated = Annotated[bool, typer.Option("--gated", rich_help_panel=MODEL, help=(
-    "Three feed-forward matrices (SwiGLU), not two."))]
-Sequence = Annotated[int | None, typer.Option("--sequence", rich_help_panel=CLUSTER,
-                                              metavar="N", min=1, max=2**24, help="Tokens in a sequence.")]
-Vocabulary = Annotated[int | None, typer.Option("--vocabulary", rich_help_panel=MODEL,
-                                                metavar="N", min=1, max=2**24, help="Size of its vocabulary.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", rich_help_panel=CLUSTER, metavar="NAME", help=(
-    f"The GPU: one of {', '.join(GPUS)}."))]
-Peak = Annotated[float | None, typer.Option("--peak-tflops", rich_help_panel=CLUSTER,
-                                            metavar="N", min=0.001, max=1e6, help="Peak of another GPU, bf16.")]
-Efficiency = Annotated[float, typer.Option("--efficiency", rich_help_panel=CLUSTER,
-                                           metavar="N", min=0.01, max=1.0, help=(
-    "Share of the peak that matrix products reach."))]
-TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_panel=CLUSTER,
-                                             metavar="N", min=1, max=MAX_RANKS, help=(
-    "GPUs that are one worker: [training] tensor_parallel."))]
-ShardOptimizer = Annotated[bool, typer.Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
-    "The workers of a stage share its optimizer state; also for a preset that is an estimate."))]
-Muon = Annotated[bool, typer.Option("--muon", rich_help_panel=CLUSTER, help=(
-    "Muon steps the matrices of layers, and AdamW embedding and head: [training] optimizer."))]
-MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", rich_help_panel=CLUSTER,
-                                             metavar="N", min=1, max=2**20, help="Sequences in a micro-batch.")]
-Pipelines = Annotated[int | None, typer.Option("--pipelines", rich_help_panel=EITHER,
-                                               metavar="N", min=1, max=2**17, help="Data-parallel replicas.")]
-Stages = Annotated[int | None, typer.Option("--stages", rich_help_panel=CLUSTER, metavar="N", min=1, max=2**17, help=(
-    "Workers in a pipeline."))]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", rich_help_panel=EITHER,
-                                                  metavar="N", min=1, max=2**16, help=(
-    "Micro-batches of each pipeline in an iteration."))]
-Transfer = Annotated[float | None, typer.Option("--transfer", rich_help_panel=OF_TRACE,
-                                                metavar="SEC", min=0.0, max=3600.0, help=(
-    "With --trace: seconds that one activation takes from worker to worker, which Chrome traces do not tell. Default: "
-    "what a .parquet file says, else 0."))]
-StageLayers = Annotated[int | None, typer.Option("--stage-layers", rich_help_panel=OF_TRACE,
-                                                 metavar="N", min=1, max=10_000, help=(
-    "Layers of each stage, which take its time evenly: what `plan --layers move` can divide anew. Traces do not tell "
-    "them."))]
-WorkersPerNode = Annotated[int | None, typer.Option("--workers-per-node", rich_help_panel=EITHER,
-                                                    metavar="N", min=1, max=2**17, help=(
-    "Workers that share a node (a machine), and so fail together: [topology]."))]
-Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH, metavar="SEC", min=0.01,
-                                          max=7 * 86400, help="With --placement any: seconds to search at most.")]
-OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
-
-
 _FOR_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
 """Options that apply to every way to begin."""
 _FOR_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
@@ -107,63 +40,110 @@ _FOR_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabul
 """Options that describe what a config.json also describes."""
 
 
-def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None,
-        model: Model = None, layers: Layers = None, hidden: Hidden = None, heads: Heads = None,
-        kv_heads: KvHeads = None, ffn: Ffn = None, gated: Gated = False, sequence: Sequence = None,
-        vocabulary: Vocabulary = None, gpu: Gpu = None, peak_tflops: Peak = None, efficiency: Efficiency = 0.5,
-        tensor_parallel: TensorParallel = 1, shard_optimizer: ShardOptimizer = False, muon: Muon = False,
-        microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
-        microbatches: Microbatches = None, transfer: Transfer = None, stage_layers: StageLayers = None,
-        workers_per_node: WorkersPerNode = None, name: Name = None, placement: Placement = "given",
-        time_limit: TimeLimit = 10.0, steps: Steps = None, out_file: OutFile = Path("job.toml"), force: Force = False,
-        json: Json = False) -> None:
+class NewRequest(msgspec.Struct, frozen=True):
+    """Options of one `slipstream new`, in the order of its help."""
+
+    preset_name: Annotated[str | None, Option("--preset", rich_help_panel=BEGIN, metavar="NAME",
+                                              autocompletion=complete_from(*preset_names()), help=(
+        f"Start from one of {', '.join(preset_names())}."))] = None
+    trace: Annotated[list[Path] | None, Option(rich_help_panel=BEGIN, metavar="FILE", help=(
+        "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's "
+        "pipelines leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One per rank: may be repeated. Or a "
+        ".parquet file of ByteDance's StragglerAnalysis."))] = None
+    pattern: Annotated[str | None, Option(rich_help_panel=OF_TRACE, metavar="REGEX", help=(
+        "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))] = None
+    model: Annotated[Path | None, Option(rich_help_panel=BEGIN, metavar="FILE", help=(
+        "Estimate the model of a config.json, as transformers writes it, or of the folder with it. Its layers may be "
+        f"unlike. Known model types: {', '.join(FAMILIES)}."))] = None
+    layers: Annotated[int | None, Option(rich_help_panel=BEGIN, metavar="N", min=1, max=100_000, help=(
+        "Estimate a transformer with so many layers, all alike."))] = None
+    hidden: Annotated[int | None, Option(rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
+        "Its hidden size."))] = None
+    heads: Annotated[int | None, Option(rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
+        "Its attention heads."))] = None
+    kv_heads: Annotated[int | None, Option(rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
+        "Its heads of keys and values. Default: as many as attention heads."))] = None
+    ffn: Annotated[int | None, Option(rich_help_panel=MODEL, metavar="N", min=1, max=2**24, help=(
+        "Width of its feed-forward part. Default: 4 x hidden size."))] = None
+    gated: Annotated[bool, Option("--gated", rich_help_panel=MODEL, help=(
+        "Three feed-forward matrices (SwiGLU), not two."))] = False
+    sequence: Annotated[int | None, Option(rich_help_panel=CLUSTER, metavar="N", min=1, max=2**24, help=(
+        "Tokens in a sequence."))] = None
+    vocabulary: Annotated[int | None, Option(rich_help_panel=MODEL, metavar="N", min=1, max=2**24, help=(
+        "Size of its vocabulary."))] = None
+    gpu: Annotated[str | None, Option(rich_help_panel=CLUSTER, metavar="NAME", help=(
+        f"The GPU: one of {', '.join(GPUS)}."))] = None
+    peak_tflops: Annotated[float | None, Option(rich_help_panel=CLUSTER, metavar="N", min=0.001, max=1e6, help=(
+        "Peak of another GPU, bf16."))] = None
+    efficiency: Annotated[float, Option(rich_help_panel=CLUSTER, metavar="N", min=0.01, max=1.0, help=(
+        "Share of the peak that matrix products reach."))] = 0.5
+    tensor_parallel: Annotated[int, Option(rich_help_panel=CLUSTER, metavar="N", min=1, max=MAX_RANKS, help=(
+        "GPUs that are one worker: [training] tensor_parallel."))] = 1
+    shard_optimizer: Annotated[bool, Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
+        "The workers of a stage share its optimizer state; also for a preset that is an estimate."))] = False
+    muon: Annotated[bool, Option("--muon", rich_help_panel=CLUSTER, help=(
+        "Muon steps the matrices of layers, and AdamW embedding and head: [training] optimizer."))] = False
+    microbatch_size: Annotated[int, Option(rich_help_panel=CLUSTER, metavar="N", min=1, max=2**20, help=(
+        "Sequences in a micro-batch."))] = 1
+    pipelines: Annotated[int | None, Option(rich_help_panel=EITHER, metavar="N", min=1, max=2**17, help=(
+        "Data-parallel replicas."))] = None
+    stages: Annotated[int | None, Option(rich_help_panel=CLUSTER, metavar="N", min=1, max=2**17, help=(
+        "Workers in a pipeline."))] = None
+    microbatches: Annotated[int | None, Option(rich_help_panel=EITHER, metavar="N", min=1, max=2**16, help=(
+        "Micro-batches of each pipeline in an iteration."))] = None
+    transfer: Annotated[float | None, Option(rich_help_panel=OF_TRACE, metavar="SEC", min=0.0, max=3600.0, help=(
+        "With --trace: seconds that one activation takes from worker to worker, which Chrome traces do not tell. "
+        "Default: what a .parquet file says, else 0."))] = None
+    stage_layers: Annotated[int | None, Option(rich_help_panel=OF_TRACE, metavar="N", min=1, max=10_000, help=(
+        "Layers of each stage, which take its time evenly: what `plan --layers move` can divide anew. Traces do not "
+        "tell them."))] = None
+    workers_per_node: Annotated[int | None, Option(rich_help_panel=EITHER, metavar="N", min=1, max=2**17, help=(
+        "Workers that share a node (a machine), and so fail together: [topology]."))] = None
+    name: Annotated[str | None, Option(rich_help_panel=EITHER, metavar="NAME", help="The job's name.")] = None
+    placement: Placement = "given"
+    time_limit: Annotated[float, Option(rich_help_panel=SEARCH, metavar="SEC", min=0.01, max=7 * 86400, help=(
+        "With --placement any: seconds to search at most."))] = 10.0
+    steps: Steps = None
+    out_file: Annotated[Path, Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
+        "The job file to write."))] = Path("job.toml")
+    force: Annotated[bool, Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")] = False
+    json: Json = False
+
+
+@take_request
+def new(context: typer.Context, request: NewRequest) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
     Asks for what no option says. The estimate counts matrix products, attention and scans, and takes bandwidths from
     data sheets; `slipstream profile` measures instead.
     """
-    ways = [preset_name is not None, bool(trace), model is not None, layers is not None or hidden is not None]
-    if sum(ways) > 1:
+    ways = {"preset": request.preset_name is not None, "trace": bool(request.trace),
+            "config": request.model is not None, "model": request.layers is not None or request.hidden is not None}
+    if sum(ways.values()) > 1:
         refuse("--preset, --trace, --model and --layers are four ways to begin: take one")
-    if preset_name is not None:
-        _read_preset(preset_name, shard_optimizer=shard_optimizer)  # check the preset before the output file
-    require_choice("--placement", placement, PLACEMENTS)
-    require_writable(out_file)
-    if may_exist(out_file) and not force:
-        refuse(f"{out_file}: exists already; --force overwrites it")
-    way = ("preset", "trace", "config", "model")[ways.index(True)] if any(ways) else \
+    if request.preset_name is not None:
+        _read_preset(request)  # check the preset before the output file
+    require_choice("--placement", request.placement, PLACEMENTS)
+    require_writable(request.out_file)
+    if may_exist(request.out_file) and not request.force:
+        refuse(f"{request.out_file}: exists already; --force overwrites it")
+    way = next((way for way, is_taken in ways.items() if is_taken), None) or \
         _ask_for("Start from a preset, a trace or a model?", "model", _parse_one("preset", "trace", "model"),
                  "--preset, --trace, --model, or --layers and the others")
     _refuse_unused_options(context, way)
-    if way == "preset":
-        text = _read_preset(preset_name or _ask_for(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str,
-                                             "--preset"),
-                            shard_optimizer=shard_optimizer)
-    elif way == "trace":
-        files = trace or [_ask_for("Which trace file?", None, Path, "--trace")]
-        text = _job_from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
-    else:
-        model_layers = _model_layers(model, layers, hidden, heads, sequence, vocabulary, kv_heads, ffn, gated=gated)
-        layout = ModelLayout(
-            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _ask_int("Pipelines (replicas)?", 4, "--pipelines"),
-            stages=stages or _ask_int("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
-            microbatches=microbatches or _ask_int("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
-            microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer,
-            muon=muon)
-        try:
-            text = job_text(*estimate_job(name or "my-model", model_layers, layout))
-        except ValueError as error:
-            refuse(error)
-    if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
+    readers = {"preset": _read_preset, "trace": _read_traces}
+    text = readers.get(way, _estimate_job)(request)
+    workers_per_node = request.workers_per_node
+    if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and request.pipelines is None:
         workers_per_node = _ask_int("Workers per node (machine)?", 1, "--workers-per-node")
     if workers_per_node is not None and workers_per_node > 1:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
     placed = None
-    if placement == "any":
-        _parse_or_refuse(text, out_file)
-        placed = find_pipeline(out_file, text, PlanOptions(time_limit=time_limit, steps=steps))
+    if request.placement == "any":
+        _parse_or_refuse(text, request.out_file)
+        placed = find_pipeline(request.out_file, text, PlanOptions(time_limit=request.time_limit, steps=request.steps))
         text = placed.text
-    _write_job(text, out_file, placed, json)
+    _write_job(text, request.out_file, placed, request.json)
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
@@ -183,25 +163,33 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
                    + (", and edit the file that is written" if way == "preset" else ""))
 
 
-def _model_layers(config: Path | None, layers: int | None, hidden: int | None, heads: int | None, sequence: int | None,
-                  vocabulary: int | None, kv_heads: int | None, ffn: int | None, *, gated: bool) -> ModelLayers:
-    """Return the layers of the model that a config.json or the options describe, and ask for missing values."""
-    if config is not None:
-        try:
-            return read_model(config, sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
-        except JobError as error:
-            refuse(error)
-    shape = ModelShape(
-        layers=layers or _ask_int("Layers?", 32, "--layers"),
-        hidden=hidden or _ask_int("Width (hidden size)?", 4096, "--hidden"),
-        heads=heads or _ask_int("Heads?", 32, "--heads"),
-        sequence=sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"),
-        vocabulary=vocabulary or _ask_int("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
-        gated=gated)
+def _estimate_job(request: NewRequest) -> str:
+    """Return the job for the model that a config.json or the options describe, and ask for missing values."""
     try:
-        return shape.by_layer()
+        model = _read_layers(request)
+        layout = ModelLayout(
+            gpu=_gpu_spec(request.gpu, request.peak_tflops),
+            pipelines=request.pipelines or _ask_int("Pipelines (replicas)?", 4, "--pipelines"),
+            stages=request.stages or _ask_int("Stages (workers per pipeline)?", 8, "--stages"),
+            microbatches=request.microbatches or _ask_microbatches(), microbatch_size=request.microbatch_size,
+            efficiency=request.efficiency, tensor_parallel=request.tensor_parallel,
+            shard_optimizer=request.shard_optimizer, muon=request.muon)
+        return job_text(*estimate_job(request.name or "my-model", model, layout))
     except ValueError as error:
         refuse(error)
+
+
+def _read_layers(request: NewRequest) -> ModelLayers:
+    """Return the layers of the model. Raises ValueError if they are inconsistent."""
+    if request.model is not None:
+        return read_model(request.model, request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
+    return ModelShape(
+        layers=request.layers or _ask_int("Layers?", 32, "--layers"),
+        hidden=request.hidden or _ask_int("Width (hidden size)?", 4096, "--hidden"),
+        heads=request.heads or _ask_int("Heads?", 32, "--heads"),
+        sequence=request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"),
+        vocabulary=request.vocabulary or _ask_int("Vocabulary?", 128_000, "--vocabulary"),
+        kv_heads=request.kv_heads, ffn=request.ffn, gated=request.gated).by_layer()
 
 
 def _parse_or_refuse(text: str, path: Path) -> Job:
@@ -223,34 +211,37 @@ def _write_job(text: str, path: Path, found: FoundPlacement | None, json: bool) 
               f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", soft_wrap=True)
 
 
-def _read_preset(name: str, *, shard_optimizer: bool) -> str:
-    if shard_optimizer and name in preset_names() and name not in ESTIMATED:
+def _read_preset(request: NewRequest) -> str:
+    name = request.preset_name if request.preset_name is not None else \
+        _ask_for(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str, "--preset")
+    if request.shard_optimizer and name in preset_names() and name not in ESTIMATED:
         refuse(f"--shard-optimizer: the preset {name} is no estimate; {' and '.join(ESTIMATED)} are")
     require_choice("--preset", name, preset_names())
-    return preset_text(name, shard_optimizer=shard_optimizer)
+    return preset_text(name, shard_optimizer=request.shard_optimizer)
 
 
-def _job_from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
-                    microbatches: int | None, transfer: float | None, stage_layers: int | None) -> str:
+def _read_traces(request: NewRequest) -> str:
+    files = request.trace or [_ask_for("Which trace file?", None, Path, "--trace")]
     source = ", ".join(map(str, files))
     if any(file.suffix == SUFFIX for file in files):
-        if len(files) > 1 or pattern is not None:
+        if len(files) > 1 or request.pattern is not None:
             refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
-        return _job_from_parquet(files[0], name, transfer, stage_layers)
+        return _read_parquet(files[0], request)
     try:
-        times, seen, has_whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
+        times, seen, has_whole = stage_times([one for file in files for one in read_ranges(file, request.pattern)],
+                                             source)
     except ProfilerTraceError as error:
         refuse(error)
-    tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer or 0.0,
-                        pipelines=pipelines or _ask_int("Pipelines (replicas)?", 1, "--pipelines"),
-                        microbatches=microbatches or seen or _ask_int("Micro-batches per pipeline in an iteration?", 32,
-                                                                     "--microbatches"))
+    tables = job_tables(request.name or files[0].name.split(".")[0], times, transfer=request.transfer or 0.0,
+                        pipelines=request.pipelines or _ask_int("Pipelines (replicas)?", 1, "--pipelines"),
+                        microbatches=request.microbatches or seen or _ask_microbatches())
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
     if has_whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
-    if not transfer:
+    if not request.transfer:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
-    return job_text(_add_layers(tables, stage_layers), {"": [f"Stage times from {source}."], "time": remarks})
+    return job_text(_add_layers(tables, request.stage_layers),
+                    {"": [f"Stage times from {source}."], "time": remarks})
 
 
 def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
@@ -258,7 +249,7 @@ def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 
-def _job_from_parquet(file: Path, name: str | None, transfer: float | None, stage_layers: int | None) -> str:
+def _read_parquet(file: Path, request: NewRequest) -> str:
     """Return the job file for a StragglerAnalysis trace, which has the times of all workers."""
     try:
         trace = read_straggler_trace(file)
@@ -269,8 +260,8 @@ def _job_from_parquet(file: Path, name: str | None, transfer: float | None, stag
     values = round_times([*forward, *[one / 2 for one in backward]])
     halves = values[stages:]
     times = {"forward": values[:stages], "backward_input": halves, "backward_weight": list(halves)}
-    tables = job_tables(name or file.stem, times, pipelines=pipelines, microbatches=microbatches,
-                        transfer=round_times([trace.transfer])[0] if transfer is None else transfer)
+    tables = job_tables(request.name or file.stem, times, pipelines=pipelines, microbatches=microbatches,
+                        transfer=round_times([trace.transfer])[0] if request.transfer is None else request.transfer)
     tables["time"]["optimizer"], = round_times([trace.optimizer]) if trace.optimizer else [0.0]
     remarks = ["Seconds, one value per stage: means over micro-batches and the workers that are not slow.",
                "Backwards are whole: half of each is taken for I, half for W.",
@@ -278,7 +269,8 @@ def _job_from_parquet(file: Path, name: str | None, transfer: float | None, stag
                f"Iterations took {trace.measured.mean():.4g} s on average."]
     if slow := trace.slow_factors():
         tables["time"]["slow"] = slow
-    return job_text(_add_layers(tables, stage_layers), {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
+    return job_text(_add_layers(tables, request.stage_layers),
+                    {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
 
 
 def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
@@ -301,6 +293,10 @@ def _ask_int(question: str, default: int, option: str) -> int:
         return value
 
     return _ask_for(question, str(default), parse_count, option)
+
+
+def _ask_microbatches() -> int:
+    return _ask_int("Micro-batches per pipeline in an iteration?", 32, "--microbatches")
 
 
 def _parse_one(*choices: str) -> Callable[[str], str]:

@@ -12,6 +12,7 @@ import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
+from typer import Option
 
 from slipstream.cli.drawing.simulation_report import (
     build_report,
@@ -62,7 +63,7 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.interrupts import watch_interrupts
-from slipstream.cli.shared.options import ANSWER, ExecutorName, JobFile, Json, Settings
+from slipstream.cli.shared.options import ANSWER, ExecutorName, JobFile, Json, Settings, take_request
 from slipstream.cli.shared.planning import compile_planner, find_recomputation, open_executor_or_refuse
 from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
@@ -82,110 +83,105 @@ BYTES_PER_PARAMETER = BYTES_HELD + BYTES_UNDO
 DEFAULT_PARAMETERS, FEWEST_PARAMETERS, MOST_PARAMETERS = 6.7e9, 1e6, 1e14
 """Number of parameters to assume if the job does not tell it, and the limits of --parameters."""
 
-TraceFile = Annotated[Path | None, typer.Option("--trace", rich_help_panel=FAILURES, metavar="FILE", help=(
-    "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE`, or `MILLISECONDS,add|remove,NAME`, "
-    "`MILLISECONDS,slow,NAME,FACTOR` (1: as usual) and `MILLISECONDS,gpus,NAME,ALIVE`. Without one, failures are drawn "
-    "at the rates of --preset."))]
-Policies = Annotated[list[str] | None, typer.Option("--policy", rich_help_panel=FOLLOWED, metavar="NAME", help=(
-    f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))]
-HtmlFile = Annotated[Path | None, typer.Option("--html", rich_help_panel=ANSWER, metavar="FILE", help=(
-    "The report. Default: the job file's name with -simulation.html, here; none with --json."))]
-TableFolder = Annotated[Path | None, typer.Option("--table", rich_help_panel=FOLLOWED, metavar="DIR", help=(
-    "A table of schedules to take this planner's from, at once and with layers moved; what is not in it is planned on "
-    "the spot."))]
-Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
-    f"Failure rates to draw from where there is no trace: {', '.join(FAILURE_MODELS)}. Default: {DEFAULT_PRESET}."))]
-Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,
-                                            metavar="HOURS", min=1e-3, max=1e9, help=(
-    "Mean time between failures of one worker, in place of the preset's. Where the job has [topology], each takes its "
-    "whole node."))]
-Days = Annotated[float | None, typer.Option("--days", rich_help_panel=FAILURES,
-                                            metavar="DAYS", min=1e-3, max=36500, help=(
-    f"Length of a drawn trace. Default: {DEFAULT_DAYS:g}."))]
-Seed = Annotated[int, typer.Option("--seed", rich_help_panel=FAILURES, metavar="N", min=0, max=2**31 - 1, help=(
-    "Seed of every random choice."))]
-Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
-    "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
-Jobs = Annotated[int, typer.Option("--jobs", rich_help_panel=FAILURES, metavar="N", min=1, max=1024, help=(
-    "With --seeds: processes to simulate in. Each plans for itself what its traces need, so more is planned in all."))]
-Gpus = Annotated[int | None, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES,
-                                          metavar="N", min=1, max=4096, help=(
-    "GPUs of a worker (a tensor-parallel group). Default: [training] tensor_parallel of the job. Drawn failures are of "
-    "single GPUs; a worker that has lost some goes on slower or is down, by policy. Where the job has [topology], all "
-    "workers of its node are down."))]
-FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
-    "Draw slow workers and slow links, too, at published rates: a job that waits for them takes 1.34 times as long."))]
-Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=FAILURES, metavar="D.S", help=(
-    "No trace: this worker, PIPELINE.STAGE, dies in the first minute and stays away; may be repeated. --days: 1."))]
-Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
-    "Search for so many counted steps for each plan, as `slipstream plan` does. A core makes about 400,000 a second. "
-    f"Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))]
-Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
-                                            metavar="N", min=1, max=2**31 - 1, help=(
-    "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
-Parameters = Annotated[float | None, typer.Option("--parameters", rich_help_panel=FOLLOWED,
-                                                  metavar="N", min=FEWEST_PARAMETERS, max=MOST_PARAMETERS,
-                                                  help=(
-    "Parameters of the model: published costs of restarts and reconfigurations depend on it. Default: by what the job "
-    f"says that its stages hold always, in bytes, at {BYTES_PER_PARAMETER} a parameter; without that, "
-    f"{DEFAULT_PARAMETERS:.3g}."))]
-Batch = Annotated[float | None, typer.Option("--batch", rich_help_panel=ANSWER, metavar="N", min=1e-6, max=1e9, help=(
-    "Samples in a micro-batch. Default: [training] batch of the job, else 1."))]
-Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOWED,
-                                              metavar="SEC", min=0, max=1e6, help=(
-    "Seconds in which this project's runtime, ReCycle's and torchft switch after a failure, as measured by you."))]
+
+class SimulateRequest(msgspec.Struct, frozen=True):
+    """Argument and options of one `slipstream simulate`, in the order of its help."""
+
+    job: JobFile
+    settings: Settings = None
+    trace: Annotated[Path | None, Option(rich_help_panel=FAILURES, metavar="FILE", help=(
+        "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE`, or `MILLISECONDS,add|remove,NAME`, "
+        "`MILLISECONDS,slow,NAME,FACTOR` (1: as usual) and `MILLISECONDS,gpus,NAME,ALIVE`. Without one, failures are "
+        "drawn at the rates of --preset."))] = None
+    policy: Annotated[list[str] | None, Option(rich_help_panel=FOLLOWED, metavar="NAME", help=(
+        f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))] = None
+    html: Annotated[Path | None, Option(rich_help_panel=ANSWER, metavar="FILE", help=(
+        "The report. Default: the job file's name with -simulation.html, here; none with --json."))] = None
+    table: Annotated[Path | None, Option(rich_help_panel=FOLLOWED, metavar="DIR", help=(
+        "A table of schedules to take this planner's from, at once and with layers moved; what is not in it is planned "
+        "on the spot."))] = None
+    preset: Annotated[str | None, Option(rich_help_panel=FAILURES, metavar="NAME", help=(
+        f"Failure rates to draw from where there is no trace: {', '.join(FAILURE_MODELS)}. Default: "
+        f"{DEFAULT_PRESET}."))] = None
+    mtbf: Annotated[float | None, Option(rich_help_panel=FAILURES, metavar="HOURS", min=1e-3, max=1e9, help=(
+        "Mean time between failures of one worker, in place of the preset's. Where the job has [topology], each takes "
+        "its whole node."))] = None
+    failed: Annotated[list[str] | None, Option(rich_help_panel=FAILURES, metavar="D.S", help=(
+        "No trace: this worker, PIPELINE.STAGE, dies in the first minute and stays away; may be repeated. --days: "
+        "1."))] = None
+    days: Annotated[float | None, Option(rich_help_panel=FAILURES, metavar="DAYS", min=1e-3, max=36500, help=(
+        f"Length of a drawn trace. Default: {DEFAULT_DAYS:g}."))] = None
+    seed: Annotated[int, Option(rich_help_panel=FAILURES, metavar="N", min=0, max=2**31 - 1, help=(
+        "Seed of every random choice."))] = 0
+    seeds: Annotated[int, Option(rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
+        "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the "
+        "throughputs."))] = 1
+    jobs: Annotated[int, Option(rich_help_panel=FAILURES, metavar="N", min=1, max=1024, help=(
+        "With --seeds: processes to simulate in. Each plans for itself what its traces need, so more is planned in "
+        "all."))] = 1
+    executor: ExecutorName = None
+    gpus: Annotated[int | None, Option("--gpus-per-worker", rich_help_panel=FAILURES, metavar="N", min=1, max=4096,
+                                       help=(
+        "GPUs of a worker (a tensor-parallel group). Default: [training] tensor_parallel of the job. Drawn failures "
+        "are of single GPUs; a worker that has lost some goes on slower or is down, by policy. Where the job has "
+        "[topology], all workers of its node are down."))] = None
+    fail_slow: Annotated[bool, Option("--fail-slow", rich_help_panel=FAILURES, help=(
+        "Draw slow workers and slow links, too, at published rates: a job that waits for them takes 1.34 times as "
+        "long."))] = False
+    tokens: Annotated[int | None, Option(rich_help_panel=ANSWER, metavar="N", min=1, max=2**31 - 1, help=(
+        "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))] = None
+    parameters: Annotated[float | None, Option(rich_help_panel=FOLLOWED, metavar="N", min=FEWEST_PARAMETERS,
+                                               max=MOST_PARAMETERS, help=(
+        "Parameters of the model: published costs of restarts and reconfigurations depend on it. Default: by what the "
+        f"job says that its stages hold always, in bytes, at {BYTES_PER_PARAMETER} a parameter; without that, "
+        f"{DEFAULT_PARAMETERS:.3g}."))] = None
+    batch: Annotated[float | None, Option(rich_help_panel=ANSWER, metavar="N", min=1e-6, max=1e9, help=(
+        "Samples in a micro-batch. Default: [training] batch of the job, else 1."))] = None
+    switch: Annotated[float | None, Option(rich_help_panel=FOLLOWED, metavar="SEC", min=0, max=1e6, help=(
+        "Seconds in which this project's runtime, ReCycle's and torchft switch after a failure, as measured by "
+        "you."))] = None
+    steps: Annotated[int | None, Option(rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
+        "Search for so many counted steps for each plan, as `slipstream plan` does. A core makes about 400,000 a "
+        f"second. Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))] = None
+    json: Json = False
 
 
-def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, policy: Policies = None,
-             html: HtmlFile = None, table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None,
-             failed: Failed = None, days: Days = None, seed: Seed = 0, seeds: Seeds = 1, jobs: Jobs = 1,
-             executor: ExecutorName = None, gpus: Gpus = None,
-             fail_slow: FailSlow = False, tokens: Tokens = None, parameters: Parameters = None, batch: Batch = None,
-             switch: Switch = None, steps: Steps = None, json: Json = False) -> None:
+@take_request
+def simulate(request: SimulateRequest) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
-    spec = read_job_or_refuse(job, settings)
-    require_trainable_tables(job, spec)
-    recomputation = find_recomputation(job, spec, PlanOptions())
-    spec = spec if recomputation is None else recomputation.job
-    policy_kinds = _choose_policies(policy)
-    drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
-    _require_consistent(trace, failed, drawing, days, html, seeds)
-    if seeds == 1 and (jobs > 1 or executor is not None):
-        refuse(f"{'--jobs' if jobs > 1 else '--executor'}: only with --seeds, whose traces are simulated side by side")
-    make: Callable[[int], AvailabilityTrace]
-    dead = failed_workers(spec, failed, None)
-    if failed:
-        make = functools.cache(lambda _: _make_failed_trace(spec, dead, days or 1.0, gpus or spec.ranks))
-    else:
-        make = _trace_maker(spec, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or spec.ranks,
-                            fail_slow)
-    target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
-    require_writable(target if seeds == 1 else None)
-    schedule_table, first = None if table is None else load_table_or_refuse(table, "--table: "), make(seed)
-    if spec.time.slow:
-        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
-    costs = costs_for(_estimate_parameters(spec) if parameters is None else parameters, spec.stages)
-    if switch is not None:
-        costs = msgspec.structs.replace(costs, switch_seconds=switch)
-    samples = batch if batch is not None else _samples_per_microbatch(spec)
+    job = read_job_or_refuse(request.job, request.settings)
+    require_trainable_tables(request.job, job)
+    recomputation = find_recomputation(request.job, job, PlanOptions())
+    job = job if recomputation is None else recomputation.job
+    policy_kinds = _choose_policies(request.policy)
+    _require_consistent(request)
+    dead = failed_workers(job, request.failed, None)
+    make = _trace_maker(request, job, dead)
+    target = request.html if request.html is not None or request.json else Path(f"{request.job.stem}-simulation.html")
+    require_writable(target if request.seeds == 1 else None)
+    table = None if request.table is None else load_table_or_refuse(request.table, "--table: ")
+    first = make(request.seed)
+    if job.time.slow:
+        err.print(f"note: {request.job}: time.slow is left out: all workers count as equally fast", style="dim",
+                  soft_wrap=True)
+    costs = costs_for(_estimate_parameters(job) if request.parameters is None else request.parameters, job.stages)
+    if request.switch is not None:
+        costs = msgspec.structs.replace(costs, switch_seconds=request.switch)
+    samples = request.batch if request.batch is not None else _samples_per_microbatch(job)
+    planning = functools.partial(_make_throughputs, job, samples, table, request.steps, dead)
     try:
-        with open_executor_or_refuse(executor) as pool, _show_progress() as (tell, describe):
-            throughputs = _prepare_throughputs(spec, samples, schedule_table, steps, dead, describe)
-            if seeds > 1:
-                if (trace is not None or failed) and _is_same_trace(first, make(seed + 1)):
-                    err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
-                              "this is one", style="dim", soft_wrap=True)
-                    seeds = 1
-                traces = [first, *(make(seed + index) for index in range(1, seeds))]
-                planning = functools.partial(_make_throughputs, spec, samples, schedule_table, steps, dead)
+        with open_executor_or_refuse(request.executor) as pool, _show_progress() as (tell, describe):
+            throughputs = _prepare_throughputs(planning, describe)
+            if request.seeds > 1:
+                traces = _draw_traces(request, make, first)
                 values = simulate_traces(policy_kinds, throughputs, costs, traces, tell) \
-                    if pool is None and jobs == 1 else \
-                    _simulate_in_processes(policy_kinds, planning, costs, traces, tell, jobs, pool)
-                _print_spread(values, policy_kinds, json)
-                if len(values[policy_kinds[0].name]) < seeds:
+                    if pool is None and request.jobs == 1 else \
+                    _simulate_in_processes(policy_kinds, planning, costs, traces, tell, request.jobs, pool)
+                _print_spread(values, policy_kinds, request.json)
+                if len(values[policy_kinds[0].name]) < len(traces):
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
@@ -193,14 +189,15 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
+    tokens, searched = request.tokens or _tokens_per_sample(job), _describe_search(request.steps)
     if target is not None:
-        notes = _report_notes(costs, samples, table, _describe_search(steps))
-        write_or_refuse(target, build_report(result, job=spec.name, shape=_describe_grid(spec), notes=notes,
-                                             tokens=tokens or _tokens_per_sample(spec)))
-    if json:
-        print_json(_build_answer(result, tokens or _tokens_per_sample(spec)))
+        notes = _report_notes(costs, samples, request.table, searched)
+        write_or_refuse(target, build_report(result, job=job.name, shape=_describe_grid(job), notes=notes,
+                                             tokens=tokens))
+    if request.json:
+        print_json(_build_answer(result, tokens))
     else:
-        _print_summary(result, spec, tokens or _tokens_per_sample(spec), _describe_search(steps))
+        _print_summary(result, job, tokens, searched)
     if target is not None:
         err.print(f"report written to {target}", soft_wrap=True)
     if len(result.runs) < len(policy_kinds):
@@ -211,20 +208,20 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
 # --- Input ------------------------------------------------------------------------------------------------------------
 
 
-def _require_consistent(trace: Path | None, failed: list[str] | None, drawing: Mapping[str, object], days: float | None,
-                        html: Path | None, seeds: int) -> None:
-    """Exit 2 if options are given that have no meaning together.
-
-    `drawing` holds the options that control failures drawn at random.
-    """
-    given = [name for name, value in {"--failed": failed, **drawing, "--days": days}.items() if value is not None]
-    if trace is not None and given:
+def _require_consistent(request: SimulateRequest) -> None:
+    """Exit 2 if options are given that have no meaning together."""
+    drawing = {"--preset": request.preset, "--mtbf": request.mtbf, "--fail-slow": request.fail_slow or None}
+    given = [name for name, value in {"--failed": request.failed, **drawing, "--days": request.days}.items()
+             if value is not None]
+    if request.trace is not None and given:
         refuse(f"{given[0]}: not with --trace; a trace says itself who fails or is slow when, and how long it is")
-    given = [name for name, value in drawing.items() if value is not None]
-    if failed and given:
-        refuse(f"{given[0]}: only where failures are drawn, not with --failed")
-    if html is not None and seeds > 1:
+    if request.failed and (drawn := [name for name in given if name in drawing]):
+        refuse(f"{drawn[0]}: only where failures are drawn, not with --failed")
+    if request.html is not None and request.seeds > 1:
         refuse("--html: the report is of one trace; leave out --seeds")
+    if request.seeds == 1 and (request.jobs > 1 or request.executor is not None):
+        refuse(f"{'--jobs' if request.jobs > 1 else '--executor'}: only with --seeds, whose traces are simulated side "
+               "by side")
 
 
 def _make_failed_trace(job: Job, dead: Sequence[Worker], days: float, gpus: int) -> AvailabilityTrace:
@@ -240,37 +237,43 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
     return [POLICIES[name] for name in POLICIES if not names or name in names]
 
 
-def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float, gpus: int,
-                 fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
+def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> Callable[[int], AvailabilityTrace]:
     """Return a function that maps a seed to an availability trace for the job, read from a file or drawn.
 
     Exits 2 if no trace can be made.
     """
-    workers = job.pipelines * job.stages
-    nodes = find_node_places(job)
-    if path is not None:
-        read = functools.lru_cache(maxsize=1)(lambda: _read_trace(path, 0, gpus))
-        read()
-        return lambda seed: fit_to_job(_read_trace(path, seed, gpus) if seed else read(), workers, seed, nodes)
-    failures = _choose_failure_model(preset, mtbf, gpus)
+    gpus = request.gpus or job.ranks
+    if request.failed:
+        return functools.cache(lambda _: _make_failed_trace(job, dead, request.days or 1.0, gpus))
+    workers, nodes = job.pipelines * job.stages, find_node_places(job)
+    if (path := request.trace) is not None:
+        read = _read_trace(path, 0, gpus)
+        return lambda seed: fit_to_job(_read_trace(path, seed, gpus) if seed else read, workers, seed, nodes)
+    failures = _choose_failure_model(request.preset or DEFAULT_PRESET, request.mtbf, gpus)
 
     def draw_fitted(seed: int) -> AvailabilityTrace:
         try:
-            drawn = draw_trace(failures, workers * gpus, days, seed)
+            drawn = draw_trace(failures, workers * gpus, request.days or DEFAULT_DAYS, seed)
             if nodes:
                 drawn = with_node_failures(drawn, [tuple(worker * gpus + gpu for worker in node for gpu in range(gpus))
                                                    for node in nodes])
             drawn = group_gpus(drawn, gpus) if gpus > 1 else drawn
-            return draw_slow_times(drawn, SLOW_MODELS["greyhound"], seed) if fail_slow else drawn
+            return draw_slow_times(drawn, SLOW_MODELS["greyhound"], seed) if request.fail_slow else drawn
         except ValueError as error:
             refuse(error)
 
     return draw_fitted
 
 
-def _is_same_trace(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
-    """Return whether two traces start with the same live workers and have the same changes."""
-    return (one.live, one.changes) == (other.live, other.changes)
+def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
+                 first: AvailabilityTrace) -> list[AvailabilityTrace]:
+    """Return a trace for each seed, or only the first if the others have the same live workers and changes."""
+    second = make(request.seed + 1)
+    if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
+        err.print(f"note: there is nothing to draw: all {request.seeds} runs over {first.name} would be equal; "
+                  "this is one", style="dim", soft_wrap=True)
+        return [first]
+    return [first, second, *(make(request.seed + index) for index in range(2, request.seeds))]
 
 
 def _read_trace(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
@@ -284,10 +287,8 @@ def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> Failure
     require_choice("--preset", preset, FAILURE_MODELS)
     if mtbf is None:
         return FAILURE_MODELS[preset]
-    return make_single_gpu_model(mtbf * gpus,
-                                 (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair "
-                                  f"times "
-                                               "assumed"), name="--mtbf")
+    return make_single_gpu_model(mtbf * gpus, f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), "
+                                 "repair times assumed", name="--mtbf")
 
 
 def _estimate_parameters(job: Job) -> float:
@@ -325,11 +326,10 @@ def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Thr
         exit_negative(error)
 
 
-def _prepare_throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
-                         dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
+def _prepare_throughputs(make: Callable[..., Throughputs], describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        return _make_throughputs(job, samples, table, steps, dead, describe)
+        return make(describe)
     except NoPlanError as error:
         exit_negative(error)
     except ValueError as error:

@@ -21,70 +21,32 @@ from slipstream.cli.shared.inputs import (
     require_writable,
 )
 from slipstream.cli.shared.launch_options import find_own_node, read_secret_or_refuse, with_machines
-from slipstream.cli.shared.options import (
-    Backward,
-    Failed,
-    FailedNode,
-    JobFile,
-    Json,
-    MethodName,
-    Optimizer,
-    Params,
-    Settings,
-    TimeLimit,
-)
+from slipstream.cli.shared.options import take_request
 from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import build_plan_options, find_recomputation, make_plan, read_search_params
-from slipstream.cli.shared.rehearsals import read_rehearsals
+from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
 from slipstream.cli.shared.resume import (
     describe_resuming,
     find_start,
     is_done_without_node,
-    is_in_place,
     require_usable,
     warn_if_done,
 )
 from slipstream.cli.shared.run_progress import call_in_thread, show_progress
 from slipstream.cli.shared.supervisor import exit_on_signals, fork_supervised
 from slipstream.cli.shared.train_inputs import look_up, read_fitting_table, require_same_shape, require_trainable
-from slipstream.cli.shared.train_options import (
-    BringBack,
-    CheckpointEvery,
-    CoordinatorTimeout,
-    Dtype,
-    FaultsPerHour,
-    Force,
-    Grace,
-    HeartbeatTimeout,
-    Iterations,
-    JoinTimeout,
-    Kill,
-    LayersMode,
-    Mtbf,
-    NodeNumber,
-    Nodes,
-    OutFolder,
-    RanksPerWorker,
-    Rendezvous,
-    Resume,
-    ScheduleToFollow,
-    Slow,
-    StallTimeout,
-    TableFolder,
-    Tensorboard,
-    TrainingSeed,
-    VerifyEvery,
-)
+from slipstream.cli.shared.train_options import TrainRequest
 from slipstream.cli.shared.train_result import build_report, summary_text
 from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
-from slipstream.planner.options import LAYERS, PlanOptions
+from slipstream.planner.options import LAYERS
 from slipstream.planner.recompute import chooses_recomputation
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.records.tensorboard import require_tensorboard
 from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.node_agent import NodeJob, join_run
 from slipstream.runtime.processes.launch_environment import (
     LaunchInfo,
@@ -94,32 +56,15 @@ from slipstream.runtime.processes.launch_environment import (
 )
 from slipstream.runtime.processes.parent_death import request_parent_death_signal
 from slipstream.runtime.processes.process_title import name_process
-from slipstream.runtime.processes.restart_policy import FAULTS_PER_HOUR
-from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
-from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
+from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.run_folder import read_takeover_record
-from slipstream.runtime.run_options import STALL_TIMEOUT_SECONDS
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
 
-def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule: ScheduleToFollow = None,
-          iterations: Iterations = None,
-          failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
-          optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 10.0, params: Params = None, dtype: Dtype = None, seed: TrainingSeed = None,
-          out_folder: OutFolder = None, nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
-          ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
-          checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
-          bring_back: BringBack = None, slow: Slow = None, faults_per_hour: FaultsPerHour = FAULTS_PER_HOUR,
-          verify_every: VerifyEvery = VERIFY_EVERY,
-          heartbeat_timeout: HeartbeatTimeout = 5.0,
-          join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
-          coordinator_timeout: CoordinatorTimeout = COORDINATOR_TIMEOUT_SECONDS,
-          stall_timeout: StallTimeout = STALL_TIMEOUT_SECONDS, grace: Grace = GRACE_SECONDS,
-          layers: LayersMode = "fixed", mtbf: Mtbf = None, tensorboard: Tensorboard = None, json: Json = False) -> None:
+@take_request
+def train(ctx: typer.Context, request: TrainRequest) -> None:
     """Train a job's model, one process per live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, metrics.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/
@@ -128,115 +73,131 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
     """
-    here = find_own_node(nodes, node, rendezvous, ranks_per_worker or 1)
+    here = find_own_node(request.nodes, request.node, request.rendezvous, request.ranks_per_worker or 1)
     if here is None:
         _say("this process has nothing to do: another process of its worker starts all of its ranks")
         return
     if here.tied:  # otherwise this process would keep training unnoticed
         request_parent_death_signal(signal.SIGTERM)
-    folder = out_folder or Path("runs") / job.stem
     if ctx.obj == PROGRAM:
-        if here.node == 0 and coordinator_timeout:
-            fork_supervised(folder, _say)
+        if here.node == 0 and request.coordinator_timeout:
+            fork_supervised(request.folder, _say)
         elif here.node > 0:
             exit_on_signals()
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
-    spec = read_job_or_refuse(job, settings)
-    config = _parse_config(spec, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
+    job = read_job_or_refuse(request.job, request.settings)
+    config = _parse_config(request, job)
     secret = read_secret_or_refuse(here)
-    if here.node > 0:
-        assert secret is not None
-        _join_run(here, NodeJob(
-            config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
-            workers=[Worker(pipeline, column) for pipeline in range(spec.pipelines)
-                     for column in range(spec.stages)]), folder, join_timeout, grace)
-        if json:
-            print_json({"node": here.node})
+    if here.node == 0:
+        _lead_run(ctx, request, job, config, here, secret)
         return
-    mode_option = backward or optimizer
-    if schedule is not None and (failed or failed_node or mode_option):
-        refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
-               "and --optimizer")
-    if table is not None and mode_option:
-        refuse("--table says how to run: leave out --backward and --optimizer")
-    require_choice("--layers", layers, LAYERS)
-    if mtbf is not None and layers != "move":
-        refuse("--mtbf says when moving layers pays: give it with --layers move")
-    if tensorboard is not None:
-        with exit_on_errors():
-            require_tensorboard()
-    plan_table = None if table is None else read_fitting_table(table, spec)
-    search_settings = read_search_params(params)
-    _require_model(spec, job)
-    spec, config = _with_recomputation(job, spec, config, backward, optimizer, time_limit)
-    takeover = read_takeover_record(folder) is not None  # of a node 0 that has died: its workers may live
-    resume_from = None if resume is None else find_start(resume, folder, needed=not takeover)
-    if resume_from is not None and not takeover and warn_if_done(folder, resume_from, config.training.iterations, json):
-        return
+    assert secret is not None
+    _join_run(request, here, NodeJob(
+        config=config, secret=secret, resume=request.resume, coordinator_timeout_seconds=request.coordinator_timeout,
+        workers=[Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]))
+    if request.json:
+        print_json({"node": here.node})
+
+
+def _lead_run(ctx: typer.Context, request: TrainRequest, job: Job, config: RunConfig, here: LaunchInfo,
+              secret: Secret | None) -> None:
+    """Train as node 0 by the first schedule, which is read, looked up or planned, and print the result."""
+    _require_consistent(request)
+    table = None if request.table is None else read_fitting_table(request.table, job)
+    search_params = read_search_params(request.params)
+    _require_model(request, job)
+    job, config = _with_recomputation(request, job, config)
+    iterations = config.training.iterations
+    takeover = read_takeover_record(request.folder) is not None  # of a node 0 that has died: its workers may live
+    resumed = find_start(request, needed=not takeover)
     if not takeover:
-        require_writable(folder / "schedule.json")
-        require_writable(None if tensorboard is None else tensorboard / "events")
-        with exit_on_errors():
-            counted = require_trainable(spec, config, resume_from)
-            if counted is not None:
-                _say(counted)
-            require_usable(folder, resume_from, config, force=force, again=is_in_place(resume, folder))
-    rehearsals = read_rehearsals(spec, kill, bring_back, slow)
-    absent = failed_workers(spec, failed, failed_node) if schedule is None else \
-        read_schedule_or_refuse(schedule).failed
-    for line in rehearsals.find_conflicts(config.training.iterations, absent):
+        if resumed is not None and warn_if_done(request, resumed, iterations):
+            return
+        _require_startable(request, job, config, resumed)
+    rehearsals = read_rehearsals(job, request.kill, request.bring_back, request.slow)
+    absent = failed_workers(job, request.failed, request.failed_node) if request.schedule is None else \
+        read_schedule_or_refuse(request.schedule).failed
+    for line in rehearsals.find_conflicts(iterations, absent):
         refuse(line)
-    fault_free = None
-    if takeover and (folder / "schedule.json").exists():
-        initial = _read_fitting_schedule(folder / "schedule.json", spec)  # its workers wait only for a limited time
-    elif schedule is not None:
-        initial = _read_fitting_schedule(schedule, spec)
+    fault_free, file = None, request.schedule
+    if takeover and (request.folder / "schedule.json").exists():
+        file = request.folder / "schedule.json"  # its workers wait only for a limited time
+    if file is not None:
+        first = _read_fitting_schedule(file, job)
     else:
-        dead = failed_workers(spec, failed, failed_node)
-        options = build_plan_options(
-            backward=plan_table.basis.backward if plan_table else backward, method=method, seed=seed or 0,
-            optimizer=plan_table.basis.optimizer if plan_table else optimizer, time_limit=time_limit, layers=layers,
-            params=params)
-        initial, fault_free = _look_up_or_plan(spec, dead, plan_table, options)
-    job_on_machines = with_machines(spec, initial, here)
-    planner = FailurePlanner(job_on_machines, initial, plan_table, params=search_settings, progress=_say)
-    resilience = Resilience(
-        scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
-        slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoint_every=checkpoint_every, verify_every=verify_every, resume=resume_from,
-        injections=rehearsals.injections, node_failures=rehearsals.node_failures, returns=rehearsals.returns,
-        faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
-        stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
-    with exit_on_errors(lambda: describe_resuming(ctx, folder, resume_from)), \
-            show_progress(config.training.iterations, config.model.context) as display:
-        result = run(initial, config, out=folder, progress=display.show_commit, resilience=resilience,
-                     options=RunOptions(
+        first, fault_free = _look_up_or_plan(request, job, absent, table)
+    planner = FailurePlanner(with_machines(job, first, here), first, table, params=search_params, progress=_say)
+    with exit_on_errors(lambda: describe_resuming(ctx, request.folder, resumed)), \
+            show_progress(iterations, config.model.context) as display:
+        result = run(first, config, out=request.folder, progress=display.show_commit,
+                     resilience=_build_resilience(request, planner, rehearsals, resumed), options=RunOptions(
             nodes=here.nodes, rendezvous=choose_listen_address(here), announce=partial(announce_node_0, here),
-            local=here.local,
-            topology=spec.nodes, notify=display.show_message, observe=display.show_event, fault_free_seconds=fault_free,
-            secret=secret, force=force, again=is_in_place(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
-            peak_flops=peak_flops(config.training)))
-    if json:
+            local=here.local, topology=job.nodes, notify=display.show_message, observe=display.show_event,
+            fault_free_seconds=fault_free, secret=secret, force=request.force, again=request.is_in_place,
+            grace_seconds=request.grace, tensorboard=request.tensorboard, peak_flops=peak_flops(config.training)))
+    if request.json:
         print_json(build_report(result))
     else:
         out.print(summary_text(result), soft_wrap=True)
 
 
-def _join_run(here: LaunchInfo, own: NodeJob, folder: Path, join_timeout: float, grace: float) -> None:
+def _require_consistent(request: TrainRequest) -> None:
+    """Exit 2 if options are given that have no meaning together, or need a package that is missing."""
+    mode_option = request.backward or request.optimizer
+    if request.schedule is not None and (request.failed or request.failed_node or mode_option):
+        refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
+               "and --optimizer")
+    if request.table is not None and mode_option:
+        refuse("--table says how to run: leave out --backward and --optimizer")
+    require_choice("--layers", request.layers, LAYERS)
+    if request.mtbf is not None and request.layers != "move":
+        refuse("--mtbf says when moving layers pays: give it with --layers move")
+    if request.tensorboard is not None:
+        with exit_on_errors():
+            require_tensorboard()
+
+
+def _require_startable(request: TrainRequest, job: Job, config: RunConfig, resumed: Checkpoint | None) -> None:
+    """Exit 2 for what `run` will refuse, before time is spent on planning."""
+    require_writable(request.folder / "schedule.json")
+    require_writable(None if request.tensorboard is None else request.tensorboard / "events")
+    with exit_on_errors():
+        counted = require_trainable(job, config, resumed)
+        if counted is not None:
+            _say(counted)
+        require_usable(request, resumed, config)
+
+
+def _build_resilience(request: TrainRequest, planner: FailurePlanner, rehearsals: Rehearsals,
+                      resumed: Checkpoint | None) -> Resilience:
+    return Resilience(
+        scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
+        slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=request.heartbeat_timeout,
+        checkpoint_every=request.checkpoint_every, verify_every=request.verify_every, resume=resumed,
+        injections=rehearsals.injections, node_failures=rehearsals.node_failures, returns=rehearsals.returns,
+        faults_per_hour=0 if rehearsals.kills else request.faults_per_hour, join_timeout_seconds=request.join_timeout,
+        stall_timeout_seconds=request.stall_timeout, coordinator_timeout_seconds=request.coordinator_timeout,
+        settling=Settling(mtbf_seconds=request.mtbf) if request.layers == "move" else None)
+
+
+def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
     """Train as a node other than node 0, unless all iterations are done."""
-    if is_done_without_node(folder, own.resume, own.config.training.iterations):
-        _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
+    if is_done_without_node(request, own.config.training.iterations):
+        _say(f"{request.folder}: all iterations are done; node {here.node} has nothing to do")
         return
     with exit_on_errors(), call_in_thread(_say) as say:
-        join_run(find_node_0(here, join_timeout, say), own, node=here.node, nodes=here.nodes, out=folder,
-                 local=here.local,
-                 join_timeout_seconds=join_timeout, grace_seconds=grace, notify=say)
+        join_run(find_node_0(here, request.join_timeout, say), own, node=here.node, nodes=here.nodes,
+                 out=request.folder, local=here.local, join_timeout_seconds=request.join_timeout,
+                 grace_seconds=request.grace, notify=say)
 
 
-def _look_up_or_plan(job: Job, down: tuple[Worker, ...], table: Table | None,
-                     options: PlanOptions) -> tuple[Schedule, float | None]:
+def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],
+                     table: Table | None) -> tuple[Schedule, float | None]:
     """Return the first schedule, from the table or planned, and the period without failures, or None if unknown."""
+    options = build_plan_options(
+        backward=table.basis.backward if table else request.backward, method=request.method, seed=request.seed or 0,
+        optimizer=table.basis.optimizer if table else request.optimizer, time_limit=request.time_limit,
+        layers=request.layers, params=request.params)
     unbroken, found = look_up(table, ()), look_up(table, down, settled=options.layers == "move", nodes=job.nodes)
     fault_free = None if unbroken is None else unbroken.seconds(unbroken.period_ticks)
     if found is not None:
@@ -247,29 +208,30 @@ def _look_up_or_plan(job: Job, down: tuple[Worker, ...], table: Table | None,
     return plan.schedule, plan.fault_free_period if fault_free is None else fault_free
 
 
-def _parse_config(job: Job, path: Path, **overrides: object) -> RunConfig:
+def _parse_config(request: TrainRequest, job: Job) -> RunConfig:
     try:
-        return parse_run_config(job.model, job.training, **overrides)
+        return parse_run_config(job.model, job.training, dtype=request.dtype, seed=request.seed,
+                                iterations=request.iterations, tensor_parallel=request.ranks_per_worker)
     except ConfigError as error:
-        refuse(f"{path}: {error}")
+        refuse(f"{request.job}: {error}")
 
 
-def _require_model(job: Job, path: Path) -> None:
+def _require_model(request: TrainRequest, job: Job) -> None:
     """Exit 2 if the job gives only the times of stages, as `slipstream new` writes it, and no model to train."""
     layers = sum(job.layers or ()) // job.chains
     if not job.model and layers not in (0, ModelConfig().blocks + 2):
-        refuse(f"{path}: has no [model], and its stages have {layers} layers: say which model is trained, by "
+        refuse(f"{request.job}: has no [model], and its stages have {layers} layers: say which model is trained, by "
                "`hugging_face`, `name` or `blocks`")
 
 
-def _with_recomputation(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
-                        time_limit: float) -> tuple[Job, RunConfig]:
+def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> tuple[Job, RunConfig]:
     """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner."""
-    options = build_plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
+    options = build_plan_options(backward=request.backward, optimizer=request.optimizer, method="greedy",
+                                 time_limit=request.time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:
-        refuse(f"{path}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` writes "
-               "them")
-    recomputation = find_recomputation(path, job, options)
+        refuse(f"{request.job}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` "
+               "writes them")
+    recomputation = find_recomputation(request.job, job, options)
     if recomputation is None:
         return job, config
     for line in recomputation_lines(recomputation):

@@ -1,7 +1,10 @@
-"""Define arguments and options that several commands take."""
+"""Define arguments and options that several commands take, and how a command takes its own as one struct."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -65,3 +68,20 @@ ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNE
 OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
     "Write the schedule to this file."))]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Print one JSON object.")]
+
+
+def take_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose options are the fields of the struct that is the last parameter of the given one."""
+    signature = inspect.signature(command)
+    *others, request = signature.parameters.values()
+    fields = inspect.signature(request.annotation).parameters
+    signature = signature.replace(parameters=[*others, *fields.values()])
+
+    @wraps(command)
+    def call_with_request(*positional: Any, **named: Any) -> None:
+        arguments = signature.bind(*positional, **named).arguments
+        options = {name: arguments.pop(name) for name in fields if name in arguments}
+        command(**arguments, **{request.name: request.annotation(**options)})
+
+    call_with_request.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
+    return call_with_request

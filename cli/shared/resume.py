@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.cli.shared.console import err, print_json
 from slipstream.cli.shared.error_exits import exit_on_errors
 from slipstream.cli.shared.train_inputs import find_checkpoint, find_checkpoint_or_refuse
+from slipstream.cli.shared.train_options import TrainRequest
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.checkpoint import (
     MANIFEST,
@@ -73,25 +74,20 @@ def _given_options(ctx: typer.Context) -> Iterator[str]:
                 yield str(item)
 
 
-def is_in_place(resume: Path | None, folder: Path) -> bool:
-    """Return whether a run resumes in its own folder.
-
-    Schedulers repeat commands, also those of runs that have hardly begun.
-    """
-    return resume is not None and resume.resolve() == folder.resolve()
-
-
-def find_start(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Return the checkpoint to start from, or None if a run resumes in its own folder and has saved nothing there.
+def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
+    """Return the checkpoint to start from, or None if a run begins, or resumes in its own folder without any.
 
     If a checkpoint is `needed`, it must be whole: damaged checkpoints are reported, and those in the run's own folder
     are set aside. Exits 2 if all are damaged.
     """
+    resume, folder = request.resume, request.folder
+    if resume is None:
+        return None
     if needed:
         checkpoint = _find_whole_or_refuse(resume, folder)
         if checkpoint is not None:
             return checkpoint
-    if is_in_place(resume, folder) and not list_saved(folder):
+    if request.is_in_place and not list_saved(folder):
         completed = count_iterations_done(folder)
         if needed:
             err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: repeats its {completed} "
@@ -134,33 +130,34 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
     return whole
 
 
-def require_usable(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
+def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
     """Raise what `run` will raise about the folder, before time is spent on planning."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
-    if folder.is_dir():
-        with hold_folder_lock(folder, 0):
-            raise_unless_free(folder, resume, config, force=force, again=again)
+    if request.folder.is_dir():
+        with hold_folder_lock(request.folder, 0):
+            raise_unless_free(request.folder, resume, config, force=request.force, again=request.is_in_place)
 
 
-def warn_if_done(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
+def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
     """Report if a checkpoint has seen all iterations. Returns True if its parameters are written, too."""
     if resume.iteration < iterations:
         return False
-    answer = answer_if_done(folder, resume, iterations)
+    answer = answer_if_done(request.folder, resume, iterations)
     err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
               f"{'' if answer else ' but to write the parameters'}; --iterations trains further", style="yellow",
               soft_wrap=True)
-    if answer is not None and json:
+    if answer is not None and request.json:
         print_json(answer)
     return answer is not None
 
 
-def is_done_without_node(folder: Path, resume: Path | None, iterations: int) -> bool:
+def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
     """Return whether the files that this node sees show a finished run, so that node 0 will not come."""
     with suppress(CheckpointError, OSError):
-        checkpoint = None if resume is None or read_takeover_record(folder) is not None else find_checkpoint(resume)
-        return checkpoint is not None and is_run_done(folder, checkpoint, iterations)
+        checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
+            find_checkpoint(request.resume)
+        return checkpoint is not None and is_run_done(request.folder, checkpoint, iterations)
     return False
 
 
