@@ -64,7 +64,7 @@ class _CommandGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the loaded command and the remaining arguments, and refuse unknown commands."""
+        """Return the name, the loaded command and the remaining arguments. Exits 2 for an unknown command."""
         if args[0] == "benchmark":
             ctx.fail("the command benchmark was removed; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -87,7 +87,7 @@ class _CommandGroup(TyperGroup):
         write_options(self.get_params(ctx), formatter)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Parse the options that precede the command."""
+        """Return click's context of the command line, after parsing the options that precede the command."""
         with _preserve_interrupts():
             return super().make_context(*args, **extra)
 

@@ -17,7 +17,7 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Maximum number of violations per file that are drawn. Further violations are only listed."""
+"""Largest number of violated rules per file for which the ops around are drawn. Further violations are only listed."""
 
 PROOF_SECONDS = 60.0
 """Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""
@@ -72,7 +72,7 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Describe what is known about the lower bound that the file states.
+    """Return what is known about the lower bound on the period that the file states, as a clause.
 
     `proven` is the bound in ticks that was proven here. None means that no proof was requested.
     """

@@ -38,7 +38,7 @@ Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIO
 
 
 class _Variant(msgspec.Struct, frozen=True):
-    """Row of the first table: a plan of the example job with one more technique than the row above."""
+    """Row of the demo's table of plans: a plan of the example with one more technique than the row above."""
 
     name: str
     plan: Plan
@@ -61,7 +61,8 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
 
 
 def _plan_worked_example() -> list[_Variant]:
-    """Print the period with each technique added, and draw the plans with and without a dead worker."""
+    """Print the period of the published example with each technique added, draw two plans, and return all plans. Drawn
+    are the plans with and without a dead worker."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -96,7 +97,7 @@ def _plan_variants(job: Job) -> Sequence[_Variant]:
 
 
 def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
-    """Return a plan, and end the demo if Ctrl-C interrupted the search."""
+    """Return a plan for the job with `failed` workers. Raises KeyboardInterrupt if Ctrl-C ended the search."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
         raise KeyboardInterrupt
@@ -104,7 +105,8 @@ def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) 
 
 
 def _train_and_compare(folder: Path, short: bool) -> dict[str, object]:
-    """Train with all workers, with one absent, and in one process, and print to how many digits the losses agree."""
+    """Train with all workers, with one absent, and in one process; print to how many digits the losses agree, and
+    return them."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()

@@ -33,7 +33,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Line of the report. Status "absent" means that the part does not work here, but Slipstream does not need it."""
+    """Line of the report on one part of the installation. Status "absent": it does not work here, but is not needed."""
 
     part: Literal["installed", "backends", "self-test"]
     name: str
@@ -133,7 +133,8 @@ def _check_compiled_search() -> Finding:
 
 
 def _run_self_test() -> Iterator[Finding]:
-    """Plan, check and look up in this process, while two other processes start and exchange a tensor."""
+    """Yield findings of the self-test: plan, check and look up here, while two other processes start and exchange a
+    tensor."""
     try:
         with delay_interrupts():
             from slipstream.runtime.tools.self_test import SelfTest, SelfTestError

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from slipstream.cli.shared.overwrite_guard import require_no_overwriting
 
 DEFAULT_GROUP = "Options"
-"""Group of the options that name no group."""
+"""Title of the group of options that name no group in the help."""
 MAX_NAME_WIDTH = 24
 """Maximum width of option names, in characters. A longer name has a line of its own."""
 
@@ -49,7 +49,7 @@ def write_options(params: list[Any], formatter: Any) -> None:
 
 
 def write_section(title: str, rows: Mapping[str, str], formatter: Any) -> None:
-    """Write a titled section of names and their explanations."""
+    """Write a section of the help to `formatter`: a title, and names with their explanations."""
     with formatter.section(title):
         formatter.write_dl(list(rows.items()), col_max=MAX_NAME_WIDTH)
 

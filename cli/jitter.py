@@ -95,9 +95,10 @@ def _replay_samples(schedule: Schedule, file: Path, lengths: Path, attention: fl
 
 
 def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
-    """Return the costs of samples, of shape [iterations, samples, 3].
+    """Return the relative costs of F, I and W of the samples in a file, of shape [iterations, samples, 3].
 
-    A StragglerAnalysis trace gives them per stage, of shape [iterations, samples, stages, 3].
+    A StragglerAnalysis trace gives them per stage, of shape [iterations, samples, stages, 3]. Other files have the
+    lengths of documents in samples of at most `context` tokens; `attention` is the share of attention in F and I.
 
     Raises CostError if there are too few samples for one iteration.
     """

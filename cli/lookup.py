@@ -43,7 +43,7 @@ Normalise = Annotated[bool, typer.Option("--normalise", help=(
 Settled = Annotated[bool, typer.Option("--settled", help=(
     "The answer to come to, for which layers move, instead of the one that runs at once."))]
 AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
-"""Kinds of answers: layers in place, whole roles moved to other workers, or layers moved for even load."""
+"""Names of the kinds of answers: layers in place, whole roles moved to other workers, or layers moved for even load."""
 
 
 class _Answer(msgspec.Struct, frozen=True):

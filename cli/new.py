@@ -33,11 +33,11 @@ MODEL, CLUSTER = "With --layers: the model", "With --model or --layers: sequence
 """Groups of options in the help."""
 
 _FOR_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
-"""Options that apply to every way to begin."""
+"""Names of the options that apply to every kind of job."""
 _FOR_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
 """Options that apply to a job from a trace."""
 _FOR_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabulary"}
-"""Options that describe what a config.json also describes."""
+"""Names of the options that describe the model, as a config.json does instead of them."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -245,7 +245,8 @@ def _read_traces(request: NewRequest) -> str:
 
 
 def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
-    """Return the tables of a job file with `[placement]` set to `each` layers in every stage, unless it is None."""
+    """Return the tables of a job file with `each` layers in every stage by `[placement]`; unchanged if `each` is
+    None."""
     return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
 
 
@@ -309,7 +310,7 @@ def _parse_one(*choices: str) -> Callable[[str], str]:
 
 
 def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Ask until the answer can be parsed.
+    """Return the user's answer to a question, asking until `read` can parse it.
 
     Exits 2 if there is no answer, and names the option that gives the value.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_JOB = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
 MAX_WAITING_SHARE = 0.1
-"""Share of the measuring time that may be spent waiting before a warning is printed."""
+"""Share of the measuring time that processes may wait for each other before a warning is printed."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
@@ -155,7 +155,8 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return the `[training.length_costs]` table, fitted to the times of layers with documents of other lengths."""
+    """Return the `[training.length_costs]` table: costs by document length, fitted to the measured times of each
+    layer."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
@@ -182,13 +183,13 @@ def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
 
 
 def _sharded_state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return the sharded optimizer state, in KiB, by stage. Empty if the state is not sharded."""
+    """Return the key `state`: the sharded optimizer state of each stage, in KiB. Empty if the state is not sharded."""
     whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
     return {"state": [-(-size // KIB) for size in whole]} if whole else {}
 
 
 def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """Return the comments above each table of the job file."""
+    """Return the lines of comment above each table of the job file, by the table's name."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     place = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \

@@ -175,9 +175,9 @@ def _render_generations(run: RunRecord, page: Path) -> str:
 
 
 def _render_ops(run: RunRecord) -> str:
-    """Return a table of the last generation's traced ops by kind and layers, with planned and measured times.
+    """Return a table, as HTML, of the last generation's traced ops by kind and layers, with planned and measured times.
 
-    The table is empty if there is no trace or no schedule.
+    The result is empty if there is no trace or no schedule.
     """
     stretch = run.stretches[-1] if run.stretches else None
     try:
@@ -223,7 +223,8 @@ def _format_optional(seconds: float | None) -> str:
 
 
 def _schedule_link(run: RunRecord, stretch: GenerationRecord, page: Path) -> str:
-    """Return a link to the schedule's file. The script opens the timeline instead if the page contains it."""
+    """Return an HTML link to the file of a generation's schedule. The script opens the timeline instead if the page has
+    it."""
     path, digest = schedule_path(run, stretch), escape(stretch.order.schedule)
     if not path.is_file():
         return f"<code>{digest}</code> (not there)"

@@ -129,7 +129,7 @@ def _build_answer(given: Sequence[ScheduleInFile], iterations: Sequence[Measured
 
 
 def _render_page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> bytes:
-    """Return the page of the schedules. Exits 2 if there is too much to show."""
+    """Return the HTML page of the schedules, as bytes. Exits 2 if there is too much to show."""
     names = [item.path.stem for item in given]
     shown = []
     for item in given:

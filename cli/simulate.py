@@ -209,7 +209,7 @@ def simulate(request: SimulateRequest) -> None:
 
 
 def _require_consistent(request: SimulateRequest) -> None:
-    """Exit 2 if options are given that have no meaning together."""
+    """Exit 2 if options are given together that exclude each other."""
     drawing = {"--preset": request.preset, "--mtbf": request.mtbf, "--fail-slow": request.fail_slow or None}
     given = [name for name, value in {"--failed": request.failed, **drawing, "--days": request.days}.items()
              if value is not None]
@@ -292,7 +292,7 @@ def _choose_failure_model(preset: str, mtbf: float | None, gpus: int) -> Failure
 
 
 def _estimate_parameters(job: Job) -> float:
-    """Estimate the number of parameters of the model from the memory of the job, or return the default.
+    """Return an estimate of the number of the model's parameters from the memory of the job, or the default.
 
     unit_bytes of 1 means that the unit of the job's memory is unknown. If all pipelines share the optimizer state, the
     weights include one part of it and a copy of another part; the estimate adds the rest.
@@ -318,7 +318,8 @@ def _tokens_per_sample(job: Job) -> int | None:
 def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
                            traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
                            ) -> dict[str, Floats]:
-    """Run `simulate_traces` in several processes. Exits 1 if a process dies."""
+    """Return the mean samples per second of each policy, one value for each trace, simulated in `jobs` processes or by
+    `pool`. It is `simulate_traces` in parallel. Exits 1 if a process dies."""
     try:
         with closing(run_all(TraceSimulator(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
             return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
@@ -431,7 +432,8 @@ def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: s
 
 
 def _measures_table(result: Comparison, tokens: int | None) -> Grid:
-    """Return a table of ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
+    """Return a table, to be printed, of each policy's ETTR, goodput, time to recover and tokens per GPU-hour. The
+    report defines these measures."""
     grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
                 header_style="bold")
     for name, run in result.runs.items():

@@ -51,7 +51,7 @@ def main() -> None:
 
 SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
            "±": "~", "≥": ">", "≤": "<", "…": "."}
-"""Replacements for characters that the encoding of a terminal or file lacks. Other characters become `?`."""
+"""Replacement of each character that the encoding of a terminal or file may lack; any other character becomes `?`."""
 
 
 def _substitute_unencodable() -> None:

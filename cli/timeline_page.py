@@ -22,7 +22,7 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, S
 STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
-"""Maximum number of ops of different programs in one page: about 15 MB of text."""
+"""Largest number of ops in one page, those of equal programs counted once: about 15 MB of text."""
 
 Columns = dict[str, Any]
 
@@ -50,7 +50,7 @@ def timeline_shell(title: str, data: str) -> str:
 
 
 def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
-    """Return the data that the page shows.
+    """Return the data of schedules and measured iterations that the page's script draws, to be encoded as JSON.
 
     Raises ValueError if there are more than `MAX_OPS` different ops.
     """
@@ -92,15 +92,17 @@ def _measured_panel(schedule: Schedule, iteration: MeasuredIteration, *, last: b
 
 
 def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
-    """Encode a live worker: its role, program, memory, and its held layers if they are not those of the role."""
+    """Return a live worker as a list for the page: worker, role, program (index `track`), held layers, and activation
+    memory. The held layers are None if they are those of the role."""
     holds = seat.holds if schedule.has_moved_layers(seat) else None
     return [*seat.worker, *seat.role, track, holds, activation_room(schedule, seat)]
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields that planned and measured iterations have in common on the page.
+    """Return the fields of the page's data that planned and measured iterations have in common.
 
-    Their unit of time lasts `second` seconds; a transfer takes `transfer` units. Without limits, activations count.
+    The unit of their times lasts `second` seconds, and a transfer takes `transfer` units. Without memory limits, the
+    activations of micro-batches are counted.
     """
     grid, memory = schedule.grid, schedule.memory
     sizes = list(zip(memory.activation, memory.weight_stash, strict=True)) if memory \
@@ -119,14 +121,15 @@ def _common_panel(schedule: Schedule, name: str, second: float, transfer: float)
 
 
 def _encode_rules() -> list[dict[str, Any]]:
-    """Encode the rules on which op must precede which, for the page's script."""
+    """Return the rules on which op must precede which, in the form that the page's script reads."""
     return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
              "tensor": rule.tensor is not None} for rule in RULES]
 
 
 def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
-    """Return each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
+    """Return each program as columns of numbers, and the unit of their times: the largest number of ticks that divides
+    them all."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
     return [_encode_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
@@ -134,10 +137,10 @@ def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence
 
 
 def _encode_columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
-    """Return the ops of a program, column by column.
+    """Return the ops of a program as columns of numbers, in units of `unit` ticks.
 
-    The column `foreign` lists the ops of other pipelines: index, pipeline, and 1 if the op is shed. The column `links`
-    lists reductions that overlap with compute.
+    The column `foreign` lists the ops of pipelines other than `own`: index, pipeline, and 1 if the op is shed. The
+    column `links` lists reductions that overlap with compute.
     """
     overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]
     ops = [op for op in ops if op not in overlapped]

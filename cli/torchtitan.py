@@ -153,7 +153,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                                    {"n_tokens_seen": self.ntokens_seen, **rates})
 
     def _advance_to(self, steps: int) -> bool:
-        """Advance the counters to `steps` completed steps, and return whether that is progress.
+        """Advance torchtitan's counters to `steps` completed steps, and return whether any step is new.
 
         A step that is run again has already been counted.
         """

@@ -181,7 +181,7 @@ def _build_resilience(request: TrainRequest, planner: FailurePlanner, rehearsals
 
 
 def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
-    """Train as a node other than node 0, unless all iterations are done."""
+    """Train as a node other than node 0, on its instructions, unless all iterations are done."""
     if is_done_without_node(request, own.config.training.iterations):
         _say(f"{request.folder}: all iterations are done; node {here.node} has nothing to do")
         return
@@ -193,7 +193,8 @@ def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
 
 def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],
                      table: Table | None) -> tuple[Schedule, float | None]:
-    """Return the first schedule, from the table or planned, and the period without failures, or None if unknown."""
+    """Return the first schedule, from the table or planned without the `down` workers, and the fault-free period. The
+    period is in seconds, or None if it is unknown."""
     options = build_plan_options(
         backward=table.basis.backward if table else request.backward, method=request.method, seed=request.seed or 0,
         optimizer=table.basis.optimizer if table else request.optimizer, time_limit=request.time_limit,

@@ -43,7 +43,7 @@ _HOMES = {
     "FailurePlanner": "failures", "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
     "PlanOptions": "options", "normalised": "normalise",
 }
-"""Module that defines each public name."""
+"""Module below `slipstream.planner` that defines each public name of the package."""
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ from slipstream.schedules.schedule import (
 )
 
 OpsOf = Callable[[Job], int]
-"""Function that returns the number of compute ops of a job, those of equal pieces counted once."""
+"""Function that returns the number of compute ops to plan for a job; equal subproblems count once."""
 
 PlanBlock = Callable[[Job, float], Schedule]
 """Function that plans a job within a number of seconds and returns its checked schedule.
@@ -49,16 +49,18 @@ class TooLargeError(JobError):
 
 
 class Pace(NamedTuple):
-    """Processor seconds that this machine needs for each compute op."""
+    """Processor seconds that this machine needs for each compute op of a job, to plan it and to join its blocks."""
 
     plan: float
-    """Seconds for each op to find a first plan, put it together and check it."""
+    """Processor seconds for each compute op to find a first plan, assemble it and check it."""
     join: float
-    """Seconds for each op to join blocks and check the whole schedule."""
+    """Processor seconds for each compute op to join the plans of blocks of micro-batches, and to check the whole
+    schedule."""
 
 
 class Speed:
-    """Pace of this machine, measured at its first use, and the processor time that a plan has left."""
+    """Meter of this machine's planning pace, measured at its first use, and of the processor time that a plan has
+    left."""
 
     def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None
@@ -67,11 +69,11 @@ class Speed:
 
     @property
     def processor_seconds_left(self) -> float:
-        """Processor seconds until the time limit; negative after it."""
+        """Processor seconds that a plan may still use; negative if it has used more."""
         return self._end - self.clock.process_seconds()
 
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """Return the pace measured on a part of this job, or of the job of an earlier call."""
+        """Return the processor seconds per op for planning, measured at the first call on a part of that call's job."""
         if self._pace is None:
             sample = sample_of(job, ops_of, self.params.sample)
             self._pace = measure_pace(sample, ops_of(sample), plan_block, self.clock)
@@ -79,19 +81,19 @@ class Speed:
 
 
 class Blocks(NamedTuple):
-    """Number of blocks in which to plan a job, and the time for their plans."""
+    """Number of blocks of micro-batches that are planned one by one, and the seconds to plan them."""
 
     number: int
     seconds: float
-    """Seconds for all different blocks together; the rest of the time limit joins them."""
+    """Seconds to plan all blocks that differ; joining their plans takes the rest of the time limit."""
 
 
 def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
                   grace: bool = True) -> Blocks | None:
-    """Return how to plan a job in blocks within `seconds`; None if it can be planned as a whole.
+    """Return into how many blocks of micro-batches to divide a job so that it is planned within `seconds`.
 
-    With `grace`, the plan may take somewhat longer. Raises TooLargeError if the plan could not even be put together and
-    checked in that time.
+    None means that the whole job can be planned at once. With `grace`, the plan may take somewhat longer. Raises
+    TooLargeError if joining and checking the blocks' plans alone would take too long.
     """
     ops, params = ops_of(job), speed.params
     if ops <= (params.certain if grace else params.quick):
@@ -120,18 +122,18 @@ def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
 
 
 def _even_block_count(number: int, job: Job) -> int:
-    """Return a number of blocks near this one that divides the micro-batches evenly, so that one plan does for all
-    blocks. If no near number does, return this one."""
+    """Return a number of blocks near `number` that divides the micro-batches evenly, so that all blocks share one plan.
+    If no near number does, return `number`."""
     common = math.gcd(*(total // job.chains for total in job.microbatches))
     near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
     return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
 def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
-    """Return a part of a job with about this many compute ops, if possible.
+    """Return a copy of a job with fewer micro-batches that has about `size` compute ops, if possible.
 
-    If workers failed, fewer micro-batches are shared by fewer pipelines, so that a sample has fewer ops to plan than
-    its share. A sample that is too small would spend its time on other things than ops.
+    A sample that is too small would spend its time on other things than ops. Workers that failed need micro-batches of
+    other pipelines to be shared, so a sample can have fewer ops than its share; then a larger one is returned.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))
@@ -151,10 +153,10 @@ def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> 
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:
-    """Divide the job into blocks.
+    """Divide the micro-batches of a job into `count` nearly equal blocks, and iterate over a job for each.
 
-    If the numbers do not divide, the first blocks have one micro-batch more (with several chains, one of each); a rest
-    smaller than one micro-batch of each chain goes to the last block.
+    If the numbers do not divide, the first blocks have one micro-batch more (in a bidirectional pipeline, one in each
+    direction); what remains of an odd number goes to the last block.
     """
     whole = [divmod(total // job.chains, count) for total in job.microbatches]
     for block in range(count):
@@ -165,7 +167,10 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """Return the checked schedule of a job in blocks. The `bound` is proven for the whole job."""
+    """Return the checked schedule of a job whose micro-batches are planned in the blocks that `how` gives.
+
+    The `bound` on the period is proven for the whole job.
+    """
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -203,7 +208,8 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return how many ticks later than in its own plan each block runs: when every worker has finished those before."""
+    """Return, for each block, its start in the joined schedule in ticks: when every worker is done with the blocks
+    before."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
     shifts = []
@@ -216,7 +222,8 @@ def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """Return the start of the first op of each worker, and the end of its last compute op; None if it has none."""
+    """Return, in ticks, each worker's start of its first op and end of its last compute op (None without compute
+    ops)."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]
@@ -226,7 +233,8 @@ def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
 
 
 def _boundary_ops(program: Program) -> Program:
-    """Return the first op, the last compute op and the last op of a program, which decide when blocks begin and end."""
+    """Return the first op, the last compute op and the last op of a worker's program; they decide when blocks may
+    meet."""
     last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
     return program[0], last, program[-1]
 

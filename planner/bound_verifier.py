@@ -49,7 +49,7 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
 
 
 def _bound_without_search(schedule: Schedule) -> Bound:
-    """Return the strongest bound that is proven without a search."""
+    """Return the strongest lower bound on the period of this schedule's alternatives that is proven without CP-SAT."""
     if schedule.times.of_layers and schedule.scope in (*([] if schedule.has_overlap else [Scope.PLACE]), Scope.LAYERS):
         return _bound_over_layouts(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.PLACEMENT:
@@ -69,10 +69,10 @@ def _vacant_roles(schedule: Schedule) -> list[Worker]:
 
 
 def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
-    """Return the ticks of reductions that remain after a worker's last W, by stage, in a schedule whose reductions
-    overlap compute.
+    """Return, by stage, the ticks of gradient reduction that cannot overlap compute: they follow a worker's last W.
 
-    The value of a column is that of its cheapest layer if the file records the costs of layers, else 0.
+    The schedule's reductions overlap compute. All stages of a column get that of the column's cheapest layer; 0 if the
+    schedule file does not record the costs of layers.
     """
     told = schedule.times.of_layers
     if not told:
@@ -83,9 +83,9 @@ def _exposed_reduction_ticks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
-    """Return the scheduling problem of this schedule with layers in place and the roles in `failed` vacant.
+    """Return the scheduling problem that a schedule solves, with layers in place and the roles in `failed` vacant.
 
-    Failed workers are not slow in it.
+    Workers that the schedule does not use are not slow in it.
     """
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(slow_worker for slow_worker in schedule.times.slow if slow_worker.worker in schedule.seat_of)
@@ -99,8 +99,8 @@ def _problem_in_place(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
 
 
 def _parts_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """Return into how many equal layers each stage may be cut. If the file does not record the costs of layers, a stage
-    of several layers gets 0: only its work counts."""
+    """Return, for each stage, the number of equal layers by which a micro-batch may be cut there. If the file does not
+    record the costs of layers, a stage of several layers gets 0: only its total work counts."""
     if schedule.times.of_layers:
         return count_equal_layers(schedule.grid, _to_layer_ticks(schedule.times.of_layers))
     return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
@@ -111,8 +111,8 @@ def _to_layer_ticks(told: LayerCosts) -> LayerTicks:
 
 
 def _bound_over_placements(schedule: Schedule) -> Bound:
-    """Return a bound over all placements, for layers that cost at least what the file records; 0 ticks if it records
-    nothing."""
+    """Return a lower bound on the period over all placements, for layers that cost what the schedule file records; 0
+    ticks if it records no costs."""
     layer_costs, times = schedule.times.of_layers, schedule.times
     if not layer_costs:
         return Bound(0, Scope.PLACEMENT)
@@ -123,14 +123,16 @@ def _bound_over_placements(schedule: Schedule) -> Bound:
 
 
 def _bound_over_layouts(schedule: Schedule, told: LayerCosts) -> Bound:
-    """Return a bound over all layouts, for layers that cost at least what the file records."""
+    """Return a lower bound on the period over all layouts of layers on workers, for layers that cost what `told`
+    says."""
     bound = layout_lower_bound(_layer_problem(schedule, told))
     beyond = min_exposed_ticks(schedule) if schedule.has_overlap else 0
     return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
 
 
 def _layer_problem(schedule: Schedule, told: LayerCosts) -> Problem:
-    """Return the problem whose layers cost what the file records."""
+    """Return the scheduling problem of a schedule in ticks that are fine enough for single layers, with the costs in
+    `told`."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _to_layer_ticks(told)

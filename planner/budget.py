@@ -23,7 +23,7 @@ ProgressCallback = Callable[[str], None]
 """Function that receives one line of progress: a better plan was found, or a long operation begins."""
 
 CountCallback = Callable[[int, int], None]
-"""Function that receives (parts finished, parts in all) from work that is done in parts."""
+"""Function that receives progress as two numbers: how many parts of the work are finished, and how many there are."""
 
 
 def ignore_progress(line: str) -> None:
@@ -31,16 +31,17 @@ def ignore_progress(line: str) -> None:
 
 
 class SearchProgress:
-    """Reporter of one search: report a plan only if it is better than all plans reported before, by any step of the
-    search."""
+    """Reporter of a search's progress: it reports a plan only if no plan reported before, by any thread, was as
+    good."""
 
     def __init__(self, line: ProgressCallback = ignore_progress) -> None:
         self.report_line = line
-        """Function that receives all other lines of progress."""
+        """Function that receives a line of progress about anything but a better plan."""
         self._least = math.inf
 
     def report_plan(self, method: str, period: float, bound: float) -> None:
-        """Report a plan with this period and this proven bound, in seconds, if it is the best so far."""
+        """Report a plan of the given period, found by `method`, if it is the best so far. Period and `bound` are in
+        seconds."""
         if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
             self._least = period
             self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
@@ -50,13 +51,14 @@ STEP_SECONDS = 2.5e-6
 """Approximate duration of a step on an idle core, in seconds. One move of annealing is a step. Other work counts as the
 number of moves that take as long."""
 LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Number of steps that one list schedule counts as, and number of further steps for each of its ops."""
+"""Numbers of search steps that one list schedule counts as: a fixed number, and a further number for each of its
+ops."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Number of steps, for each op, that the construction of a list scheduler counts as."""
+"""Number of search steps, for each op of the problem, that the construction of a list scheduler counts as."""
 LAYOUT_STEPS = 2.0
-"""Number of steps, for each micro-batch at a stage, that the construction of a layout counts as."""
+"""Number of search steps, for each micro-batch at a stage, that the construction of a layout counts as."""
 SOLVER_UNITS_PER_STEP = 5e-7
-"""Units of CP-SAT's deterministic time in a step."""
+"""Units of CP-SAT's deterministic time that count as one search step."""
 
 
 class SearchEnd(StrEnum):
@@ -70,13 +72,13 @@ class SearchEnd(StrEnum):
 
 
 class Clock:
-    """Wall clock of this machine. It ignores counted steps: they take the time that they take."""
+    """Wall clock of a search with a limit in seconds. It ignores counted steps: they take the time that they take."""
 
     limit_reason = SearchEnd.SECONDS
-    """Reason of the end of a search that has used all of its time on this clock."""
+    """Reason that a search gives when it ends because the time of this clock is up."""
 
     steps = 0.0
-    """Number of steps counted so far; always 0 on this clock."""
+    """Number of search steps counted so far; always 0 on a wall clock."""
 
     def now(self) -> float:
         """Return the time in seconds of `time.monotonic`."""
@@ -91,14 +93,14 @@ class Clock:
         return time.thread_time()
 
     def count_steps(self, steps: float) -> None:
-        """Count steps of a search that have just been done; ignored on this clock."""
+        """Count search steps that have just been done; ignored on a wall clock."""
 
     def fork(self) -> "Clock":
         """Return a clock for a thread that runs at the same time as this one."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """Take over the steps that another thread has counted on its own clock; ignored on this clock."""
+        """Take over the search steps that another thread has counted on its own clock; ignored on a wall clock."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
         """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
@@ -110,7 +112,8 @@ class Clock:
 
 
 class StepClock(Clock):
-    """Clock that counts steps, each of `STEP_SECONDS`. Only one thread may count on a clock."""
+    """Clock on which time is the number of counted search steps, each of `STEP_SECONDS`. One thread counts on each
+    clock."""
 
     limit_reason = SearchEnd.STEPS
 
@@ -118,21 +121,21 @@ class StepClock(Clock):
         self.steps = steps
 
     def now(self) -> float:
-        """Return the seconds that the counted steps represent."""
+        """Return the time in seconds: the number of counted steps, each of `STEP_SECONDS`."""
         return self.steps * STEP_SECONDS
 
     process_seconds = thread_seconds = now
 
     def count_steps(self, steps: float) -> None:
-        """Count steps of a search that have just been done."""
+        """Count search steps that have just been done, which advances the clock."""
         self.steps += steps
 
     def fork(self) -> "Clock":
-        """Return a clock that begins at the steps of this one, so that its time does not depend on other threads."""
+        """Return a clock for another thread that starts at this clock's time and counts that thread's steps only."""
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Continue from the later of this clock and that of another thread, which has ended."""
+        """Set this clock to the later of its own time and that of a thread's clock, after that thread has ended."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
@@ -143,13 +146,13 @@ class StepClock(Clock):
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def format_duration(self, seconds: float) -> str:
-        """Return a duration on this clock as text, in steps."""
+        """Return a duration in seconds of this clock as text: the number of search steps that it represents."""
         return f"{round(seconds / STEP_SECONDS):,} steps"
 
 
 class Tally:
     """Counters of how often each technique of a search was tried, and how often it shortened the best plan of a
-    piece."""
+    subproblem."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
@@ -164,7 +167,7 @@ class Tally:
         self.helped[what] += helped
 
     def join(self, other: "Tally") -> None:
-        """Add the counts of a thread that ran at the same time."""
+        """Add the counts of another thread's tally."""
         self.tried.update(other.tried)
         self.helped.update(other.helped)
 
@@ -175,7 +178,7 @@ class Tally:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a search, passed to each of its steps."""
+    """Limits of a search, with its clock, seed, progress reports and counters; passed to each step of the search."""
 
     deadline: float
     """Time at which the search must end, in seconds of `clock`."""
@@ -186,22 +189,22 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """Solutions of earlier searches (`search.incumbent.SolvedPiece`): this search begins with those of
-    equal pieces, and adds its own. None: no solutions are stored."""
+    """Solutions of subproblems that earlier searches solved (`search.incumbent.SolvedPiece`): a search starts from
+    those of equal subproblems, and adds its own. None: no solutions are stored."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
-        """Return a budget of this number of steps from now on."""
+        """Return a budget of `steps` search steps from now on."""
         return cls(deadline=steps * STEP_SECONDS, clock=StepClock(), seed=seed)
 
     @classmethod
     def of_seconds(cls, seconds: float, seed: int = 0) -> "Budget":
-        """Return a budget of this number of seconds from now on."""
+        """Return a budget of `seconds` of wall time from now on."""
         return cls(deadline=time.monotonic() + seconds, seed=seed)
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left until the deadline; negative after it."""
+        """Seconds left until the deadline on the budget's clock; negative after it."""
         return self.deadline - self.clock.now()
 
     @property
@@ -210,10 +213,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop.is_set()
 
     def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
-        """Return why the search must end, or None if it may continue.
+        """Return why a search must end now, or None if it may continue.
 
-        The period `best` of its best plan and the proven `bound` are in ticks. The duration `needs` of its next
-        operation is in seconds.
+        It ends if its best plan's period `best` attains the proven `bound` (both in ticks), if it was interrupted, or
+        if its next operation, of `needs` seconds, would not fit before the deadline.
         """
         if best <= bound:
             return SearchEnd.BOUND
@@ -222,23 +225,23 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a budget of this share (0 to 1) of the time left."""
+        """Return a copy of the budget that ends after `share` (0 to 1) of the time that is left."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":
-        """Return a budget of this number of seconds from now on. All other fields stay as they are."""
+        """Return a copy of the budget that ends in `seconds` on its clock."""
         return self.with_deadline(self.clock.now() + seconds)
 
     def with_deadline(self, deadline: float) -> "Budget":
-        """Return a budget with another deadline. All other fields stay as they are."""
+        """Return a copy of the budget with another deadline, in seconds of its clock."""
         return msgspec.structs.replace(self, deadline=deadline)
 
     def fork(self) -> "Budget":
-        """Return a budget for a thread that runs at the same time as this one, until the same deadline; see `join`."""
+        """Return a budget of the same deadline for a concurrent thread, with its own clock and counters; see `join`."""
         return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
-        """Add the steps and counts of a thread that ran at the same time with its own budget, after it has ended."""
+        """Add the steps and counts of the budget of a concurrent thread that has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
 
@@ -260,7 +263,8 @@ class _InterruptFlag:
 
 @contextmanager
 def defer_interrupts() -> Iterator[threading.Event]:
-    """Set the event at the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises it.
+    """Return a context in which the first Ctrl-C sets the yielded event, and only a second one raises
+    KeyboardInterrupt.
 
     An exception could be raised anywhere, also where Python swallows it. Only the main thread of a program receives
     signals; in other threads the event is never set. If one search is part of another, an interrupt that ends the inner

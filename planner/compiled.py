@@ -26,7 +26,7 @@ COMPILING_EACH_TIME = "compiling the planner's inner loops, about 20 s, and each
 
 @cache
 def load_kernel() -> None:
-    """Load the machine code into this process, which takes a third of a second, or compile it.
+    """Load the machine code of the planner's inner loops into this process, in a third of a second, or compile it.
 
     This plans the smallest job, since numba compiles a function at its first call.
     """
@@ -44,8 +44,8 @@ def load_kernel() -> None:
 
 
 def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
-    """Compile the kernel unless it is compiled, and report one line of progress first. This takes some 20 seconds, or
-    none."""
+    """Compile the planner's inner loops unless that was done before. It takes some 20 seconds, announced by a progress
+    line."""
     if is_compiled():
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
@@ -58,7 +58,7 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
 
 
 def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
-    """Start another process that compiles the kernel, unless it is compiled; until then plans are list schedules only.
+    """Start another process that compiles the inner loops, unless they are; until then plans are list schedules only.
 
     If no folder for machine code is writable, compile in this process and wait.
     """

@@ -30,12 +30,12 @@ from slipstream.schedules.tables.table import Table
 from slipstream.schedules.timing import period_at
 
 ROUNDING = 1e-9
-"""Tolerance for rounding, in units of memory."""
+"""Tolerance for rounding when rooms are compared, in the schedule's units of memory."""
 
 
 
 class FailurePlanner:
-    """Planner of schedules for one job and the schedule that its run began with.
+    """Maker of the schedules with which a run continues after failures, for one job and the run's first schedule.
 
     Its methods may be called from several threads.
     """
@@ -44,7 +44,8 @@ class FailurePlanner:
                  params: SearchParams = DEFAULTS, progress: ProgressCallback = ignore_progress) -> None:
         """Compile and load the planner, so that no failure waits for it and forked processes share it.
 
-        `progress` receives a line if the planner is compiled here; `params` are the parameters of every search.
+        The run began with the schedule `first`; `table` may have schedules for failures. A search for a rebalanced
+        schedule takes `settled_seconds`. `progress` receives a line if the planner is compiled here.
         """
         self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
@@ -72,9 +73,10 @@ class FailurePlanner:
             return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule to continue with when these workers are down and the others have these speeds.
+        """Return the schedule to continue with when the workers `down` have failed and others run at these `speeds`.
 
-        The first schedule and that of the table are used if they have a shorter period at these speeds than a new plan.
+        A new plan competes with the run's first schedule and that of the table: the shortest period at these speeds
+        wins.
         """
         with _as_no_plan_error():
             choices = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
@@ -83,7 +85,8 @@ class FailurePlanner:
             return min(filter(None, choices), key=lambda one: period_at(one, dict(speeds)))
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return a schedule in which no worker needs a layer that it does not hold.
+        """Return a schedule for these failures that needs no layer copied: each worker runs layers that it has
+        (`held`).
 
         Here and in the methods below, empty `speeds` mean the speeds of the job.
         """
@@ -91,7 +94,10 @@ class FailurePlanner:
         return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the best schedule, whichever layers move for it: from the table, or planned."""
+        """Return the best schedule for these failures, whichever layers move for it, from the table or newly planned.
+
+        The layers that each worker has now are `held`.
+        """
         in_table = None if speeds else self._settled_in_table(down, held)
         if in_table is not None:
             return in_table
@@ -100,7 +106,8 @@ class FailurePlanner:
             return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return a schedule for which all layers are loaded from a checkpoint."""
+        """Return a schedule for these failures in which any worker may have any layer, because a checkpoint is
+        loaded."""
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
@@ -108,7 +115,8 @@ class FailurePlanner:
         return with_speeds(self._job, speeds) if speeds else self._job
 
     def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
-        """Return whether loading the layers for a schedule takes less time than its shorter period saves.
+        """Return whether loading the layers for `moved` takes less time than its period, shorter than `in_place`'s,
+        saves.
 
         Savings count over `FailureParams.pause_pays_seconds`. If the job does not give the weights of layers, the pause
         is unknown and not worth it.
@@ -128,8 +136,8 @@ class FailurePlanner:
         return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """Return the table's settled schedule, or None if a worker no longer holds the layers that the table
-        assumes."""
+        """Return the table's rebalanced schedule, or None if it has none or a worker in `held` does not have the layers
+        of its own column, as the table assumes."""
         if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
         with _as_no_plan_error():
@@ -137,7 +145,8 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the table's schedule, or None if it is of another grid, exceeds a worker's room, or breaks a rule."""
+        """Return the table's schedule for these failures; None if there is none, it has another grid or breaks a rule,
+        or a worker lacks memory for it."""
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
@@ -146,8 +155,8 @@ class FailurePlanner:
         return entry.schedule if entry is not None and fits else None
 
     def _plan_schedule(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        """Return a schedule with these workers down, made by the list schedulers in about this many seconds. Roles move
-        if a stage has no live worker. Raises KeyboardInterrupt if Ctrl-C ended the search."""
+        """Return a schedule for these failures, made by the list schedulers in about `seconds`. Workers take other
+        roles if a stage has no live worker. Raises KeyboardInterrupt if Ctrl-C ended the search."""
         params, ops = self._params, _max_changed_ops(job, down)
         options = msgspec.structs.replace(self._greedy, time_limit=seconds)
         if ops > params.large:
@@ -173,8 +182,8 @@ def period_seconds(schedule: Schedule) -> float:
 
 
 def _max_changed_ops(job: Job, down: tuple[Worker, ...]) -> int:
-    """Return an upper bound on the number of ops that differ from those of a healthy pipeline. Each micro-batch of a
-    failed worker may go to another pipeline."""
+    """Return an upper bound on the number of ops to plan when these workers are down: those of all pipelines that may
+    share a micro-batch of a failed worker."""
     most = max(job.microbatches)
     return 3 * job.stages * most * min(job.pipelines, len(down) * (1 + most))
 
@@ -189,12 +198,12 @@ def _as_no_plan_error() -> Iterator[None]:
 
 
 def with_speeds(job: Job, speeds: Speeds) -> Job:
-    """Return the job with these speeds of its workers."""
+    """Return a copy of the job in which its slow workers are those of `speeds`, each with its factor."""
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Return whether the schedule fits all workers that have a memory capacity of their own in the job.
+    """Return whether a schedule fits into the memory of every worker to which the job gives a capacity of its own.
 
     The schedule may be made without regard to these capacities, and may give these workers other roles.
     """
@@ -205,11 +214,12 @@ def has_room(job: Job, schedule: Schedule) -> bool:
 
 
 def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return a schedule for as many failures, spread over the stages, in which live workers move to other roles.
+    """Return a schedule for these failures in which live workers may take other roles, as when a stage has lost all
+    workers.
 
-    Which workers move is chosen last. If some workers have less room than others, and one of them is given more than it
-    can hold, the schedule is planned again as if no worker had more room than these would have in the same role. Raises
-    NoPlanError if that does not fit either.
+    It is planned for the number of failures, spread over the stages; which workers move is chosen last. If that gives a
+    worker more than its memory holds, it is planned again as if each column had only the least room of any worker.
+    Raises NoPlanError if that does not fit either.
     """
     memory = job.memory
     if memory is None or not memory.capacity_of:
@@ -227,9 +237,9 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the plan for this number of failures whose vacant roles the planner chose, fitted to these failed workers.
+    """Return the plan for as many vacant roles, chosen by the planner, with live workers assigned to all other roles.
 
-    Raises NoPlanError if none fits.
+    Raises NoPlanError if no assignment of the live workers is possible.
     """
     job = slow_while_alive(job, down)
     relabelled = relabel_schedule(normal_form(job, len(down), options).schedule, down, held_elsewhere=True,
@@ -240,8 +250,8 @@ def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOpt
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """Return the schedule with the rooms of single workers in the roles that they play. A worker whose layers are given
-    in the schedule has the room of its own column."""
+    """Return the schedule with the memory of workers to which the job gives an own capacity, in the roles that they
+    play. A worker whose held layers the schedule lists keeps the room of its own column."""
     assert job.memory is not None and schedule.memory is not None
     rooms = []
     for worker, _ in job.memory.capacity_of:
@@ -254,7 +264,8 @@ def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
 
 
 def _room_in_role(job: Job, worker: Worker, column: int) -> float:
-    """Return the room that a worker with a capacity of its own has in a role of this column."""
+    """Return the memory for activations, in the job's unit, of a worker with an own capacity in a role of this
+    column."""
     memory = job.memory
     assert memory is not None
     weights = memory.weights or (0.0,) * len(job.columns)

@@ -43,7 +43,8 @@ BORROWED: Mapping[str, Any] = {"_nrt": False}
 
 
 def _compile_with(function: Function, options: Mapping[str, Any]) -> Function:
-    """Compile a function with these options of numba; outside of the compiled kernel return it as it is."""
+    """Compile a function with these options of numba, or return it as it is if this module was imported as plain
+    Python."""
     if __name__ != "slipstream.planner.kernel":
         return function
     try:
@@ -57,56 +58,60 @@ def _compile_with(function: Function, options: Mapping[str, Any]) -> Function:
 
 
 class Arcs(NamedTuple):
-    """Precedence arcs in compressed form: the arcs of op i have the numbers start[i] to below start[i + 1]."""
+    """Precedences between ops in compressed form: the arcs of op i have the numbers start[i] to below start[i + 1]."""
 
     start: Ints
     """Number of the first arc of each op, [ops + 1]."""
     op: Ints
-    """Op at the other end, [arc]."""
+    """Op at the other end of the arc, [arc]."""
     transfer: Ints
-    """Ticks between the two ops if two workers run them, [arc]; 0 if no tensor passes."""
+    """Ticks that the arc adds between the two ops if different workers run them, [arc]; 0 if no tensor passes."""
     hop: Ints
-    """Ticks between the two ops under the first assignment, [arc]: 0 within a worker."""
+    """Ticks that the arc adds between the two ops under the problem's first assignment, [arc]; 0 within a worker."""
 
 
 class Ops(NamedTuple):
-    """Ops of a problem under an assignment. A worker is identified by its row: its number among the live workers."""
+    """Compute ops of a problem whose units have workers. A worker is its row: its number among the live workers."""
 
     kinds: int
-    """Number of ops of a unit: op = unit * kinds + kind."""
+    """Number of ops of a unit, 2 or 3: op = unit * kinds + kind, where kind is 0 for F, 1 for I or B, and 2 for W."""
     depth: int
-    """Number that is larger than every position in a route."""
+    """Number that is larger than every value of `position` and `back`."""
     mixed: bool
     """True if workers run several slices."""
     unit: Ints
-    """Unit of the op, [op]."""
+    """Number of the unit to which the op belongs, [op]."""
     slice: Ints
-    """Slice of the unit, [unit]."""
+    """Number of the unit's slice, [unit]."""
     position: Ints
-    """Position of the unit's slice in its route, [unit]; with a layout, its first layer."""
+    """First layer of the unit's slice, [unit]; it says how far along its route the slice is."""
     back: Ints
-    """Position of the unit's slice counted from the end of its route, [unit]."""
+    """Number of the model's layers that follow those of the unit's slice, [unit]."""
     worker: Ints
-    """Row of the worker that runs the unit, [unit]."""
+    """Row (number among the live workers) of the worker that runs the unit, [unit]."""
     duration: Ints
-    """Ticks of the op on that worker, [op]."""
+    """Ticks of the op on the worker that runs it, [op]."""
     predecessors: Arcs
-    """Ops for which each op waits. Successive ops of one worker are not arcs."""
+    """Arcs from each op to the ops for which it waits, except for the op before it on its worker."""
     successors: Arcs
-    """Ops that wait for each op."""
+    """Arcs from each op to the ops that wait for it, except for the op after it on its worker."""
 
 
 class Reductions(NamedTuple):
-    """Layers whose gradients are reduced together, if groups share some; else empty. Rows are padded with -1."""
+    """Gradient reductions, each of layers that the same groups hold; a group is the workers that hold the same layers.
+
+    Empty if no reduction is shared by two groups. Lists of unequal length are padded with -1.
+    """
 
     sharers: Ints
-    """Groups that hold these layers, [reduction, number]."""
+    """Groups that take part in the reduction, [reduction, number]; see `Reductions` for groups."""
     ticks: Ints
     """Duration of the reduction, [reduction]."""
     awaiting: Ints
     """Reductions of the slice's layers, which wait for its W, [slice, number]."""
     between: Ints
-    """Reductions in which the workers of the group take part, [group, number]; no such worker runs an op meanwhile."""
+    """Reductions in which the workers of a group take part, [group, number]; no such worker computes during one of
+    them."""
 
 
 # --- Start times of an order, and of the reductions that follow -------------------------------------------------------
@@ -114,8 +119,10 @@ class Reductions(NamedTuple):
 
 @jit
 def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
-    """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last
-    ops."""
+    """Fill `start` [op] with the earliest tick of each op if workers run them in this order.
+
+    Fill `free` [worker] with the tick at which each worker has run its last op.
+    """
     worker, unit, duration = ops.worker, ops.unit, ops.duration
     arc_start, arc_op, arc_hop = ops.predecessors.start, ops.predecessors.op, ops.predecessors.hop
     free[:] = 0
@@ -131,9 +138,9 @@ def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> Non
 
 @jit_inlined
 def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
-    """Return the tick at which the first of the reductions that wait for W of slice `number` begins.
+    """Return the first tick at which a reduction begins that waits for the W of slice `number`.
 
-    The argument `awaiting` is as in `Reductions`; `begin` [reduction] has the ticks.
+    The argument `awaiting` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
     """
     first = begin[awaiting[number, 0]]
     for index in range(1, awaiting.shape[1]):
@@ -144,7 +151,10 @@ def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
 
 @jit_inlined
 def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
-    """Return the latest tick, `start` or before, at which an op of this duration overlaps no reduction of the group."""
+    """Return the latest tick, `start` or before, at which an op of `duration` ticks overlaps no reduction of the group.
+
+    The argument `between` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
+    """
     number = 0
     while number < between.shape[1] and between[group, number] >= 0:
         tick = begin[between[group, number]]
@@ -159,10 +169,11 @@ def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, durat
 @jit
 def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reductions: "Reductions",
                       begin: Ints) -> None:
-    """Fill `start` [op] with the latest ticks that an order and the ends of all workers, in `free` [worker], allow.
+    """Fill `start` [op] with the latest tick of each op such that workers run them in this order and end in time.
 
-    Afterwards `free` holds the starts of the workers' first ops. `group` gives the group of each worker. `begin` gives
-    the beginning of each reduction, if reductions lie between compute ops; else it is empty.
+    On entry `free` [worker] has the ticks by which workers must have run their ops, on return the starts of their
+    first. `group` gives the reduce group of each worker. `begin` has the ticks at which reductions begin, if they may
+    lie between compute ops; else it is empty.
     """
     interleaved = begin.shape[0] > 0
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -182,11 +193,11 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
 
 @jit
 def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Schedule all reductions: each on all groups that share it at once, and one at a time on each group.
+    """Schedule all gradient reductions: each on all groups that share it at once, and one at a time on each group.
 
-    The next reduction is the one that can begin first; of equals, that of the later layers. On entry `end` [group]
-    holds the end of each group's compute ops; on return, that of its reductions. Fill `begin` [reduction], and `turn`
-    with the reductions in their order.
+    A group is the workers that hold the same layers. The next reduction is the one that can begin first; of equals,
+    that of the later layers. On entry `end` [group] holds the end of each group's compute ops; on return, that of its
+    reductions. Fill `begin` [reduction], and `turn` with the reductions in their order.
     """
     for number in range(turn.shape[0]):
         turn[number] = number
@@ -204,7 +215,8 @@ def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Int
 
 @jit_inlined
 def _last_end(sharers: Ints, end: Ints, reduction: int) -> int:
-    """Return when the last of the groups that share a reduction has finished everything before it."""
+    """Return the largest tick in `end` [group] among the groups that share a reduction, which it cannot start
+    before."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
         if sharers[reduction, index] >= 0:
@@ -221,8 +233,11 @@ def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
 
 @jit
 def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
-    """Replace each end in `end` [group], that of its reductions, by the latest end of its compute ops, for this order
-    of reductions."""
+    """Replace the tick in `end` [group] at which a group's reductions end by the latest one at which its compute ops
+    may end.
+
+    Reductions keep the order `turn`; the arguments `sharers` and `ticks` are as in `Reductions`.
+    """
     for number in range(turn.shape[0] - 1, -1, -1):
         reduction = turn[number]
         last = end[sharers[reduction, 0]]
@@ -234,10 +249,10 @@ def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -
 
 @jit
 def delay_deadlines(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Delay the deadlines of compute ops, [group], as far as no reduction ends later; fill the other arrays as
-    `run_reductions` does.
+    """Delay each group's deadline for its compute ops, [group], as far as no reduction ends later than before.
 
-    If reductions would then come in another order and some would end later, the deadlines stay as they are.
+    The other arrays are filled as by `run_reductions`. If reductions would come in another order and some would end
+    later, the deadlines stay as they are.
     """
     end[:] = deadline
     run_reductions(sharers, ticks, end, begin, turn)
@@ -266,10 +281,11 @@ def delay_deadlines(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin
 # remainder. Arrays are passed one by one: taking one out of a named tuple costs as much as a step on a heap.
 
 FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
-"""Heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
+"""Numbers of the heaps of a worker. The first three are also the kinds of op: F; I or B; W. They hold ops that are
+ready; the other two the ticks at which ops will become ready: F, I and B in ARRIVAL, I and B in GRADIENT."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
-"""Codes that order the events of one time: READY[kind], an F, an I or B, or a W is ready; END, an op ends. EVENTS is
-their number."""
+"""Codes that order simultaneous events of a list schedule: READY[kind], an op of this kind becomes ready; END, an op
+ends. EVENTS is the number of codes."""
 BUSY, AWAKE, USED, CAPACITY, FILLED, HEAP, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
 """Columns of the state of a worker. They are: whether it runs an op, whether something has just happened to it, the
 memory used, its capacity, whether it has begun a gradient, where its heaps begin, how many keys they hold, and how many
@@ -278,37 +294,39 @@ NEEDED = 3
 
 
 class MemoryLimits(NamedTuple):
-    """Room of the workers, and the memory that ops take of it."""
+    """Memory of the workers for activations, and what the ops of each slice take of it, in units of memory."""
 
     capacity: Ints
-    """Capacity of the worker, [worker]."""
+    """Units of memory for activations that the worker has, [worker]."""
     room: Ints
-    """Memory of a micro-batch at each slice. [slice, kind] is what the op takes: F when it starts, I, B and W when they
+    """Units of memory for a micro-batch. [slice, kind] is what the op takes: F when it starts, I, B and W when they
     end. [slice, NEEDED] must be free when an F starts (`planner.search.list_scheduler.ReservedMemory`)."""
 
 
 class Dispatch(NamedTuple):
-    """Dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
+    """Dispatch rule of a list schedule as numbers; see `planner.search.list_scheduler.DispatchRule` for its
+    parameters."""
 
     rank: Ints
     """Urgency of the unit's F, [unit]: the lower the more urgent; all different among the units of a slice."""
     gradient_rank: Ints
-    """Urgency of the unit's I, B and W, [unit], as in `rank`."""
+    """Urgency of the unit's I, B and W, [unit]: a lower number is more urgent; all differ among the units of a
+    slice."""
     slots: Ints
-    """Maximum number of micro-batches between F and the end of I, [worker, slice]."""
+    """Largest number of micro-batches that a worker may have between the start of F and the end of I, [worker,
+    slice]."""
     lookahead: float
     forward_wait: Ints
-    """Ticks within which a worker waits for a gradient instead of starting an F, [before or after its first gradient,
-    slice]."""
+    """Ticks for which a worker waits for an I or B rather than start an F, [before | after its first I or B, slice]."""
     deepest_first: bool
     eager_weights: bool
     make_room: bool
     transfers: bool
-    """True if tensors between two workers take time."""
+    """True if transfers between workers take time; otherwise tensors arrive at once."""
 
 
 class Choices(NamedTuple):
-    """Values of the problem and of the dispatch rule that `_pick_op` needs besides arrays."""
+    """Scalar values of the problem and of the dispatch rule by which `_pick_op` chooses a worker's next op."""
 
     kinds: int
     mixed: bool
@@ -320,7 +338,7 @@ class Choices(NamedTuple):
 
 @jit
 def _push(heap: Ints, base: int, size: int, key: int) -> None:
-    """Put a key on the heap that begins at `base`."""
+    """Insert a key into the binary heap of `size` keys that begins at index `base` of `heap`."""
     at = size
     while at > 0:
         above = (at - 1) // 2
@@ -333,7 +351,7 @@ def _push(heap: Ints, base: int, size: int, key: int) -> None:
 
 @jit
 def _pop(heap: Ints, base: int, size: int) -> int:
-    """Remove and return the least key of the heap that begins at `base`."""
+    """Remove and return the least key of the binary heap of `size` keys that begins at index `base` of `heap`."""
     least, key = heap[base], heap[base + size - 1]
     last = size - 1
     at = 0
@@ -369,16 +387,17 @@ def _first_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
 
 @jit
 def _arrives_soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
-    """Return whether the first entry of a worker's heap, a time, is less than `ticks` after `clock`.
+    """Return whether a more urgent op becomes ready for a worker in less than `ticks` ticks after `clock`.
 
-    The heap `which` has the times at which more urgent ops become ready.
+    The worker's heap `which` has the ticks at which such ops become ready.
     """
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first_key(heap, state, worker, which) - clock < ticks
 
 
 @jit
 def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> bool:
-    """Return whether the worker has room to start an F, an I or a B of a slice."""
+    """Return whether a worker has the memory to start an F, or an I or B (`which`), of slice `number`, and a slot for
+    an F."""
     free = state[worker, CAPACITY] - state[worker, USED]
     if which == BACKWARD:
         return room[number, BACKWARD] <= free
@@ -387,7 +406,8 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 
 @jit
 def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
-    """Remove and return the unit of the most urgent F, or I or B, that has room; -1 if there is none."""
+    """Remove the most urgent F, or I or B (`which`), that a worker has memory for, and return its unit; -1 if there is
+    none."""
     units = slice_of.shape[0]
     if _has_room(state, room, worker, which, slice_of[_first_key(heap, state, worker, which) % units]):
         return _take_key(heap, state, worker, which) % units
@@ -410,7 +430,8 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker:
 @jit
 def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
              worker: int, clock: int) -> int:
-    """Remove and return the most urgent op that may run; -1 if there is none."""
+    """Remove from a worker's heaps the ready op that it should start at tick `clock`, and return it; -1 if it should
+    wait."""
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False
@@ -443,8 +464,10 @@ def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints
 
 @jit
 def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
-    """Return the state of all workers before the first op: empty heaps with room for all of their units, twice for
-    arrivals."""
+    """Return the state of each worker before its first op, [worker, column]; for the columns see BUSY.
+
+    Its heaps are empty, with room for all of its units, twice for arrivals.
+    """
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
     state[:, CAPACITY] = memory.capacity
     state[:, SLOTS:] = dispatch.slots
@@ -461,10 +484,10 @@ def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> I
 
 @jit
 def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
-    """Fill `order` from place `done` on with the ops in the order in which they start; return the place after the last.
+    """Simulate a list schedule and write its ops, in the order in which they start, to `order` from index `done` on.
 
-    The schedule begins with the ops `first`, which wait for nothing, and runs all that follow from them. This is one
-    long loop on local names, for speed.
+    Return the index after the last. The schedule begins with the ops `first`, which wait for nothing, and runs all that
+    follow from them. This is one long loop on local names, for speed.
     """
     heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _initial_states(ops.worker, memory, dispatch), \
         memory.room
@@ -552,13 +575,14 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
 # live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
 
 BUCKETS = 1024
-"""Number of buckets of the queue, which together span the ticks of the first plan."""
+"""Number of buckets of the queue of ops whose times annealing recomputes; together they span the ticks of the first
+plan."""
 FOREVER = 2**61
-"""Number of ticks beyond those of any plan."""
+"""Tick that is later than those of any plan."""
 
 
 class Instance(NamedTuple):
-    """Arrays that annealing never changes."""
+    """Arrays of a problem that annealing never changes. A group is the workers that hold the same layers."""
 
     kinds: int
     """Number of ops of a unit."""
@@ -567,17 +591,18 @@ class Instance(NamedTuple):
     slice: Ints
     """Slice of the unit, [unit]."""
     predecessors: Arcs
-    """Ops for which each op waits."""
+    """Arcs to the ops for which each op waits, except for the op before it on its worker."""
     successors: Arcs
-    """Ops that wait for each op."""
+    """Arcs to the ops that wait for each op, except for the op after it on its worker."""
     group: Ints
-    """Reduce group of the worker, [worker]."""
+    """Reduce group of the worker (those that hold the same layers), [worker]."""
     linked: Ints
-    """Groups that reduce some gradients together with this one, itself included, [group, number]; padded with -1."""
+    """Groups with which this group shares gradient reductions, itself included, [group, number]; padded with -1."""
     interleaved: int
     """1 if reductions may lie between compute ops, since they take no time; 0 if they follow all of these."""
     sharers: Ints
-    """Groups that share the reduction, [reduction, number]; for this and the next three fields see `Reductions`."""
+    """Groups that take part in the reduction, [reduction, number]; for this and the next three fields see
+    `Reductions`."""
     ticks: Ints
     """Duration of the reduction, [reduction]."""
     awaiting: Ints
@@ -585,56 +610,57 @@ class Instance(NamedTuple):
     between: Ints
     """Reductions in which the group takes part, [group, number]."""
     tail: Ints
-    """Ticks from the end of the worker's group to the end of its window, [worker]."""
+    """Ticks from the tick `State.end` of the worker's group to the end of the worker's busy window, [worker]."""
     pipeline: Ints
     """Pipeline of the worker, [worker]."""
     members: Ints
     """Workers of the pipeline, [pipeline, number]; padded with -1."""
     capacity: Ints
-    """Memory of the worker, [worker]; -1 if it is unlimited."""
+    """Memory of the worker for activations, [worker]; -1 if it is unlimited."""
     holds: Ints
-    """Change that the op makes to the memory of its worker, [op]: from its start on for F, from its end on for I and
+    """Memory by which the op raises or lowers what its worker holds, [op]: at its start for F, at its end for I and
     W."""
     movable: Ints
-    """Units that more than one worker may run."""
+    """Units that more than one worker may run, as an array of unit numbers."""
     hosts: Ints
     """Workers that may run the slice, [slice, number]; padded with -1."""
     cost: Ints
-    """Ticks of an op, [kind, slice, worker]."""
+    """Ticks of an op by its kind and slice on each worker, [kind, slice, worker]."""
 
 
 class State(NamedTuple):
-    """State of the search: the worker of each unit, the order of the ops, and the ends of the groups."""
+    """Solution that annealing changes: the worker of each unit, the order of the ops, and the ends of the groups."""
 
     worker: Ints
     """Worker that runs the unit, [unit]."""
     duration: Ints
     """Ticks of the op on its worker, [op]."""
     sequence: Ints
-    """Ops of the worker in their order, [worker, place]."""
+    """Ops of the worker in the order in which it runs them, [worker, place]."""
     size: Ints
     """Number of ops of the worker, [worker]."""
     place: Ints
-    """Place of the op in its worker's order, [op]."""
+    """Index of the op in its worker's order, [op]."""
     end: Ints
-    """End of the reductions in which the group takes part, [group]."""
+    """Tick at which the group's compute ops and the reductions that it shares with other groups have ended, [group]."""
     deadline: Ints
-    """Time by which the group's workers must have done their compute ops, [group]: as late as all ends allow."""
+    """Tick by which the group's workers must have done their compute ops, [group]: as late as the ends of all groups
+    allow."""
     begin: Ints
     """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it."""
     turn: Ints
-    """Reductions in their order; unused if interleaved."""
+    """Reductions in the order in which they run; unused if interleaved."""
 
 
 class Timing(NamedTuple):
-    """Times of a state."""
+    """Times of all ops and lengths of the busy windows in a state of annealing, in ticks."""
 
     late: Ints
-    """Latest start of the op before the deadlines, [op]."""
+    """Latest tick at which the op may start so that all compute ops meet their group's deadline, [op]."""
     longest: Ints
-    """Longest window of the pipeline's workers, [pipeline]."""
+    """Length of the longest busy window among the pipeline's workers, [pipeline]."""
     excess: Ints
-    """Sum of the amounts by which windows of the pipeline's workers exceed the goal, [pipeline]."""
+    """Sum of the ticks by which busy windows of the pipeline's workers exceed the goal, [pipeline]."""
 
 
 class Sorting(NamedTuple):
@@ -643,17 +669,17 @@ class Sorting(NamedTuple):
     waiting: Ints
     """Number of predecessors that are not sorted yet, [op]."""
     stack: Ints
-    """Ops without unsorted predecessors."""
+    """Stack of ops that wait for no unsorted op."""
     order: Ints
     """All ops, each after those for which it waits."""
     early: Ints
-    """Earliest start of the op if no worker begins before its release, [op]."""
+    """Earliest tick at which the op can start if no worker begins before its `release`, [op]."""
     release: Ints
-    """Earliest beginning of the worker in ticks, [worker]."""
+    """Tick before which the worker starts no op, [worker]."""
 
 
 class Queue(NamedTuple):
-    """Ops whose latest start may have changed, in buckets by time; the latest come first.
+    """Queue of ops whose latest start must be recomputed, in buckets by that time; the latest come first.
 
     An op starts later than the ops for which it waits, so that few ops are evaluated twice.
     """
@@ -661,7 +687,7 @@ class Queue(NamedTuple):
     bucket: Ints
     """First op of each bucket; -1 if it is empty."""
     next: Ints
-    """Next op in the bucket of the op, [op]."""
+    """Queued op that follows this one in its bucket, [op]; -1 at the end."""
     queued: Ints
     """1 while the op is in the queue, [op]."""
     counters: Ints
@@ -673,61 +699,64 @@ WAITING, TOP, BASE, SPAN = range(4)
 
 
 class Log(NamedTuple):
-    """Changes of the present step to the timing, so that they can be undone."""
+    """Values of `Timing` that the present step of annealing has overwritten, so that it can be undone."""
 
     op: Ints
-    """Ops in the order in which their latest start changed."""
+    """Ops whose latest start the step changed, in the order of the changes."""
     late: Ints
-    """Latest starts of these ops before the step."""
+    """Latest starts, before the step, of the ops in `op`."""
     pipeline: Ints
-    """Pipelines whose windows may have changed."""
+    """Pipelines with a busy window that the step may have changed."""
     longest: Ints
-    """Longest windows of these pipelines before the step."""
+    """Longest busy windows, before the step, of the pipelines in `pipeline`."""
     excess: Ints
-    """Excesses of these pipelines before the step."""
+    """Values of `Timing.excess`, before the step, of the pipelines in `pipeline`."""
     marked: Ints
-    """1 if the pipeline is among them, [pipeline]."""
+    """1 if the pipeline is in `Log.pipeline`, [pipeline]."""
     counters: Ints
-    """Numbers of entries [CHANGED, TOUCHED]: of `op`, and of `pipeline`."""
+    """Lengths of the log by the index CHANGED or TOUCHED: entries in use of `op` and `late`, and of the other three
+    arrays."""
 
 
 CHANGED, TOUCHED = range(2)
 
 
 class Path(NamedTuple):
-    """Critical path, followed again when a change is accepted; see `critical_path`."""
+    """Ops of a critical path at which an exchange may shorten it; the path is followed again when a change is
+    accepted."""
 
     op: Ints
-    """Ops that wait for nothing but the next op of their worker."""
+    """Ops of the critical path that only the next op of their worker keeps from starting later."""
     size: Ints
-    """Number of these ops, [1]; -1 if the path must be followed again."""
+    """Number of ops in `op`, [1]; -1 if the path must be followed again."""
 
 
 class Chain(NamedTuple):
-    """Annealing chain: its states and its working arrays."""
+    """Run of annealing with its own random numbers: its present and best states and its working arrays."""
 
     instance: Instance
     state: State
     best: State
     """Best state so far."""
     record: Ints
-    """Values [PERIOD, COST] of the best state, in ticks and in thousandths of a tick."""
+    """Period and cost of the best state, by the index PERIOD (in ticks) or COST (in thousandths of a tick)."""
     timing: Timing
-    """Timing of `state`."""
+    """Times of the ops of `state`."""
     trial: Timing
-    """Working arrays for the timing of another state."""
+    """Times of the ops of another state, such as `best` while it is measured."""
     sorting: Sorting
     heads: Ints
-    """Earliest start of the op, [op]; see `_renew_head`."""
+    """Earliest tick at which the op can start if no busy window exceeds the longest of its pipeline, [op]."""
     queue: Queue
     log: Log
     path: Path
     run: Ints
-    """Working array for the ops of a run."""
+    """Working array for the ops of a worker that an exchange puts in other places."""
     places: Ints
-    """Places to which the ops of a unit move, or from which they moved, [kind]."""
+    """Indices in a worker's order to which the ops of a unit move, or from which they moved, [kind]."""
     statistics: Ints
-    """Number of steps, [operator, TRIED | ACCEPTED | BETTER]."""
+    """Numbers of steps that were tried, accepted, or gave a better best state, [operator, TRIED | ACCEPTED |
+    BETTER]."""
     random: NDArray[np.uint64]
     """State of the random numbers, [1]."""
 
@@ -741,43 +770,44 @@ class Cycle(NamedTuple):
 
     steps: int
     hot: float
-    """Temperature at the beginning."""
+    """Temperature at the first step, in ticks."""
     cold: float
-    """Temperature at the end."""
+    """Temperature at the last step, in ticks."""
     pull: float
-    """Weight of the mean excess of a pipeline's windows over the goal, which is added to that of its longest window."""
+    """Weight, in the cost, of the mean excess of a pipeline's busy windows over the goal; its longest window's has
+    weight 1."""
     goal: int
-    """Period at which the cycle ends; only windows longer than that count."""
+    """Period in ticks at which the cycle ends; only busy windows longer than that cost anything."""
     scale: float
     """Mean ticks of an op."""
     trade: float
     """Share of the steps that trade units, if units may change workers."""
     move: float
-    """Share of the steps that move a unit; all others exchange runs."""
+    """Share of the steps in which a unit moves to another worker; in all others, ops of a worker change places."""
     shifts: int
-    """Number of steps of which one shifts a deadline; 0: none."""
+    """Number n such that one of n steps shifts a group's deadline; 0: no step does."""
     low: int
-    """First tick of the starts of the ops that may change their places."""
+    """Tick before which no op may start that a step puts in another place."""
     high: int
-    """Tick before which the ops that may change their places start."""
+    """Tick from which on no op may start that a step puts in another place."""
     largest_run: int
     longest_jump: int
     margin: float
     steps_per_path: int
     ops_per_step: int
-    """Parameter of `AnnealingParams`, like the four fields above."""
+    """Value of `AnnealingParams.ops_per_step`; the four fields above are parameters of this class, too."""
 
 
 class Move(NamedTuple):
-    """Change of the state, with all that is needed to undo it."""
+    """Change of an annealing state, with all that is needed to undo it."""
 
     kind: int
     unit: int
-    """Unit that trades or moves."""
+    """Unit that changes its worker, in a trade or a move."""
     other: int
-    """Unit with which it trades, or worker that it leaves."""
+    """In a trade, the unit with which `unit` trades; in a move, the worker that `unit` leaves."""
     worker: int
-    """Worker whose ops at places [begin, middle) and [middle, end) exchange places."""
+    """In an exchange, the worker whose ops at places [begin, middle) and [middle, end) change places."""
     begin: int
     middle: int
     end: int
@@ -808,7 +838,7 @@ def random_below(random, bound):
 
 @jit_inlined
 def random_uniform(random):
-    """Return a random number from 0 to below 1."""
+    """Return a random float, 0 or more and less than 1."""
     return np.int64(_random_bits(random)) / 9007199254740992.0
 
 
@@ -829,7 +859,8 @@ def random_uniform(random):
 
 @jit_inlined
 def window_ticks(instance, state, late, worker):
-    """Return the busy window of a worker, in ticks."""
+    """Return the ticks of a worker's busy window, from the latest start of its first op to the end of its optimizer
+    step."""
     if state.size[worker] == 0:
         return 0
     return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
@@ -837,7 +868,8 @@ def window_ticks(instance, state, late, worker):
 
 @jit_inlined
 def measure_pipeline(instance, state, timing, goal, pipeline):
-    """Measure the longest window of a pipeline's workers, and the sum by which their windows exceed the goal."""
+    """Store in `timing` the longest busy window of a pipeline's workers, and the sum of their excesses over the
+    goal."""
     longest, excess = 0, 0
     for number in range(instance.members.shape[1]):
         worker = instance.members[pipeline, number]
@@ -851,7 +883,7 @@ def measure_pipeline(instance, state, timing, goal, pipeline):
 
 @jit_inlined
 def _pipeline_cost(instance, timing, cycle, pipeline):
-    """Return the cost of a pipeline as measured, in ticks.
+    """Return a pipeline's share of the cost that annealing reduces, in ticks, from the windows stored in `timing`.
 
     It is the excess of its longest window over the goal, plus `pull` times the mean excess of its windows.
     """
@@ -861,7 +893,8 @@ def _pipeline_cost(instance, timing, cycle, pipeline):
 
 @jit_borrowing
 def state_cost(instance, timing, cycle):
-    """Return the cost that annealing reduces, in ticks: the sum of the costs of all pipelines, as timed."""
+    """Return the cost that annealing reduces, in ticks: the sum over pipelines of the excesses of windows over the
+    goal."""
     total = 0.0
     for pipeline in range(timing.longest.shape[0]):
         total += _pipeline_cost(instance, timing, cycle, pipeline)
@@ -870,9 +903,9 @@ def state_cost(instance, timing, cycle):
 
 @jit_inlined
 def cost_after(instance, state, timing, log, cycle, before):
-    """Return the cost after a step, in ticks, given the cost `before` it.
+    """Return the cost of a state after a step, in ticks, given the cost `before` it.
 
-    The pipelines in the log, which the step touched, are measured again.
+    Only pipelines in the log, whose busy windows the step may have changed, are measured again.
     """
     total = before
     for number in range(log.counters[TOUCHED]):
@@ -888,7 +921,8 @@ def cost_after(instance, state, timing, log, cycle, before):
 
 @jit_inlined
 def critical_worker(random, instance, state, timing, goal):
-    """Return a worker with the longest window of a random pipeline above the goal; all choices are equally likely."""
+    """Return a random worker with the longest busy window of a random pipeline whose longest window exceeds the
+    goal."""
     pipeline, seen = 0, 0
     for other in range(timing.longest.shape[0]):
         if timing.longest[other] > goal:
@@ -909,10 +943,10 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow the ops that keep an op from starting later; return the op at which the path ends, at a deadline.
+    """Follow from `op` the ops that keep it from starting later; return the last one, which only a deadline keeps.
 
-    The ops that wait for nothing but the next op of their worker are stored in `path`, if their latest start is in the
-    range `within` (low, high), high excluded.
+    Those that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
+    in the range `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
         instance.successors.transfer
@@ -949,7 +983,11 @@ def critical_path(random, instance, state, late, op, within, path):
 
 @jit_borrowing
 def _sort_topologically(instance, state, sorting):
-    """Sort all ops into `order`, and compute their `early` starts; return False if there is a circular wait."""
+    """Sort all ops so that each comes after those for which it waits, and compute their earliest starts, into
+    `sorting`.
+
+    Return False if there is a circular wait.
+    """
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     top = done = 0
@@ -986,7 +1024,7 @@ def _sort_topologically(instance, state, sorting):
 
 @jit_inlined
 def _latest_start(instance, state, late, op):
-    """Return the latest start of an op, given those of the ops after it.
+    """Return the latest tick at which an op can start, given `late`, the latest starts of the ops after it.
 
     The rule is
 
@@ -1013,7 +1051,10 @@ def _latest_start(instance, state, late, op):
 
 @jit
 def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Let every reduce group finish as early as its orders allow; return False if there is a circular wait."""
+    """Set the deadline of each reduce group to the earliest end of its compute ops in their present orders.
+
+    The reductions follow. Return False if there is a circular wait.
+    """
     sorting.release[:] = 0
     if not _sort_topologically(instance, state, sorting):
         return False
@@ -1029,10 +1070,10 @@ def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -
 
 @jit
 def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
-    """Compute the heads of all ops of a state as timed: their earliest starts, if no worker begins before its release.
+    """Fill `heads` with the earliest tick at which each op can start if no busy window becomes too long.
 
-    The releases are set first, such that no window exceeds the longest one of its pipeline or, if that is longer, the
-    goal.
+    A window is too long if it exceeds the longest one of its pipeline and the goal. This gives each worker a release,
+    the tick before which it starts no op.
     """
     for worker in range(sorting.release.shape[0]):
         longest = max(timing.longest[instance.pipeline[worker]], goal)
@@ -1043,10 +1084,9 @@ def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting
 
 @jit
 def set_ends_from_deadlines(instance: Instance, state: State) -> None:
-    """Let every group end as early as its deadline and the groups with which it reduces allow, then delay the
-    deadlines.
+    """Let every group end as early as its deadline, and those of the groups with which it reduces gradients, allow.
 
-    Deadlines become as late as these ends allow.
+    Then make deadlines as late as these ends allow.
     """
     if not instance.interleaved:
         delay_deadlines(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
@@ -1078,7 +1118,10 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 
 @jit
 def _set_begins_from_ends(instance, state):
-    """Let every reduction begin at the first end of its groups, which run ops until they end; used if interleaved."""
+    """Set the tick at which each reduction begins to the first end of its groups; only if reductions take no time.
+
+    The deadlines of compute ops become the ends of the groups.
+    """
     state.deadline[:] = state.end
     for reduction in range(instance.sharers.shape[0]):
         begin = FOREVER
@@ -1091,7 +1134,10 @@ def _set_begins_from_ends(instance, state):
 
 @jit
 def time_state(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
-    """Time a state from scratch: return its period in ticks; -1 if there is a circular wait."""
+    """Compute the latest starts of all ops of a state, and its busy windows, into `timing`; return its period in ticks.
+
+    Return -1 if there is a circular wait.
+    """
     if not _sort_topologically(instance, state, sorting):
         return -1
     for index in range(state.duration.shape[0] - 1, -1, -1):
@@ -1110,13 +1156,14 @@ def time_state(instance: Instance, state: State, sorting: Sorting, timing: Timin
 
 @jit_inlined
 def _bucket_of(ticks, span):
-    """Return the bucket of a time, `ticks` after the first one."""
+    """Return the number of the queue's bucket for a time, `ticks` after the first tick; the buckets divide `span`
+    ticks."""
     return min(max(ticks * BUCKETS // span, 0), BUCKETS - 1)
 
 
 @jit_inlined
 def queue_op(queue, late, op):
-    """Put an op into the queue, unless it is queued."""
+    """Put an op into the queue of those whose latest start must be recomputed, unless it is queued or -1."""
     if op < 0 or queue.queued[op]:
         return
     counters = queue.counters
@@ -1130,7 +1177,7 @@ def queue_op(queue, late, op):
 
 @jit_inlined
 def touch_pipeline(timing, log, pipeline):
-    """Record that the windows of a pipeline may change."""
+    """Add a pipeline to the log of those whose busy windows a step may change, with their present lengths."""
     if not log.marked[pipeline]:
         log.marked[pipeline] = 1
         number = log.counters[TOUCHED]
@@ -1140,7 +1187,7 @@ def touch_pipeline(timing, log, pipeline):
 
 
 def _make_retime(interleaved):
-    """Return the loop of `retime`, compiled for reductions that may or may not lie between compute ops.
+    """Return a function that does what `retime` says, for reductions that may or may not lie between compute ops.
 
     A test in the loop would make it a quarter slower. Its rule is that of `_latest_start`. It is one long loop on local
     names, since a call with all these arrays would take longer than what it does.
@@ -1231,7 +1278,7 @@ _RETIME, _RETIME_INTERLEAVED = _make_retime(interleaved=False), _make_retime(int
 
 @jit_inlined
 def retime(instance, state, timing, queue, log, limits, run):
-    """Recompute the latest starts of some ops of a worker, of the queued ops, and of all ops that these changes affect.
+    """Recompute the latest starts of ops in a run and in the queue, and of all ops that these changes affect.
 
     The argument `run` is (worker, begin, end), for the ops at places [begin, end). Return False if some window becomes
     too long to be accepted: with `limits` = (heads, allowed), an op starts before its head by more than `allowed`.
@@ -1243,7 +1290,7 @@ def retime(instance, state, timing, queue, log, limits, run):
 
 @jit_borrowing
 def waits_for_itself(instance, state, timing, queue, op):
-    """Return whether an op without duration waits for itself. The queue must be empty.
+    """Return whether an op of zero duration is in a circular wait. The queue must be empty.
 
     It is not detected by `retime`: in a circular wait of such ops all start at once. In any other circular wait they
     would start earlier and earlier.
@@ -1275,14 +1322,14 @@ def waits_for_itself(instance, state, timing, queue, op):
 
 @jit_inlined
 def unmark_pipelines(log):
-    """Clear the marks of the pipelines that the step touched."""
+    """Clear the marks, in `log.marked`, of the pipelines whose busy windows the step may have changed."""
     for number in range(log.counters[TOUCHED]):
         log.marked[log.pipeline[number]] = 0
 
 
 @jit_inlined
 def revert_timing(timing, queue, log):
-    """Restore the timing from before the step, and empty the queue."""
+    """Restore in `timing` the values from before the step, which the log holds, and empty the queue."""
     counters = queue.counters
     while counters[WAITING]:
         op = queue.bucket[counters[TOP]]
@@ -1311,7 +1358,7 @@ def revert_timing(timing, queue, log):
 
 @jit_borrowing
 def _renew_head(instance, state, heads, release, op):
-    """Recompute the head (earliest start) of an op from those of its predecessors and of its worker's op before it."""
+    """Recompute `heads[op]`, the op's earliest start, from its predecessors and the op before it on its worker."""
     duration, predecessors = state.duration, instance.predecessors
     worker, place = state.worker[instance.unit[op]], state.place[op]
     head = release[worker]
@@ -1327,7 +1374,7 @@ def _renew_head(instance, state, heads, release, op):
 
 @jit_inlined
 def renew_heads(instance, state, heads, release, move):
-    """Recompute the heads (earliest starts) of the ops that a change, or its undoing, has put in other places."""
+    """Recompute the earliest starts in `heads` of the ops that a change, or its undoing, has put in other places."""
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
             _renew_head(instance, state, heads, release, state.sequence[move.worker, place])
@@ -1353,7 +1400,7 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 @jit_inlined
 def is_move_within_capacity(instance, state, move):
-    """Return whether the workers whose ops a change has replaced or reordered keep within their memory capacity."""
+    """Return whether the workers whose ops a change of the state has replaced or reordered have enough memory."""
     if move.kind == EXCHANGE:
         return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -1364,7 +1411,7 @@ def is_move_within_capacity(instance, state, move):
 
 @jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Compute the times of the state after a change.
+    """Recompute the latest starts of ops, and the touched pipelines, after a change `move` of the state.
 
     Return False if some window becomes too long to be accepted (`retime`), or if there is a circular wait.
     """
@@ -1383,8 +1430,10 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
 
 @jit_inlined
 def _has_no_circular_wait(instance, state, timing, queue, move):
-    """Return whether no op that changed its place waits for itself. Any circular wait includes one of them, and takes
-    no time."""
+    """Return whether none of the ops that a change put in other places is in a circular wait without duration.
+
+    Any circular wait that `retime` does not detect includes one of these ops.
+    """
     sequence, duration, kinds = state.sequence, state.duration, instance.kinds
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
@@ -1403,7 +1452,7 @@ def _has_no_circular_wait(instance, state, timing, queue, move):
 
 @jit_inlined
 def undo_move(instance, state, run, places, move):
-    """Undo a change of the state. Its timing is undone by `revert_timing`."""
+    """Undo a change of the state's orders and workers. Its timing is undone by `revert_timing`."""
     if move.kind == EXCHANGE:
         _exchange_runs(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
@@ -1417,9 +1466,9 @@ def undo_move(instance, state, run, places, move):
 
 @jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Exchange two neighbouring runs of ops of a worker, drawn at random, and return the change.
+    """Exchange two neighbouring runs of ops in a random worker's order, and return the change.
 
-    Return NEVER if the runs must not change places.
+    The place is mostly drawn from a critical path. Return NEVER if the runs must not change places.
     """
     late = timing.late
     if random_below(random, 5):
@@ -1458,7 +1507,7 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
 
 @jit_inlined
 def _run_length(random, most):
-    """Draw the number of ops in a run; small numbers are more frequent."""
+    """Draw the number of ops in a run that changes places, from 1 to `most`; small numbers are more frequent."""
     size = 1
     while size < most and random_below(random, 3) == 0:
         size += 1
@@ -1481,7 +1530,7 @@ def _exchange_runs(state, run, worker, begin, middle, end):
 
 @jit_inlined
 def _is_order_within_capacity(instance, state, worker, end):
-    """Return whether the memory of a worker keeps within its capacity during its ops before place `end`."""
+    """Return whether a worker's ops at places before `end`, run in the state's order, keep within its memory."""
     capacity = instance.capacity[worker]
     if capacity < 0:
         return True
@@ -1498,7 +1547,7 @@ def _is_order_within_capacity(instance, state, worker, end):
 
 @jit_inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Let two random units of a slice trade workers and places, and return the change; NEVER if they must not."""
+    """Exchange the workers and places of two random units of a slice, and return the change; NEVER if they must not."""
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     other = _draw_partner(random, instance, state, unit)
     if other < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1509,7 +1558,7 @@ def propose_trade(random, instance, state, late, cycle):
 
 @jit_inlined
 def _draw_partner(random, instance, state, unit):
-    """Draw a unit of the same slice to trade with: another movable one, or one of the same worker; -1 for none."""
+    """Draw a unit of the same slice that can trade places with `unit`, from those of its worker or all; -1 for none."""
     if random_below(random, 3) == 0:
         worker = state.worker[unit]
         other = instance.unit[state.sequence[worker, random_below(random, state.size[worker])]]
@@ -1520,7 +1569,8 @@ def _draw_partner(random, instance, state, unit):
 
 @jit_inlined
 def _is_unit_in_range(instance, late, cycle, unit):
-    """Return whether some op of a unit starts within the ticks in which this cycle changes places."""
+    """Return whether an op of a unit starts between the ticks `low` and `high`, within which this cycle changes
+    places."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -1542,8 +1592,10 @@ def _trade_units(instance, state, unit, other):
 
 @jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a unit, drawn at random, to another worker, and return the change; NEVER if there is no such unit or
-    worker."""
+    """Move a random unit to another worker, and return the change.
+
+    Return NEVER if no other worker can run it, or it lies outside of the ticks that this cycle changes.
+    """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
     if worker < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1556,7 +1608,7 @@ def propose_move(random, instance, state, late, cycle, places):
 
 @jit_borrowing
 def _draw_other_worker(random, instance, state, unit):
-    """Draw another worker that may run a unit and has room in its row; -1 for none."""
+    """Draw a worker that may run a unit and does not run it now; -1 if the drawn one has no space for more ops."""
     hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
@@ -1568,7 +1620,7 @@ def _draw_other_worker(random, instance, state, unit):
 
 @jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Find the places of a unit's ops in another worker's order, by their present starts; fill `places` [kind]."""
+    """Find the places in another worker's order where a unit's ops fit by their latest starts; fill `places` [kind]."""
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
@@ -1579,8 +1631,8 @@ def _find_places(instance, state, late, unit, worker, places):
 
 @jit_borrowing
 def _move_unit(instance, state, unit, worker, places):
-    """Assign a unit to a worker, with its ops at these places in the worker's order; `places` becomes where they
-    were."""
+    """Assign a unit to a worker and insert its ops at these places of the worker's order; `places` becomes the old
+    ones."""
     kinds, old_worker, number = instance.kinds, state.worker[unit], instance.slice[unit]
     for kind in range(kinds):
         _remove_op(state, unit * kinds + kind, old_worker)
@@ -1605,7 +1657,7 @@ def _remove_op(state, op, worker):
 
 @jit_borrowing
 def _insert_op(state, op, worker, place):
-    """Insert an op into a worker's order, before the one that is at this place."""
+    """Insert an op into a worker's order, before the op at index `place`."""
     row = state.sequence[worker]
     for index in range(state.size[worker], place, -1):
         row[index] = row[index - 1]
@@ -1643,9 +1695,10 @@ def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift_deadline(chain, cycle, before, allowance):
-    """Shift the end of a critical window earlier, or the deadline at which its path ends later; return the new cost.
+    """Shift the end of a group by a random number of ticks so that a critical window may become shorter.
 
-    The shift is undone if the cost grows by more than the allowance.
+    Either the group of the window ends earlier, or that at which its critical path ends has a later deadline. The shift
+    is undone if the cost, `before` in ticks, grows by more than the allowance. Return the new cost.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
@@ -1674,7 +1727,7 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit_borrowing
 def _group_ending_with(instance, state, late, op):
-    """Return the group whose end keeps the last op of a critical path from starting later.
+    """Return the reduce group whose end keeps the last op of a critical path from starting later.
 
     It shares with the group of that op a reduction that waits for the op, and ends when the op ends. If there is no
     such group, return that of the op.
@@ -1695,7 +1748,7 @@ def _group_ending_with(instance, state, late, op):
 
 @jit
 def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
-    """Run steps `begin` to below `end` of a cooling cycle, and keep `best` and `record` up to date.
+    """Run steps `begin` to below `end` of a cooling cycle of simulated annealing, storing the best state in the chain.
 
     Return the step with which to continue: less than `end` if the goal is reached before. A step that increases the
     cost by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn first: if d is at most the
@@ -1763,7 +1816,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
 
 @jit
 def measure_best(chain: Chain, cycle: Cycle) -> None:
-    """Time the best state again, with its cost in this cycle: other cycles count other windows and weigh them
+    """Recompute period and cost of the best state for a new cycle, which counts other windows or weighs them
     differently."""
     period = time_state(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
     chain.record[PERIOD], chain.record[COST] = period, int(state_cost(chain.instance, chain.trial, cycle) * 1000)
@@ -1784,8 +1837,10 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the best state so far, timed from scratch to be sure; return 1 if its period is shorter than before, else
-    0."""
+    """Store the present state as the best one unless its period, timed from scratch, is longer than that of the best.
+
+    Return 1 if the period is shorter than before, else 0.
+    """
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:

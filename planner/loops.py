@@ -12,14 +12,15 @@ from types import ModuleType
 from typing import Any
 
 LAST_INDEX_FILE = "kernel.anneal-*.nbi"
-"""File name pattern of the index that numba writes for `kernel.anneal`, the function that is compiled last."""
+"""Pattern for the file in numba's cache that is written last: the index of `kernel.anneal`, which is compiled last."""
 
 
 _compiling_elsewhere = threading.Event()
 
 
 def kernel_loops() -> Any:
-    """Return the module whose functions are to be called: the compiled kernel, or its plain Python copy."""
+    """Return the module with the inner loops to call: the compiled kernel, or its plain Python copy during
+    compilation."""
     return _plain_kernel() if is_plain_python() else _compiled_kernel()
 
 
@@ -37,9 +38,9 @@ def use_plain_python() -> None:
 
 
 def is_compiled() -> bool:
-    """Return whether plans need not wait for the compiler.
+    """Return whether the inner loops' machine code is loaded, or can be loaded without compiling.
 
-    That is so if this process has loaded the machine code, or if its index file is not older than the source.
+    That is so if this process has loaded it, or if its index file is not older than the source.
     """
     kernel = _compiled_kernel()
     if kernel.anneal.signatures or not can_store_machine_code():
@@ -49,7 +50,7 @@ def is_compiled() -> bool:
 
 
 def mark_as_compiled() -> None:
-    """Mark the machine code on disk as that of the present source, after it was loaded or compiled.
+    """Set the time of the machine code on disk to that of the source, after it was loaded or compiled.
 
     numba identifies machine code by the content of the source. If a checkout writes the same source again, numba does
     not rewrite the machine code, which would then seem to be too old.

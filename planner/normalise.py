@@ -48,12 +48,11 @@ from slipstream.schedules.tables.pattern import (
 from slipstream.schedules.tables.relabel import relabel_schedule
 
 Counts = tuple[int, ...]
-"""Number of vacant roles in each column."""
+"""Number of roles without a worker (vacant) in each column."""
 RankedDistribution = tuple[int, int, int, Counts]
-"""A distribution of failures over columns, with what it is ranked by.
+"""Distribution of failures over columns, preceded by the values by which it is ranked; less is better.
 
-It is (longest window in ticks, sum of windows, sum of squared counts, counts); counts are the vacant roles of each
-column.
+It is (ticks of the longest busy window, sum of the columns' windows, sum of squared counts, vacant roles per column).
 """
 
 ProblemOf = Callable[[Sequence[Worker]], Problem]
@@ -73,9 +72,10 @@ class WindowBounds:
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
-        """Build the problem without failures.
+        """Build the problem without failures, by `problem_of`.
 
-        `problem_of` returns the problem with some vacant roles, in which any holder of a stage may run any micro-batch.
+        That function returns the problem with given roles vacant, in which any holder of a stage may run any
+        micro-batch.
         """
         self._problem_of, self._kept = problem_of, params.distributions
         whole = problem_of(())
@@ -97,8 +97,10 @@ class WindowBounds:
         return self._bound[column, down]
 
     def failures_bound(self, failures: int) -> Bound:
-        """Return a bound for this number of failures, whichever roles are vacant; 0 if workers of a column differ in
-        room."""
+        """Return a lower bound on the period with this number of failures, whichever roles they leave vacant.
+
+        It is 0 if workers of a column differ in memory.
+        """
         best = self.best_distributions(failures)
         return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
@@ -173,7 +175,7 @@ def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
 
 
 def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over ways to choose the pipelines of the vacant roles: the same pipelines, or different ones.
+    """Iterate over sets of vacant roles with these counts per column: in the same pipelines, or in different ones.
 
     The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
     the fewest micro-batches, and beginning with those with the most.
@@ -192,8 +194,10 @@ def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterat
 
 def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
                         params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
-    """Return the sets of vacant roles that are worth planning, one for each failure pattern, the most promising
-    first."""
+    """Return sets of vacant roles that are worth planning for a number of failures, the most promising first.
+
+    Of sets that differ only by an exchange of equal pipelines, there is one.
+    """
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     by_pattern: dict[Pattern, tuple[Worker, ...]] = {}
@@ -208,7 +212,10 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
-    """Return all patterns of this number of failures if there are at most `most`, else an empty list."""
+    """Return all patterns (failures up to the order of equal pipelines) if they are at most `most`, else an empty list.
+
+    The numbers in `classes` are equal for equal pipelines.
+    """
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
     few = list(islice(failure_patterns(failures, columns, classes), most + 1))
@@ -217,12 +224,12 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: WindowBounds | None = None,
                 progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan for a number of failures whose roles may be chosen. The result depends on job, number and options alone.
+    """Return the best plan for this number of failures if it may be chosen which roles are vacant.
 
-    The vacant roles are the `failed` of the plan's schedule, in which every worker plays its own role. `windows` are
-    those of the same job and options, passed to avoid computing them again; `clock` is that of a search that this one
-    is part of. Raises NoPlanError if so many failures leave some stage without a live worker, however roles are
-    assigned.
+    The result depends on job, number and options alone. The vacant roles are the `failed` of the plan's schedule, in
+    which every worker plays its own role. `windows` are those of the same job and options, passed to avoid computing
+    them again; `clock` is that of a search that this one is part of. Raises NoPlanError if so many failures leave some
+    stage without a live worker, however roles are assigned.
     """
     clock = clock or options.make_clock()
     if failures == 0:
@@ -245,7 +252,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
 def _best_candidate(job: Job, windows: WindowBounds, failures: int, options: PlanOptions,
                     progress: ProgressCallback, clock: Clock) -> Plan:
-    """Return the plan of the candidate with the shortest period; the first of equals.
+    """Return the plan with the shortest period among plans for several sets of vacant roles; the first of equals.
 
     All candidates are planned in a share of the time, then the best few again in an equal share. If that is more than
     the list schedulers need, the choice does not depend on the clock. The comparison ends early at a plan that none can
@@ -287,11 +294,12 @@ def _describe_plan(schedule: Schedule) -> str:
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
                progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan for these failed workers, with roles moved if that shortens the period; the plan is never longer than
-    without.
+    """Return the best plan for these failed workers, in which live workers take other roles if that shortens the
+    period.
 
-    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. Raises
-    JobError for unknown workers, NoPlanError if no schedule can exist.
+    A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. With
+    or without, the plan is never longer than with roles in place. Raises JobError for unknown workers, NoPlanError if
+    no schedule can exist.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
@@ -347,7 +355,6 @@ def _without_state(job: Job) -> Job:
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
-    """Return the job in which no failed worker is slow; otherwise its role would be reserved for a worker of its
-    speed."""
+    """Return a copy of the job in which failed workers are at usual speed; a slow one's role could not be vacant."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))

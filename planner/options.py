@@ -21,27 +21,24 @@ LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a plan, passed unchanged to normalisation, to the plan and to the problem.
-
-    The search gets the method and a budget made from them.
-    """
+    """Options of a plan that its caller chooses: what it may change, how it is searched, and for how long."""
 
     backward: BackwardMode | None = None
-    """Mode of the backward: split into I and W, or fused. None: split; fused for 1f1b, which is defined that way."""
+    """Mode of the backward: "split" into I and W, or "fused" into B. None: split, except for method 1f1b."""
     optimizer: OptimizerMode | None = None
-    """Mode of the optimizer steps. None: staggered; synchronous for 1f1b."""
+    """Mode of the optimizer steps, "staggered" or "synchronous". None: staggered, except for method 1f1b."""
     method: Method = "cp-sat"
     time_limit: float = 10.0
-    """Time limit in seconds. How far a search gets depends on the machine and its load."""
+    """Seconds that the search may take. How far it gets depends on the machine and its load."""
     steps: int | None = None
-    """Limit in counted steps instead of seconds. Then one seed gives one plan on any machine (`planner.budget`).
+    """Number of search steps instead of `time_limit`. One seed then gives one plan on any machine (`planner.budget`).
 
     If more is allowed, such as moving layers, the plan is never longer than with less allowed; that plan may be
     searched, too, with as many steps again.
     """
     seed: int = 0
     layers: Layers = "fixed"
-    """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
+    """"fixed" if layers stay with the workers that hold them, "move" if workers may come to hold others."""
     params: SearchParams = DEFAULTS
     """Parameters of the search."""
     slices: bool = True
@@ -49,7 +46,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     from_checkpoint: bool = False
     """True if layers that no live worker holds are loaded from a checkpoint; used only with layers that move."""
     holds: tuple[tuple[Worker, tuple[LayerRange, ...]], ...] = ()
-    """Layers that live workers hold now, if these are not the layers of their stages."""
+    """Workers whose held layers are at present not those of their stages, each with these layers."""
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError with one line that names the option, its value and what is expected."""
@@ -68,7 +65,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
     def make_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """Return the scheduling problem of a job and its failures. Raises NoPlanError if no schedule can exist."""
+        """Return the scheduling problem of a job whose workers `failed` are down, with layers in place.
+
+        Raises NoPlanError if no schedule can exist.
+        """
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
@@ -84,20 +84,19 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def for_comparison(self) -> "PlanOptions":
-        """Options with which many candidates are planned to compare them: list schedules instead of the whole
-        search."""
+        """Copy of the options by which many candidates are compared: list schedules instead of the whole search."""
         return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
 
     @property
     def limit_seconds(self) -> float:
-        """Time limit in seconds: `time_limit`, or the seconds that `steps` represent."""
+        """Seconds that the search may take on its clock: `time_limit`, or those that `steps` represent."""
         return self.time_limit if self.steps is None else self.steps * STEP_SECONDS
 
     def make_clock(self) -> Clock:
-        """Return a new clock for a plan: the machine's clock, or one that counts steps."""
+        """Return a new clock for a search: a wall clock, or one that counts steps if `steps` is given."""
         return Clock() if self.steps is None else StepClock()
 
     def with_limit(self, seconds: float) -> "PlanOptions":
-        """Return options with another time limit, in seconds of the plan's clock."""
+        """Return a copy of the options that allows `seconds` on the search's clock, as time or as steps."""
         return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
             msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

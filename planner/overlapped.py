@@ -49,8 +49,7 @@ from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import compute_period_ticks as window_ticks
 
 ROUNDING = 1e-5
-"""Tolerance for rounding: if the ticks of a plan are finer than those in which its bound is proven, times are rounded
-differently."""
+"""Relative tolerance when a bound is compared with a plan in finer ticks, since times are then rounded differently."""
 WEIGHT_KINDS = (OpKind.W, OpKind.B)
 LAYER_TIMES = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
 STAGE_TIMES = (*LAYER_TIMES, "optimizer_of_layer")
@@ -59,15 +58,15 @@ T = TypeVar("T", Times, Memory, TicksOfLayers)
 
 
 def has_overlapping_reductions(job: Job) -> bool:
-    """Return whether the job has reductions that take time and overlap compute."""
+    """Return whether gradient reductions of the job take time and run while workers compute."""
     return job.network.overlap and any(job.time.all_reduce)
 
 
 def without_reductions(job: Job, share: float = 0.0) -> Job:
-    """Return the job as if reductions took only this share of their time and occupied workers.
+    """Return a copy of the job whose gradient reductions take only this share of their time and do not overlap compute.
 
-    The time by which reductions slow down the compute that they overlap is added to the worker's optimizer step,
-    wherever they run.
+    The time by which overlapped reductions slow down compute is added to the worker's optimizer step, wherever they
+    run.
     """
     return replace(job, network=Network(), time=replace(
         job.time, all_reduce=tuple(round_to_four_digits(share * seconds) for seconds in job.time.all_reduce),
@@ -76,9 +75,9 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
-    """Return the problem that bounds are proven for: any live holder of a stage may run any micro-batch, whole or cut.
+    """Return the problem of a job with failures for which bounds on the period are proven.
 
-    Raises NoPlanError if no schedule can exist.
+    In it any live holder of a stage may run any micro-batch, whole or cut. Raises NoPlanError if no schedule can exist.
     """
     if not has_overlapping_reductions(job):
         return options.make_shared_problem(job, failed)
@@ -86,7 +85,7 @@ def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -
 
 
 def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
-    """Return a problem of whole stages without reductions, plus the one reduction of each worker that cannot be hidden.
+    """Return a copy of a problem without reductions that has, for each worker, the reduction that no compute can hide.
 
     Each worker reduces the one of its layers that takes the least time. At least that remains after its last compute
     op, which is a W. So a bound for this problem also bounds the job, if it allows for cut micro-batches.
@@ -109,12 +108,13 @@ def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
 
 
 def _with_scaled_values(of: T, factor: int, names: Sequence[str]) -> T:
-    """Return a copy of a struct in which all values of the tuples with these names are multiplied by a factor."""
+    """Return a copy of a struct in which all values of its tuple fields `names` are multiplied by `factor`."""
     return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
 
 
 def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ticks of each stage, with 0 for all stages of a column except the one with the fewest ticks."""
+    """Return a copy of `ticks`, given by stage, in which each column keeps only its smallest value; the others are
+    0."""
     ticks_by_stage = [0] * len(ticks)
     for column in range(grid.columns):
         least = min(grid.stages_of_column(column), key=lambda stage: ticks[stage])
@@ -123,7 +123,7 @@ def keep_column_minimum(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
 
 
 def min_exposed_ticks(schedule: Schedule) -> int:
-    """Return by how many ticks a schedule would be shorter at least without its reductions, for any holders of layers.
+    """Return by how many ticks at least a schedule would be shorter without its reductions, whoever holds which layers.
 
     The last W of a worker is of some layer. The reduction of that layer begins no earlier than this W ends, takes at
     least as long as the layer's reduction by itself, and ends before O of the worker begins. Without reductions each O
@@ -139,11 +139,10 @@ def min_exposed_ticks(schedule: Schedule) -> int:
 
 def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
                                params: OverlapParams) -> Schedule:
-    """Return the schedule of a job without reductions, with the job's reductions added: the shortest found in the
-    budget.
+    """Add the job's gradient reductions, which overlap compute, to a schedule that was made without them.
 
-    The `bound` holds for schedules of the job that cut micro-batches, in ticks of `tick_seconds`; if layers may move,
-    for those without reductions.
+    Return the shortest schedule found in the budget. The `bound` holds for schedules of the job that cut micro-batches,
+    in ticks of `tick_seconds`; if layers may move, for those without reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     job_layers = _JobLayers.of(job)
@@ -159,8 +158,8 @@ def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_
 
 
 def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return the schedule with the costs of layers, and the time of each layer's reduction by itself, which the bound
-    counts."""
+    """Return a copy of the schedule that records, for its bound, the costs of layers and the reduction of each layer
+    alone."""
     if job_layers is None:
         return schedule
     recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
@@ -186,7 +185,7 @@ def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> fl
 
 
 def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return the schedule in ticks, and units of memory, that can also represent the costs of single layers."""
+    """Return a copy of the schedule in ticks and memory units that are fine enough for the costs of single layers."""
     if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
@@ -211,8 +210,11 @@ def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Sche
 
 def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
                   params: OverlapParams, budget: Budget | None = None) -> Schedule:
-    """Return the shortest schedule over several ways to cut the last micro-batches of each worker, or none of them.
-    Ways are tried while there is time."""
+    """Return the shortest schedule over several numbers, `counts`, of last micro-batches of a worker that run layer by
+    layer.
+
+    None at all is one of them. Ways are tried while there is time.
+    """
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
     def try_cut(count: int, pieces: int, *, ascending: bool) -> bool:
@@ -273,7 +275,7 @@ class _JobLayers:
 
 
 class _LayerParts(NamedTuple):
-    """Program of a worker after its last micro-batches were cut: its compute ops in order, and the ranges of layers it
+    """Program of a worker whose last micro-batches run layer by layer: its compute ops, and the ranges of layers it
     reduces."""
 
     ops: list[ProgramOp]
@@ -281,11 +283,11 @@ class _LayerParts(NamedTuple):
 
 
 class _OverlapBuilder:
-    """Builder of a schedule whose workers cut the last `count` micro-batches that they run, and each reduced range of
-    layers.
+    """Builder of a schedule with overlapping reductions, in which each worker's last `count` micro-batches run in
+    parts.
 
-    Each range is divided into at most `pieces`. `ascending`: the W of a micro-batch are ordered by layer, the lowest
-    first, instead of by Johnson's rule.
+    Layers that are reduced together are divided into at most `pieces` ranges, each reduced by itself. `ascending`: the
+    W of a micro-batch are ordered by layer, the lowest first, instead of by Johnson's rule.
     """
 
     def __init__(self, schedule: Schedule, job: Job, job_layers: _JobLayers | None, count: int, pieces: int, *,
@@ -298,7 +300,7 @@ class _OverlapBuilder:
         self._values = [list(values) for values in zip(
             times.forward, times.backward_input, times.backward_weight,
             *((memory.activation, memory.weight_stash) if memory else ()), strict=True)]
-        """Times and memory of each slice."""
+        """Ticks of F, I and W, activation and weight stash of each slice, by slice number."""
         self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
         self._turn: dict[int, int] = {}
@@ -320,7 +322,7 @@ class _OverlapBuilder:
         return _with_start_times(cut_schedule, [part.reduced for part in parts], self._number)
 
     def _reduction_ticks(self) -> tuple[int, ...]:
-        """Return the ticks of the reduction of each slice, rounded up. A tick may be a rounded float."""
+        """Return the ticks of the gradient reduction of each slice, by slice number, rounded up."""
         tick, job_layers = exact_decimal(self._old.tick_seconds), self._job_layers
         durations = [exact_decimal(seconds) for seconds in self._job.time.all_reduce]
         if job_layers is not None:
@@ -328,7 +330,8 @@ class _OverlapBuilder:
         return tuple(ceil(seconds / tick - Fraction(ROUNDING)) for seconds in durations)
 
     def _weight_turns(self) -> dict[int, int]:
-        """Return the turn in which the W of each layer is done, by layer; empty if there is no choice.
+        """Return the rank of each layer, by layer, in the order in which the W of a micro-batch are done; empty without
+        choice.
 
         Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
         Johnson's rule (Nav. Res. Logist. Q. 1, 1954): first those that take less time on the first machine, shortest
@@ -352,7 +355,8 @@ class _OverlapBuilder:
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=sort_key)) for layer in range(*piece)}
 
     def _cut_program(self, program: Program) -> _LayerParts:
-        """Return a program with its last micro-batches cut."""
+        """Return the parts of a worker's program after its last `count` micro-batches were cut into ranges of
+        layers."""
         reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
         if not self._count:
             return _LayerParts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
@@ -384,14 +388,14 @@ class _OverlapBuilder:
         return _LayerParts(ops, pieces)
 
     def _divide_range(self, layers: LayerRange) -> list[LayerRange]:
-        """Divide layers that are reduced together into ranges that are reduced one after the other."""
+        """Divide layers that are reduced together into at most `pieces` ranges that are reduced one after the other."""
         first, end = layers
         count = min(self._pieces, end - first)
         edges = [first + (end - first) * piece // count for piece in range(count + 1)]
         return list(pairwise(edges))
 
     def _slices_within(self, slice_: int, edges: Sequence[int]) -> list[int]:
-        """Return the numbers of the slices into which a slice is cut."""
+        """Return the numbers of the slices into which slice number `slice_` is cut at `edges`, which are layers."""
         layers = self._layers[slice_]
         if layers not in self._within:
             first, end = layers

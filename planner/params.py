@@ -36,12 +36,12 @@ class ParamsError(ValueError):
 
 
 class Choice(NamedTuple):
-    """Assignment rule and dispatch rule of the shortlist."""
+    """Assignment rule (who runs re-routed micro-batches) and dispatch rule that are tried before all others."""
 
     assignment: Annotated[int, Meta(ge=0, le=3)]
     """Index of the assignment rule in `ASSIGNMENT_RULES`."""
     limits: tuple[float, int] | None
-    """Slope and extra of the limits on micro-batches in flight (`scale_in_flight_limits`).
+    """Limits on micro-batches in flight as (slope, extra), arguments of `scale_in_flight_limits`.
 
     None: there are no limits, and the order is chosen as if transfers took no time.
     """
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 class LayoutChoice(NamedTuple):
-    """Fields of a dispatch rule for layouts; `fill_wait` is a share of an F."""
+    """Dispatch rule that is tried first if a layout assigns the units; `fill_wait` is in durations of an F."""
 
     forward_order: Literal["deepest", "oldest"]
     lookahead: float
@@ -61,51 +61,51 @@ class LayoutChoice(NamedTuple):
 
 
 class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of list schedules: a grid of dispatch rules under several assignments, then random steps from the best
+    """Parameters of list schedules: a grid of dispatch rules under several assignments, then random changes of the best
     rules."""
 
     share: Share = 0.3
-    """Share of the time for list schedules, if other searches follow and there is one candidate."""
+    """Share of the search's time for list schedules, if other searches follow and there is only one layout."""
     most_steps: Count = 1000
-    """Maximum number of random steps for one problem."""
+    """Largest number of randomly changed dispatch rules that are tried for one problem."""
     fewest_steps: Count = 8
-    """Number of random steps that a search may take however large the problem is, while there is time."""
+    """Number of randomly changed dispatch rules that may be tried however large the problem is, while there is time."""
     most_ops: Count = 20_000_000
-    """Maximum number of ops that all random steps of a problem together may schedule."""
+    """Largest number of ops that all schedules by randomly changed rules may have together, for one problem."""
     starts: AtLeastOne = 4
-    """Number of the best rules of the grid from which random steps start."""
+    """Number of the best dispatch rules of the grid from which random changes start."""
     stale_steps: AtLeastOne = 150
-    """Number of consecutive random steps without improvement after which they restart from one of the best rules."""
+    """Number of random changes in a row without improvement after which they restart from one of the best rules."""
     stale_starts: AtLeastOne = 10
-    """Number of consecutive restarts without improvement after which the search ends."""
+    """Number of restarts in a row without improvement after which the search of dispatch rules ends."""
     grid_share: Share = 0.3
-    """Share of the time for the grid, if the random steps may also change the assignment."""
+    """Share of the list schedules' time for the grid of dispatch rules, if random changes may be of the assignment,
+    too."""
     assignment_steps: Share = 0.5
-    """Share of the random steps that change the assignment."""
+    """Share of the random changes that change the assignment of units to workers instead of the dispatch rule."""
     changes: Changes = (
         ("in_flight", 28), ("fill_wait", 15), ("lookahead", 14), ("forward_lookahead", 7), ("places", 6),
         ("gradient_places", 6), ("ignore_transfers", 6), ("load_share", 4), ("make_room", 3), ("rerouted", 2))
-    """Fields of a rule that a random step changes, with their weights. Half of a weight is how often a change of the
-    field made a plan shorter; the other half is mostly on limits in flight. The mean of both did best on the grids of
-    benchmarks.quality."""
+    """Fields of a dispatch rule among which a random change chooses, with their weights. Half of a weight is how often
+    a change of the field made a plan shorter; the other half is mostly on limits in flight. The mean of both did best
+    on the grids of benchmarks.quality."""
     changes_of_layouts: Changes = (
         ("fill_wait", 25), ("places", 12), ("gradient_places", 12), ("gradient_advance", 12), ("lookahead", 12),
         ("forward_lookahead", 9), ("advance", 6), ("in_flight", 6), ("ignore_transfers", 2), ("make_room", 1))
-    """Fields that a random step changes if a layout is ordered, weighted by how often each made a plan of
-    benchmarks.layers shorter."""
+    """Fields of a dispatch rule among which a random change chooses if a layout assigns the units, with their weights:
+    how often each made a plan of benchmarks.layers shorter."""
     changes_twice: Share = 0.3
-    """Share of the random steps that change two fields."""
+    """Share of the random changes that change two fields of a dispatch rule."""
     load_shares: Annotated[tuple[float, ...], Meta(min_length=1)] = (0.0, 0.5, 1.0, 1.5, 2.0)
     """Values from which `DispatchRule.load_share` is drawn."""
     places: Annotated[tuple[float, ...], Meta(min_length=1)] = (-4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0)
-    """Values from which the number of places is drawn by which a micro-batch goes before its turn; negative: after
-    it."""
+    """Numbers of places, of which one is drawn, by which a micro-batch goes before its turn; negative: after it."""
     least_advance: int = -32
-    """Smallest value that is drawn for `DispatchRule.advance`, as a multiple of 1 / `fractions`."""
+    """Smallest value that is drawn for `DispatchRule.advance`, times `fractions`."""
     most_advance: int = 48
-    """Largest value that is drawn for `DispatchRule.advance`, as a multiple of 1 / `fractions`."""
+    """Largest value that is drawn for `DispatchRule.advance`, times `fractions`."""
     fractions: AtLeastOne = 8
-    """Denominator of the advances and shares that are drawn."""
+    """Denominator of the fractions that are drawn for fields of a dispatch rule."""
     shortlist: Annotated[tuple[Choice, ...], Meta(min_length=1)] = tuple(itertools.starmap(Choice, (
         (0, (2.0, 0), 0.0, False), (1, (1.5, 0), 0.5, True), (1, None, 0.0, False), (0, (1.0, 0), 1.0, True),
         (0, (1.25, 0), 0.0, False), (1, (1.0, 0), 0.5, True), (0, (2.0, 1), 0.0, False), (1, (1.25, 1), 0.5, True),
@@ -121,22 +121,22 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ("deepest", 0.5, 0.5, 0.5, 2.0, 0.0), ("oldest", 0.25, 0.5, 0.5, -1.0, 4.0),
         ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0),
         ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))))
-    """Choices that are tried for layouts before `shortlist`. They are the best rules of a grid on instances of
+    """Rules that are tried for layouts before `shortlist`. They are the best of a grid on instances of
     benchmarks.layers, the most frequent winners first."""
     largest_untimed: Count = 20_000
     """Number of ops up to which the baseline schedules are also tried after the time is up."""
 
 
 class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of pieces, which are planned separately: pipelines that have lost workers, with whole ones that help
+    """Parameters of the division into subproblems: pipelines that have lost workers, with healthy ones that help
     them."""
 
     largest: Count = 60_000
-    """Number of ops up to which a piece gets more whole pipelines than it needs."""
+    """Number of ops up to which a subproblem gets more healthy pipelines than it needs."""
     shedding: Count = 3
-    """Factor on the number of whole pipelines of a piece if live workers may hand on their own micro-batches."""
+    """Factor on the number of healthy pipelines of a subproblem if live workers may hand on their own micro-batches."""
     largest_shedding: Count = 6_000
-    """Number of ops up to which a piece gets `shedding` times as many whole pipelines."""
+    """Number of ops up to which a subproblem gets `shedding` times as many healthy pipelines."""
     few: Count = 2
     """Number of micro-batches for each stage below which live workers may hand on their own. With so few, one more
     micro-batch on a worker delays all others of its pipeline."""
@@ -146,17 +146,17 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Parameters of one cooling cycle of annealing."""
 
     hot: Factor
-    """Temperature at the beginning, in mean op lengths."""
+    """Temperature at the beginning of the cycle, in mean durations of an op."""
     cold: Factor
-    """Temperature at the end, in mean op lengths."""
+    """Temperature at the end of the cycle, in mean durations of an op."""
     pull: Number
-    """Weight of the sum by which all windows exceed the goal of the cycle. A large weight leads away from plateaus
-    where many windows are the longest."""
+    """Weight, in the cost, of the sum by which all busy windows exceed the goal of the cycle. A large weight leads away
+    from plateaus where many windows are the longest."""
     begin: Share = 0.0
-    """Start of the part of the plan that may change, as a share of its length."""
+    """Start of the part of the plan that this cycle may change, as a share (0 to 1) of the plan's length."""
     end: Share = 1.0
-    """End of the part of the plan that may change, as a share of its length. Pipelines that fill or drain bear higher
-    temperatures than the rest."""
+    """End of the part of the plan that this cycle may change, as a share (0 to 1) of the plan's length. Pipelines that
+    fill or drain bear higher temperatures than the rest."""
 
 
 class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -169,13 +169,14 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Cooling cycles, run in turn; none is the best on all jobs. The first must be of the whole plan. After all of
     them, the number of steps doubles."""
     steps_per_op: AtLeastOne = 60
-    """Steps of each of the first cycles, for each op."""
+    """Number of steps of each of the first cooling cycles, for each op."""
     ops_per_cycle: AtLeastOne = 800_000_000
-    """Maximum product of the steps of a first cycle and the ops of one pipeline."""
+    """Largest product of the steps of a first cooling cycle and the ops of one pipeline."""
     fewest_steps: AtLeastOne = 2_000
-    """Minimum number of steps of a cycle."""
+    """Least number of steps of a cooling cycle."""
     aim: Share = 0.5
-    """Share of the way from the best plan's period to the bound: only windows longer than that count in a cycle."""
+    """Share of the way from the best plan's period to the bound at which a cycle's goal lies: only longer windows
+    cost."""
     steps_per_round: AtLeastOne = 10_000
     """Maximum number of steps between two reads of the clock, which take some 50 ms."""
     ops_per_round: AtLeastOne = 30_000_000
@@ -185,31 +186,30 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     move: Share = 1 / 24
     """Share of the steps in which a unit moves to another worker; all others exchange neighbouring runs of ops."""
     steps_per_shift: AtLeastOne = 60
-    """Number of steps, for each pipeline of a piece, of which one shifts a deadline."""
+    """Number of steps, for each pipeline of a subproblem, of which one shifts the deadline of a group's compute ops."""
     ops_per_shift: AtLeastOne = 8
-    """Divisor of the ops of a piece that gives the least number of steps of which one shifts a deadline. It matters for
-    large pieces: a shift recomputes the times of all ops."""
+    """Divisor of a subproblem's number of ops that gives the least number of steps of which one shifts a deadline. It
+    matters for large subproblems: a shift recomputes the times of all ops."""
     largest_run: AtLeastOne = 6
-    """Maximum number of ops in a run of neighbours that exchanges places with another run."""
+    """Largest number of neighbouring ops of a worker that exchange places with the ops next to them."""
     longest_jump: AtLeastOne = 16
-    """Maximum number of ops that a single op jumps over."""
+    """Largest number of ops of its worker over which a single op jumps."""
     margin: Number = 0.3
-    """Amount by which a window may become longer if others may become shorter, in mean op lengths."""
+    """Amount by which a busy window may become longer if others may become shorter, in mean durations of an op."""
     steps_per_path: AtLeastOne = 16
     """Maximum number of steps that try ops of one critical path, so that all critical paths are tried."""
     ops_per_step: AtLeastOne = 8
-    """Divisor of the ops of a piece that gives the number of steps after which all heads (earliest starts) are
-    recomputed.
+    """Divisor of a subproblem's number of ops that gives the steps after which all earliest starts are recomputed.
 
     So recomputing takes no longer than the steps themselves.
     """
     chains: AtLeastOne = 2
-    """Number of chains of a piece, which run in parallel threads; constant, so that no plan depends on the machine."""
+    """Number of annealing runs of a subproblem in parallel threads; constant, so that no plan depends on the
+    machine."""
     spare_units: Count = 8
-    """Number of units that a worker may run beyond those of the busiest worker at the start."""
+    """Number of units that a worker may run beyond the number of the busiest worker when annealing begins."""
     begin_seconds: Number = 12e-6
-    """Seconds for each op to begin, to run one round and to time the result; with less time left, annealing does not
-    begin."""
+    """Seconds per op to begin annealing, run one round and time the result; with less time left, it does not begin."""
 
     def __post_init__(self) -> None:
         if self.trade + self.move > 1:
@@ -217,26 +217,26 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of CP-SAT, which proves bounds and improves plans of small pieces."""
+    """Parameters of CP-SAT, which proves bounds and improves plans of small subproblems."""
 
     largest_proof: Count = 1500
-    """Number of ops, each counted once for each worker that may run it, up to which CP-SAT improves a piece and proves
-    it optimal."""
+    """Number of ops, each counted once for each worker that may run it, up to which CP-SAT improves a subproblem's plan
+    and tries to prove it optimal."""
     proof_share: Share = 0.6
-    """Share of the time left that CP-SAT may spend on each piece."""
+    """Share of the time left that CP-SAT may spend on each subproblem."""
     largest_relaxed: Count = 1000
     """Number of ops up to which linear relaxations pay: proofs end a third sooner. In larger models they exceed the
     time limit by seconds and prove nothing (the worked example; 8 pipelines x 8 stages x 16 micro-batches)."""
     hint_cycles: AtLeastOne = 3
-    """Number of cooling cycles of annealing that make a good hint for CP-SAT."""
+    """Number of cooling cycles of annealing that a plan gets before it is CP-SAT's hint."""
 
 
 class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of candidates: the problem with layers in place, and layouts that cut micro-batches or move layers."""
+    """Parameters of the search over candidates: the problem with layers in place, and layouts."""
 
     quick_share: Share = 0.2
-    """Share of the time, by the clock, for a plan by list schedules alone, if layers may move; the search is never
-    worse."""
+    """Share of the time, if limited in seconds, for a plan by list schedules before the search in which layers may
+    move."""
     most: AtLeastOne = 17
     """Maximum number of layouts that are considered."""
     fewest: Count = 4
@@ -244,7 +244,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seconds: Factor = 6e-5
     """Seconds for each micro-batch at a stage that a search by list schedules alone needs for each layout."""
     share: Share = 0.4
-    """Share of the time for a few list schedules of all candidates."""
+    """Share of the search's time for the first, few list schedules of all candidates."""
     first_share_fixed: Share = 0.25
     """Share of the list schedules' time for the problem with layers in place, if layers may not move."""
     first_share_move: Share = 0.1
@@ -253,30 +253,32 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Factor on each layout's equal share of the time for list schedules, since many a later layout cannot be the
     best."""
     undivided: AtLeastOne = 8
-    """Number of pipelines up to which layouts are made of all together; with more, they are made group by group."""
+    """Number of pipelines up to which a layout is made of all together; with more, of groups that share work."""
     most_helpers: Count = 16
-    """Maximum number of whole pipelines in the group of a re-cut replica."""
+    """Largest number of healthy pipelines that share the work of a replica with lost workers."""
     fewer_helpers: Share = 0.005
-    """Share by which the longest load of a group may be longer with fewer whole pipelines."""
+    """Share by which the longest load of a group of pipelines may be longer if fewer healthy ones are in it."""
     largest_shared: Count = 100_000
-    """Product of micro-batches and stages up to which layouts that are not divided into groups are made."""
+    """Product of micro-batches and stages up to which layouts are made in which all pipelines share their work."""
     parts: AtLeastOne = 4
-    """Number of parts into which a stage is cut for short slices."""
+    """Number of equal parts into which stages are cut in layouts with short slices."""
     few_parts: AtLeastOne = 2
-    """Smaller number of parts, which is tried first."""
+    """Smaller number of parts of a stage, tried before `parts`."""
     largest_fine: Count = 40_000
-    """Product of micro-batches and parts of stages up to which stages are cut for short slices."""
+    """Product of micro-batches and parts of stages up to which layouts with short slices are made."""
     separate_parts: AtLeastOne = 3
-    """Number of parts for micro-batches that are spread separately: thirds are the best most often."""
+    """Number of parts of a stage if shared micro-batches have few replicas of their own: thirds are the best most
+    often."""
     finest_parts: AtLeastOne = 6
-    """Number of parts that is tried, too, if the job is small."""
+    """Larger number of parts of a stage, tried too if the job is small."""
     largest_finest: Count = 10_000
     """Product of micro-batches and parts of stages up to which `finest_parts` is tried."""
     least_share: Share = 0.25
-    """Minimum share of a stage that a worker takes of a micro-batch that is spread separately. Shorter slices wait
-    longer than they take."""
+    """Least share of a stage that a worker runs of a micro-batch if few replicas share it. Shorter slices wait longer
+    than they take."""
     fewer_sets: Share = 0.01
-    """Share of the period by which loads may be longer than with fewer and larger separate sets of replicas."""
+    """Share of the period by which loads may grow so that there are more and smaller sets of replicas that share
+    work."""
     fine_rate: Number = 10_000.0
     """Product of micro-batches and parts of stages up to which short slices are tried, for each second of list
     schedules."""
@@ -284,33 +286,34 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of the time left after the list schedules for the problem with layers in place, if CP-SAT can improve
     it."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))
-    """Rounds of random steps from the best list schedules of the most promising layouts, one after the other. A round
-    is (number of layouts, share of the time left that they have together)."""
+    """Rounds of random changes of dispatch rules for the most promising layouts. A round is (number of layouts, share
+    of the time left that they have together)."""
     large_restarts: Rounds = ((7, 0.4), (3, 0.5))
-    """Rounds of random steps, as in `restarts`, if a layout has more than `largest_annealed` ops."""
+    """Rounds as in `restarts`, used if a layout has more than `largest_annealed` ops."""
     largest_annealed: Count = 15_000
     """Number of ops of a layout beyond which annealing could change but a few of them in the time."""
     restart_steps: Count = 10_000
-    """Maximum number of such random steps for a layout."""
+    """Largest number of random changes of dispatch rules for a layout in a round of `restarts`."""
     largest_alone: Count = 5_000
-    """Number of ops up to which a list schedule spends at least half of its time in the interpreter. Larger layouts run
-    their random steps in two threads."""
+    """Number of ops up to which a list schedule spends at least half of its time in the interpreter. For larger
+    layouts, random changes of rules run in two threads."""
     halvings: Rounds = ((7, 0.25), (2, 0.3))
     """Rounds of annealing of the most promising candidates: (number of candidates, share of the time left for them
     together). Then one candidate has the rest (successive halving, Karnin et al. 2013)."""
     again: Number = 3.0
-    """Multiple of the gain of a candidate's last annealing that it is expected to gain again."""
+    """Gain that is expected of a candidate's next annealing, as a multiple of what the last one gained."""
 
 
 class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of jobs that are planned in blocks of micro-batches, and of the work around a search."""
+    """Parameters of jobs that are planned in blocks of micro-batches, and of the time for work other than the
+    search."""
 
     certain: Count = 50_000
-    """Number of compute ops that any machine plans and checks in less than a second; up to it, no speed is measured."""
+    """Number of compute ops that any machine plans and checks in less than a second; up to it, pace is not measured."""
     quick: Count = 20_000
-    """Number of compute ops up to which no speed is measured if a plan may not exceed its time limit (no grace)."""
+    """Number of compute ops up to which pace is not measured if a plan may not exceed its time limit."""
     sample: AtLeastOne = 21_000
-    """Number of compute ops of the part of a job by which speed is measured."""
+    """Number of compute ops of the part of a job by which the planner's pace on this machine is measured."""
     grace_seconds: Number = 1.0
     """Seconds by which a plan may exceed its time limit; the larger of this and `grace_share` counts."""
     grace_share: Number = 0.2
@@ -318,9 +321,9 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     margin: Factor = 1.25
     """Factor on the measured time of each op when blocks are joined, since large jobs take longer for each op."""
     whole_margin: Factor = 1.75
-    """Factor on the measured time of each op when a job is planned without blocks."""
+    """Factor on the measured seconds per op when it is decided whether a job is planned without blocks."""
     share: Share = 0.3
-    """Share of the time that the first plan of all blocks may take; the rest improves it."""
+    """Share of the time that the first plans of all blocks of micro-batches may take; the rest improves them."""
     largest_moved: Count = 500_000
     """Number of compute ops up to which a job whose layers may move is never cut into blocks: layers cannot move in
     blocks."""
@@ -328,14 +331,14 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in
     groups."""
     piecewise: Count = 30_000
-    """Number of compute ops up to which a job whose period alone is needed is put together, not evaluated piece by
-    piece."""
+    """Number of compute ops up to which a job whose period alone is needed is planned as a whole, not by
+    subproblems."""
     recomputed_share: Share = 0.2
-    """Share of the time for the choice of the stages that recompute their activations."""
+    """Share of the search's time for the choice of the stages that recompute their activations."""
     largest_compared: Count = 50_000
-    """Number of compute ops up to which there is time to plan alternatives."""
+    """Number of compute ops of a job up to which alternatives to its plan are planned, too."""
     reference_share: Share = 0.15
-    """Share of the time that the fault-free plan, needed for comparison, may take."""
+    """Share of the search's time that the plan without failures, needed for comparison, may take."""
     finish_seconds: Number = 15e-6
     """Seconds for each op that are reserved to put a plan together and check it."""
     finish_share: Share = 0.4
@@ -346,35 +349,35 @@ class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Parameters of the choice of vacant roles, if live workers may take over other roles."""
 
     exhaustive: Count = 60
-    """Number of patterns of a number of failures up to which all are planned."""
+    """Number of failure patterns (failures up to the order of equal pipelines) up to which all are planned."""
     distributions: AtLeastOne = 4
     """Number of distributions of failures over columns that the dynamic programme stores."""
     compared: Share = 0.3
-    """Share of the time to compare all candidates, and again to compare the best few; the best has the rest."""
+    """Share of the time to plan all sets of vacant roles, and again to plan the best few; the best one has the rest."""
     finalists: AtLeastOne = 3
-    """Number of candidates that are compared again."""
+    """Number of sets of vacant roles that are planned a second time."""
     share: Share = 0.5
-    """Share of the time for plans with moved roles; the rest is for a plan with layers in place."""
+    """Share of the time for plans with moved roles if layers stay in place; the plan with roles in place has the
+    rest."""
     share_of_layers: Share = 0.25
-    """Share of the time for plans with moved roles; the rest is for a plan with layers moved."""
+    """Share of the time for plans with moved roles if layers may move; the plan with moved layers has the rest."""
 
 
 class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Parameters of plans whose reductions overlap compute (`[network] overlap`)."""
 
     cut: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-    """Numbers of micro-batches, the last ones of each worker, that are cut into layers, ascending; the best number is
-    used."""
+    """Numbers of last micro-batches of each worker that are run layer by layer, ascending; the best number is used."""
     few: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (2, 6, 16)
     """Numbers from `cut` that are tried first; then the neighbours of the best one are tried while they are better."""
     pieces: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (32, 8, 4, 2)
-    """Maximum numbers of pieces into which layers that are reduced together are divided. Only the first is tried if a
+    """Numbers of ranges into which layers that are reduced together are divided at most. Only the first is tried if a
     reduction has no latency."""
     share: Share = 0.5
-    """Share of the time of reductions that occupies workers in the second search."""
+    """Share of the time of gradient reductions that occupies workers in the second of two searches."""
     first_share_fixed: Share = 0.5
-    """Share of the time for the search without reductions if layers stay in place: its plan is often proven to be the
-    best."""
+    """Share of the time for the search without gradient reductions if layers stay in place: its plan is often
+    optimal."""
     first_share_move: Share = 0.2
     """Share of the time for the search without reductions if layers may move."""
     largest: Count = 200_000
@@ -385,28 +388,29 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Parameters of plans for failures that are made while a run continues."""
 
     at_once_seconds: Factor = 0.3
-    """Time limit of a plan for which all workers wait. If none is found in it, the first plan is used."""
+    """Seconds to plan while all workers wait. If no plan is found in them, the first one found later is used."""
     meanwhile_seconds: Factor = 2.0
-    """Time limit of a plan for other speeds, for which no worker waits."""
+    """Seconds to plan for other speeds of workers, while these continue."""
     large_seconds: Factor = 10.0
     """Time limit of a plan that is too large to be put together within the other limits."""
     roles_seconds: Factor = 10.0
     """Time limit of a plan in which workers take over other roles: several are planned."""
     settled_seconds: Factor = 10.0
-    """Time limit of a settled plan, which is made while all workers train."""
+    """Seconds to plan a rebalanced schedule, while all workers train."""
     pause_pays_seconds: Factor = 3600.0
-    """Time within which a schedule with moved roles must make up for the pause in which their layers are loaded."""
+    """Seconds of training within which a schedule with moved roles must make up for the pause to load their layers."""
     joining_seconds: Factor = 1.0
-    """Seconds by which that pause is longer than the loading of the layers."""
+    """Seconds by which the pause for moved roles is longer than the loading of their layers."""
     large: Count = 30_000
     """Number of ops above which no micro-batch is cut in a plan, because the search for cuts takes longer than they
     save."""
     largest: Count = 500_000
-    """Number of ops up to which a plan without cuts is found within seconds; the first one found is used."""
+    """Number of ops up to which a plan without cuts is found within seconds; above `large`, the first one found is
+    used."""
 
 
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of all searches, in groups."""
+    """Parameters of all searches, in groups that are the tables of a parameter file."""
 
     pieces: PieceParams = msgspec.field(default_factory=PieceParams)
     lists: ListParams = msgspec.field(default_factory=ListParams)
@@ -419,7 +423,7 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     failures: FailureParams = msgspec.field(default_factory=FailureParams)
 
     def __repr__(self) -> str:
-        """Return only the groups that differ from the usual values."""
+        """Return text with only those groups that differ from their defaults."""
         usual = DEFAULTS
         changed = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__
                    if getattr(self, name) != getattr(usual, name)]
@@ -430,7 +434,7 @@ DEFAULTS = SearchParams()
 
 
 def read_params(path: Path) -> SearchParams:
-    """Read the parameters of a TOML file.
+    """Read parameters of searches from a TOML file; those that it does not give have their defaults.
 
     Raises ParamsError if the file cannot be read, or has an unknown key or a wrong value.
     """

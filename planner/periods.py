@@ -5,10 +5,10 @@ A simulation needs the period of every state that a fleet enters. Swapping roles
 period depends only on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
 (`planner.normalise.arrange_vacancies`) are planned by list schedules within a short time, and the best one counts.
 
-A job of more than `BlockParams.piecewise` ops is planned piece by piece (`planner.model.decompose`), each different
-piece once. Its period is that of the slowest piece. Pieces meet only at the all-reduces; if their workers end at
-different times, the assembled schedule can be a little longer. If reductions overlap compute, the part of them that
-remains is not counted in such a job.
+A job of more than `BlockParams.piecewise` ops is planned by subproblems (`planner.model.decompose`), each different one
+once. Its period is that of the slowest. Subproblems meet only at the all-reduces; if their workers end at different
+times, the assembled schedule can be a little longer. If reductions overlap compute, the part of them that remains is
+not counted in such a job.
 """
 
 import math
@@ -44,7 +44,7 @@ Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
-    """Periods of one job without slow workers; each piece is planned once."""
+    """Calculator of the periods of one job without slow workers, for any failures; each subproblem is planned once."""
 
     def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress) -> None:
         """Compile the planner if necessary, and build the job's problem with the options of the search.
@@ -61,7 +61,7 @@ class Periods:
 
     @property
     def is_large(self) -> bool:
-        """True if the job is planned piece by piece."""
+        """True if the job is so large that each subproblem is planned by itself."""
         return 3 * self._job.depth * sum(self._job.microbatches) > self._options.params.blocks.piecewise
 
     def affected_job(self, failures: int) -> Job:
@@ -78,7 +78,7 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def window_bounds(self, failures: int) -> WindowBounds:
-        """Return the `WindowBounds` of the part of the job that this number of failures affects."""
+        """Return lower bounds by column (`WindowBounds`) for the pipelines that this number of failures can affect."""
         job = self.affected_job(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = window_bounds_of(job, self._options)
@@ -92,10 +92,11 @@ class Periods:
         return self._shortest_period(down, self._options, self._plan_quickly)
 
     def round_robin_period(self, down: Counts, options: PlanOptions) -> float:
-        """Return the shortest period found, in seconds, if other pipelines take the micro-batches of the dead in turn.
+        """Return the shortest period found, in seconds, if healthy pipelines take micro-batches of failed workers in
+        turn.
 
-        This is the rule of ReCycle. The best of some list schedules represents ReCycle's solver; with fused backwards,
-        the memory is that of 1F1B.
+        `down` is the number of failed workers of each stage. This is the rule of ReCycle. The best of some list
+        schedules represents ReCycle's solver; with fused backwards, the memory is that of 1F1B.
         """
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
@@ -107,9 +108,11 @@ class Periods:
         return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
 
     def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return the shortest period over arrangements of these failures, in seconds, and whether it meets its bound.
+        """Return the shortest period found if `down` workers of each stage fail, in seconds, and whether it meets its
+        bound.
 
-        `solver` plans each of them. The period is infinite if a stage has no live worker.
+        The failures are spread over pipelines in several ways, and each is planned by `solver`. The period is infinite
+        if a stage has no live worker.
         """
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
@@ -121,10 +124,10 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each different arrangement of the failures over pipelines.
+        """Return one problem for each different way to spread failures, `down` by stage, over pipelines.
 
-        Arrangements that differ only in the numbers of pipelines are equal. The problems of a large job are sorted by
-        the size of their largest piece, and only the first may have large pieces.
+        Ways that differ only in the numbers of pipelines are equal. The problems of a large job are sorted by the size
+        of their largest subproblem, and only the first may have large ones.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
@@ -146,13 +149,15 @@ class Periods:
                                    Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
-        """Return the period of a problem in seconds: of the whole or, for a large job, of the slowest piece."""
+        """Return the period of a problem in seconds, planned by `solver`: as a whole or, if large, its slowest
+        subproblem."""
         if problem.operation_count > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         return self._period_seconds(solver(problem))
 
     def _period_seconds(self, solved: Incumbent) -> float:
-        """Return the period of a solution in seconds, with reductions added if they overlap compute."""
+        """Return the period of a candidate's best solution in seconds, with reductions added if they overlap
+        compute."""
         if not self._overlaps:
             return solved.period_seconds
         grid = solved.problem.grid
@@ -173,7 +178,11 @@ def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
 
 
 def _plan_round_robin(problem: Problem) -> Incumbent:
-    """Plan each piece by list schedules with round-robin assignment; with fused backwards, by 1F1B with its memory."""
+    """Plan each subproblem with micro-batches of failed workers given to peers in turn.
+
+    It takes some list schedules or, with fused backwards, 1F1B with its memory. Return the candidate with its
+    solutions.
+    """
     return order_pieces(problem, decompose(problem), _best_round_robin)
 
 
@@ -193,8 +202,10 @@ def _best_round_robin(problem: Problem) -> Solution:
 
 
 def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """Return dispatch rules with as many micro-batches in flight as memory allows, as many as in 1F1B, or twice as
-    many."""
+    """Iterate over dispatch rules that differ in the micro-batches in flight.
+
+    These are as many as memory allows, as many as in 1F1B, or twice as many.
+    """
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
             yield DispatchRule(ignore_transfers=ignore, in_flight=scale_in_flight_limits(problem, factor) if factor

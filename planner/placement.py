@@ -52,19 +52,20 @@ COMPARED_OPS = 6_000
 """Maximum number of ops of the pipeline that is planned to compare placements."""
 SEEDS, FINALISTS = 6, 3
 FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
-"""Shares of the time left for steps 1 to 4 above."""
+"""Shares of the search's remaining time for its first four steps: all placements, random changes, finalists,
+failures."""
 QUICK_TRIES = 10
 """Number of list schedules of a placement that is compared."""
 MAX_WEIGHED_FAILURES = 64
 """Maximum number of failures that a search for a placement takes into account."""
 MEAN_DOWN_SHARE = 0.01
-"""Default mean share of workers that are down, by which the numbers of failures are weighted."""
+"""Default share of the workers that are down on average, which decides how much each number of failures counts."""
 RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
-"""Shares of a chain's stages, from the first on, that recompute their activations in placements that are compared."""
+"""Shares of a pipeline's stages, from the first on, that are tried as recomputing when placements are compared."""
 
 
 class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrangement of a job's layers that was planned, and its periods."""
+    """Placement and division of a job's layers that was planned, and its periods."""
 
     arrangement: Arrangement
     job: Job
@@ -73,7 +74,7 @@ class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     again: tuple[int, ...] = ()
     """Stages that recompute their activations."""
     with_failures: tuple[float, ...] = ()
-    """Periods in seconds with 1, 2 ... vacant roles, beginning with one."""
+    """Periods in seconds with 1, 2 ... roles vacant."""
 
     def mean_period(self, weights: Sequence[float]) -> float:
         """Return the period, in seconds, that corresponds to the mean throughput over 0, 1, 2 ... failures.
@@ -86,10 +87,10 @@ class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search for a placement: a job file, and the plan of its job."""
+    """Result of a search for a placement: the job file with it, the job, and its plan."""
 
     text: str
-    """Text of the job file."""
+    """Text of the job file with the placement and division that were found."""
     job: Job
     arrangement: Arrangement
     plan: Plan
@@ -98,17 +99,17 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     own_period: float | None
     """Period in seconds of the best plan found for the job's own placement; None if there is no such plan."""
     with_failures: tuple[float, ...]
-    """Periods in seconds with 1, 2 ... vacant roles, if failures count."""
+    """Periods in seconds with 1, 2 ... roles vacant; empty if the search did not count failures."""
     mean_period: float
     """Period, in seconds, that corresponds to the mean throughput over numbers of failures; without failures, that of
     the plan."""
     looked_at: int
-    """Number of placements and divisions that were planned."""
+    """Number of placements and divisions for which a plan was found."""
 
 
 def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                    progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> FoundPlacement:
-    """Search for the best arrangement of a job's layers over virtual stages and workers, in about the time of a plan.
+    """Search for the best placement and division of a job's layers, and plan it, in about the time of a plan.
 
     The job file in `text` must extend no other. Up to `failures` failures count, with a mean share `down` of the
     workers that are down. Raises JobError if the file is wrong or a stage has no layer, NoPlanError if nothing fits.
@@ -117,8 +118,10 @@ def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: 
 
 
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
-    """Return the probabilities that 0, 1 ... workers are down at once, each independently for a share `down` of the
-    time."""
+    """Return the probabilities that 0, 1 ... `failures` of all workers are down at once.
+
+    Each is down independently for a share `down` of the time.
+    """
     return [math.exp(math.lgamma(workers + 1) - math.lgamma(count + 1) - math.lgamma(workers - count + 1)
                      + count * math.log(down) + (workers - count) * math.log1p(-down))
             for count in range(min(failures, workers) + 1)]
@@ -128,7 +131,7 @@ def failure_weights(workers: int, failures: int, down: float) -> list[float]:
 
 
 def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Problem:
-    """Return the problem of the job's layers with costs that are at most those in any placement, for lower bounds."""
+    """Return a problem in which each layer costs at most what it costs in any placement, for lower bounds."""
     job = layers.job
     own = options.make_problem(job)
     below = build_layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
@@ -150,14 +153,16 @@ def movable_layers_problem(layers: MovableLayers, options: PlanOptions) -> Probl
 
 
 def bound_over_placements(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
-    """Return a lower bound on the plans of all placements, and the problem in whose ticks it is given."""
+    """Return a lower bound on the period over all placements, and the problem in whose ticks it is given."""
     below = movable_layers_problem(layers, options)
     return placement_bound(below, input_free=layers.input_free), below
 
 
 def _with_placement_bound(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
-    """Return the schedule with the bound of all placements; with its own bound if pipelines are not all whole and
-    equal."""
+    """Return a copy of the schedule with the lower bound over all placements.
+
+    It keeps its own bound if micro-batches leave their pipelines or reductions overlap compute.
+    """
     if schedule.scope is not Scope.OWN or schedule.has_overlap:
         return schedule
     bound, below = bound_over_placements(layers, options)
@@ -174,7 +179,7 @@ def _with_placement_bound(schedule: Schedule, layers: MovableLayers, options: Pl
 
 
 class _Search:
-    """Search for the best pipeline of one job."""
+    """Search for the placement and division of one job's layers with the shortest period."""
 
     def __init__(self, layers: MovableLayers, options: PlanOptions, failures: int, down: float,
                  progress: ProgressCallback, clock: Clock) -> None:
@@ -215,7 +220,8 @@ class _Search:
     # --- Quickly ---
 
     def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
-        """Try every placement with its balanced division, beginning with the job's own arrangement."""
+        """Try the job's own placement, then each of the literature with its balanced division, the most promising
+        first."""
         stages = self._layers.job.stages
         self._evaluate(own)
         candidates = [self._loads.balance_layers(order, chunks) for order,
@@ -226,7 +232,7 @@ class _Search:
             self._evaluate(arrangement)
 
     def _change_best(self, budget: Budget) -> None:
-        """Change the best arrangements of different placements at random, the more promising ones more often."""
+        """Change the best of the tried placements and divisions at random, the more promising ones for longer."""
         chance = random.Random(self._options.seed)
         starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
@@ -237,8 +243,10 @@ class _Search:
                 starts[index] = self._random_walk(at, turn.with_share(1 / (len(starts) - index)), chance)
 
     def _random_walk(self, at: TriedPlacement, budget: Budget, chance: random.Random) -> TriedPlacement:
-        """Change an arrangement at random until the budget ends or 200 changes in a row find nothing; return the
-        best."""
+        """Change a placement or division at random, keeping changes that are no worse; return the best.
+
+        It ends with the budget or after 200 changes in a row without improvement.
+        """
         unsuccessful = 0
         while budget.seconds_left > 0 and unsuccessful < 200:
             other = change_at_random(at.arrangement, self._layers.job.stages, self._loads, chance)
@@ -254,7 +262,7 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Evaluate an arrangement by a few list schedules of one pipeline.
+        """Return the result of a few list schedules of one pipeline with this placement and division.
 
         Return None if it does not fit, or if its busiest worker shows that its period cannot be below `shortest`
         seconds.
@@ -273,8 +281,11 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
-        """Return the best of a few list schedules of one pipeline, with several numbers of stages that recompute
-        activations."""
+        """Return the best result of a few list schedules of one pipeline, with none, half or all of its stages
+        recomputing.
+
+        The pipeline runs at most `most` micro-batches. None if nothing fits.
+        """
         job = parse_job(self._layers.arranged_job_text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
         fewer += (most - fewer) % job.chains
@@ -288,7 +299,10 @@ class _Search:
         return None if best is None else TriedPlacement(arrangement=arrangement, job=job, period=best[0], again=best[1])
 
     def _list_period(self, job: Job) -> float | None:
-        """Return the period of a few list schedules in seconds; None if they get stuck or nothing fits."""
+        """Return the period, in seconds, of the best of a few list schedules of a job.
+
+        None if they get stuck for lack of memory or nothing fits.
+        """
         with suppress(NoPlanError, StuckError):
             problem = self._options.make_problem(job)
             known = divide_problem(problem, Bound(0, problem.bound_scope))
@@ -301,7 +315,8 @@ class _Search:
     # --- In earnest ---
 
     def _plan_finalists(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan one pipeline of each finalist with all its micro-batches, by the whole search."""
+        """Plan one pipeline of each of these placements, with all its micro-batches, by the whole search; return the
+        results."""
         budget = self._budget_share(FINAL_SHARE)
         planned = []
         for number, tried in enumerate(some):
@@ -314,8 +329,7 @@ class _Search:
         return planned or list(some)
 
     def _plan_with_failures(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan each finalist with 1, 2 ... vacant roles, up to the number that it can lose; return those that lose the
-        most."""
+        """Plan each placement with 1, 2 ... vacant roles; return those, with their periods, that can lose the most."""
         budget = self._budget_share(FAILURES_SHARE)
         quick = self._options.for_comparison
         planned = []
@@ -352,7 +366,7 @@ class _Search:
 
 
 def _one_pipeline(job: Job, microbatches: int) -> Job:
-    """Return the job with one healthy pipeline."""
+    """Return a copy of the job that has one healthy pipeline with this number of micro-batches."""
     memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
     return msgspec.structs.replace(job, pipelines=1, microbatches=(microbatches,), nodes=(), memory=memory,
                                    time=msgspec.structs.replace(job.time, slow=()))

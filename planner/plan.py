@@ -70,16 +70,16 @@ Periods are those of valid plans and bounds are proven, so a better planner need
 periods of other kinds of plans were also stored.
 """
 CLOSE = 1e-3
-"""Relative gap below which a fault-free plan is as good as the best."""
+"""Relative gap between period and bound up to which no better fault-free plan is searched for."""
 
 
 class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Best known period with no worker down, and its bound, in seconds."""
 
     period: float
-    """Period of the best plan found."""
+    """Period, in seconds, of the best plan found."""
     bound: float
-    """Proven lower bound: no plan is shorter."""
+    """Proven lower bound on the period, in seconds."""
 
     @property
     def is_close(self) -> bool:
@@ -87,13 +87,13 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.period <= self.bound * (1 + CLOSE)
 
     def merged_with(self, other: "FaultFree | None") -> "FaultFree":
-        """Return the shorter of two periods of the fault-free job with the larger of their bounds."""
+        """Return a copy with the shorter period and the larger bound of two results for the same job."""
         if other is None:
             return self
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def capped_at(self, period: float) -> "FaultFree":
-        """Return a copy whose period and bound are at most `period`, that of a plan of the same kind for fewer workers.
+        """Return a copy in which period and bound are at most `period`, that of a plan with fewer workers alive.
 
         All workers together could do as well.
         """
@@ -101,7 +101,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def reference_options(options: PlanOptions) -> PlanOptions:
-    """Return the options of the plan that others are compared with: layers in place, no cut micro-batches.
+    """Return a copy of the options for the plan with which others are compared: layers in place, no cut micro-batches.
 
     This is how the job runs when nothing has failed, whatever may move or be cut after a failure.
     """
@@ -109,7 +109,7 @@ def reference_options(options: PlanOptions) -> PlanOptions:
 
 
 def is_reference_kind(schedule: Schedule) -> bool:
-    """Return whether a schedule keeps layers and roles in place and cuts no micro-batch (`reference_options`).
+    """Return whether a schedule keeps layers and roles in place and cuts no micro-batch, as a fault-free plan does.
 
     If reductions overlap compute, micro-batches may be cut for them, as long as all stay on their own workers.
     """
@@ -118,7 +118,7 @@ def is_reference_kind(schedule: Schedule) -> bool:
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
-    """Return a digest of all inputs on which the fault-free period depends."""
+    """Return a digest of all that the period without failures depends on, under which it is stored."""
     problem = reference_options(options).make_problem(job)
     rules = (VERSION, options.method, problem.backward, problem.optimizer,
              *([job.network] if job.network.overlap else []))
@@ -131,9 +131,9 @@ def reference_key(options: PlanOptions, job: Job) -> str:
 
 def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
                      problem: Problem | None) -> CandidateSource:
-    """Return all candidates that these options allow for a job and its failures.
+    """Return the candidates of a search for a job and its failures: the problem in place, and layouts if allowed.
 
-    `problem` is that of the options, or None if it has no plan. It is the only candidate if no layout can be better.
+    `problem` is the one in place, or None if it has no plan. It is the only candidate if no layout can be better.
     """
     alone = options.method not in ("cp-sat", "greedy") \
         or not (options.layers == "move" or _can_layouts_gain(options, problem))
@@ -168,15 +168,17 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts can be better than the problem as it is: if they may be cut, or if its workers differ in
-    room."""
+    """Return whether layouts that keep layers in place can be better than the problem as it is.
+
+    That is so if they may cut micro-batches within a stage, or if workers of a column differ in memory.
+    """
     return problem is not None and (
         problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
 
 
 def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
                       per_unit: Fraction = Fraction(1)) -> Problem:
-    """Return the problem with the costs of layers of another one, so that schedule files record what its bounds count.
+    """Return a copy of the problem that records the costs of layers in `below`, which its lower bound counts.
 
     A tick of the problem is `per_tick` ticks of `below`, and a unit of its memory is `per_unit` units of `below`.
     """
@@ -186,7 +188,7 @@ def _with_layer_costs(problem: Problem, below: Problem, per_tick: Fraction = Fra
 
 
 def _moved_memory(given: Problem, layout: Layout) -> int:
-    """Return the memory of the layers that workers hold in a layout and did not hold before.
+    """Return the memory units of all layers that workers hold in a layout and did not hold in the problem `given`.
 
     If the job gives no weights, return the number of these layers.
     """
@@ -203,32 +205,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     schedule: Schedule
     fault_free: FaultFree | None = None
-    """Result of the same method with no worker down; None if it was not requested, or if there was no time for it."""
+    """Period and bound by the same method with no worker down; None if not requested, or if there was no time for
+    it."""
     solve_seconds: float = 0.0
     """Seconds spent on the plan, on the clock of its search."""
     evidence: str | None = None
-    """Explanation of a period above the bound: which of the two is likely to blame, and why."""
+    """Words that explain a period above the bound: which of the two is likely to blame, and why. None if optimal."""
     interrupted: bool = False
     """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None
     """Period in seconds of the best plan in which no layers change hands, if they do in this one."""
     tally: Tally | None = None
-    """Counts of how often each technique was tried for this schedule, and how often it helped."""
+    """Counts of how often each search technique was tried, and how often it shortened the plan."""
     end: SearchEnd | None = None
     """Reason why the search ended, if known."""
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """Return the plan of a schedule. An optimal schedule has no evidence."""
+        """Return a plan of this schedule, with `evidence` for its gap dropped if it is optimal; `others` are more
+        fields."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     def __repr__(self) -> str:
-        """Return one line; the ops are in `schedule`."""
+        """Return one line about the plan without the ops of its schedule."""
         return f"Plan({self.schedule!r})"
 
     @property
     def period(self) -> float:
-        """Period in seconds."""
+        """Period of the schedule in seconds."""
         return self.schedule.seconds(self.schedule.period_ticks)
 
     @property
@@ -240,11 +244,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
              steps: int | None = None, seed: int = 0, progress: ProgressCallback = ignore_progress) -> Plan:
-    """Plan one schedule within about `time_limit` seconds, or within `steps` counted steps; with steps, one seed gives
-    one plan.
+    """Plan a schedule for a job with failed workers within about `time_limit` seconds, or within `steps` search steps.
 
-    If the inner loops are not compiled yet, another process compiles them, and this plan is made of list schedules;
-    with steps, this call waits for it.
+    With steps, one seed gives one plan. If the inner loops are not compiled yet, another process compiles them, and
+    this plan is made of list schedules; with steps, this call waits for it.
 
     By default `backward` is split and `optimizer` staggered; for 1f1b they are fused and synchronous, as it is defined.
     Raises JobError if a failed worker is not in the job, NoPlanError if no schedule can exist.
@@ -256,10 +259,10 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan one schedule with the given options; see `plan_job`.
+    """Plan a schedule for a job with failed workers, with the given options, and the fault-free period to compare it
+    with.
 
-    Earlier plans of the fault-free job may be passed as `known`. The `clock` is that of a search that this plan is part
-    of.
+    What is `known` of the fault-free period may be passed. The `clock` is that of a search that this plan is part of.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()
@@ -332,11 +335,11 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
 
 
 def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
-    """Return the best plan found within the budget.
+    """Return the best plan found within the budget, never longer than that of a simpler search.
 
-    If layers may move, a search limited by the clock begins with a quick one by list schedules alone, and is never
-    worse. With counted steps, the plan is never longer than the answer to a narrower question: if that may be shorter,
-    it is searched, too, with as many steps again.
+    If layers may move, a search limited by the clock begins with a quick one by list schedules alone. With counted
+    steps, the plan is never longer than with fewer things allowed: if that may be shorter, it is searched, too, with as
+    many steps again.
     """
     seconds_given = budget.seconds_left
     quick_plan = None
@@ -372,7 +375,8 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
 
 
 def _with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
-    """Return the schedule with the bound of another one, and with the costs of layers that this bound counts."""
+    """Return a copy of `schedule` with the lower bound of `other`, and with the costs of layers that this bound
+    counts."""
     ticks = limited_ratio(schedule.tick_seconds, other.tick_seconds)
     costs = other.times.of_layers
     if costs:
@@ -387,8 +391,10 @@ def _with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
 
 def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
                      search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """Return the best schedule whose reductions overlap compute. Micro-batches are cut for the reductions. So only
-    those bounds hold that allow for cuts and count no reductions."""
+    """Return the best plan whose gradient reductions overlap compute, made from plans by `search` without reductions.
+
+    Micro-batches are cut for the reductions. So only those bounds hold that allow for cuts and count no reductions.
+    """
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
     at_first = budget.with_seconds(share * budget.seconds_left)
@@ -411,15 +417,21 @@ def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], b
 
 def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
                     params: OverlapParams) -> Plan:
-    """Return a plan made without reductions, with the job's reductions added."""
+    """Return a copy of a plan with the job's overlapping reductions added to its schedule, which was made without them.
+
+    The `bound` is in ticks of `tick_seconds`.
+    """
     return Plan.from_schedule(add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params),
                               evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
 
 
 def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
                           grace: bool = True) -> Plan:
-    """Return the best schedule of a job within the budget; if that is too little for the whole job, plan it in
-    blocks."""
+    """Return the best plan of a job within the budget; if time is short for the whole, plan it in blocks of
+    micro-batches.
+
+    With `grace`, a large plan may take somewhat longer than the budget.
+    """
     if has_overlapping_reductions(job):
         return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
     rooms = job.memory.capacity_of if job.memory else ()
@@ -460,7 +472,7 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
 
 def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
                      budget: Budget) -> Plan:
-    """Return the best schedule over all candidates for these failures."""
+    """Return the best plan over all candidates (problem in place, layouts) for these failures, checked."""
     solved = find_best_candidate(build_candidates(options, job, failed, problem), options.method, budget,
                                  options.params)
     return Plan.from_schedule(_checked_schedule(solved), fixed_period=solved.fixed_period, end=solved.end,
@@ -478,8 +490,10 @@ def _checked_schedule(solved: Incumbent) -> Schedule:
 
 @contextmanager
 def _disable_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: a large plan is millions of small objects without cycles, and collections take a
-    quarter of its time."""
+    """Return a context without garbage collection, which would take a quarter of a large plan's time.
+
+    A plan is millions of small objects without cycles.
+    """
     on = gc.isenabled()
     gc.disable()
     try:

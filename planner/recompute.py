@@ -24,12 +24,12 @@ AUTO = "auto"
 
 
 class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
-    """Choice of the stages that recompute their activations in a job."""
+    """Choice of the stages of a job that recompute their activations, and what it gains."""
 
     job: Job
     """Job with the times and the memory of the choice."""
     stages: tuple[int, ...]
-    """Stages of a chain whose layers are recomputed."""
+    """Numbers of the stages, in the order of a micro-batch, that recompute the activations of their layers."""
     period: float
     """Period in seconds of a list schedule of the choice, with all workers alive."""
     without: float | None
@@ -37,7 +37,7 @@ class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of these stages."""
+        """Numbers of the layers whose activations are recomputed."""
         counts = layer_counts(self.job)
         return tuple(layer for stage in self.stages for layer in range(sum(counts[:stage]), sum(counts[:stage + 1])))
 
@@ -77,9 +77,9 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
 
 def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None],
                    job: Job, options: PlanOptions, clock: Clock) -> tuple[int, ...]:
-    """Return the better of two choices of recomputed stages by the period of a list schedule; the first of equals.
+    """Return the better of two choices of recomputed stages, `best` and `stages`, by the period of a list schedule.
 
-    Periods are kept in `periods`.
+    It is `best` if they are equal. Periods in seconds are kept in `periods`, by choice.
     """
     if stages not in periods:
         periods[stages] = _list_period(with_recomputation(job, stages), options, periods.get(best), clock)
@@ -88,8 +88,10 @@ def _better_choice(best: tuple[int, ...], stages: tuple[int, ...], periods: dict
 
 
 def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
-    """Return the period of a list schedule in seconds; None if none fits or is found in time, or if none can be
-    shorter."""
+    """Return the period of a job's list schedule in seconds.
+
+    Return None if none fits or is found in time, or if the lower bound is not less than `shortest` seconds.
+    """
     try:
         problem = options.make_problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
@@ -139,14 +141,15 @@ def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """Return the largest memory that a layer of a stage holds from its F to its I."""
+    """Return the most memory, in the job's unit, that a layer of a stage holds from its F to its I."""
     counts = layer_counts(job)
     first = sum(counts[:stage])
     return float(max(layer_costs(job).activation[first:first + counts[stage]]))
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the weights by which the values of stages are divided over layers, with recomputation of some stages.
+    """Return the weights by which values of stages are divided over their layers when some stages recompute
+    activations.
 
     The flags `chosen` say which stages recompute, `late` which of these do so in W. None if the job divides evenly.
     """

@@ -26,24 +26,23 @@ from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 
 BANDWIDTH = 12.5e9
-"""Bytes per second that each rank of a worker sends or receives: a port of 100 Gb/s."""
+"""Default bytes per second at which each rank of a worker sends or receives layers: a port of 100 Gb/s."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfer of layers to workers that did not hold them before any failure and hold them in a plan."""
+    """Copying of layers to workers that hold them in a plan and did not hold them before any failure."""
 
     layers: int
-    """Number of copies of layers that workers receive."""
+    """Number of layers copied, counted once for each worker that receives them."""
     bytes: float | None
-    """Weights of these layers in bytes; None if the job gives no weights. They include gradients and undo copies, which
-    need not be sent."""
+    """Bytes of all layers copied; None if the job gives no weights. They include gradients and undo copies, which need
+    not be sent."""
     seconds: float | None
-    """Seconds until the busiest worker has sent or received its share."""
+    """Seconds until the busiest worker has sent or received its layers; None if the bytes are not known."""
 
 
 def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """Return what a schedule moves, at `bandwidth` bytes per second for each rank of a worker, all ranks at the same
-    time."""
+    """Return which copying of layers a schedule needs, at `bandwidth` bytes per second for each rank of a worker."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
     if not count:
@@ -66,14 +65,17 @@ def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
 
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
-    """Return the layers that each live worker holds and did not hold before, for workers that receive some."""
+    """Return, by worker, the layers that it holds in the schedule and did not hold before; only workers that receive
+    some."""
     received = {seat.worker: sorted(missing_layers(schedule, seat)) for seat in schedule.seats}
     return {worker: layers for worker, layers in received.items() if layers}
 
 
 def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
-    """Return the bytes that the busiest worker sends or receives, if each layer comes from its least busy live
-    holder."""
+    """Return the bytes that the busiest worker sends or receives, if each layer comes from its least busy live holder.
+
+    The layers that each worker receives are in `received`; `size` is the bytes of each layer.
+    """
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
     for seat in schedule.seats:
@@ -98,11 +100,11 @@ RECOMPUTED = "recomputed activations"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Another way to handle the same failures."""
+    """Another way to handle the failures that a plan was made for, with its throughput."""
 
     what: str
     option: str | None
-    """Option of `slipstream plan`, or of the job file; None if the planner does not plan it."""
+    """Option of `slipstream plan`, or key of the job file, that requests it; None if the planner does not plan it."""
     period: float
     """Period in seconds of the best plan found in a short time."""
     throughput: float
@@ -113,9 +115,9 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
                       seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
-    """Iterate over other ways to handle the same failures, as far as `seconds` seconds allow to plan them.
+    """Iterate over other ways to handle the same failures, planning each by list schedules within `seconds` in all.
 
-    They are compared with a plan that was made with these options. With no worker down, they are more memory and
+    They are compared with `plan`, which was made with these options. With no worker down, they are more memory and
     another division of layers only.
     """
     if plan.fault_free is None or options.method in BASELINES:
@@ -150,8 +152,8 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
 
 def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,
                  normalise: bool) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
-    """Iterate over (name, option, function that plans it by list schedules in this many seconds) of the
-    alternatives."""
+    """Iterate over alternatives as (name, option that requests it, function that plans it within a number of
+    seconds)."""
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
     def planner_of(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
@@ -181,8 +183,10 @@ def _plan_recomputed(job: Job, failed: Sequence[Worker], options: PlanOptions, c
 
 
 def _drop_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
-    """Return the alternative in which pipelines that have lost workers stop, and the others continue with a smaller
-    batch."""
+    """Return the alternative that stops all pipelines with failed workers; the others continue with a smaller batch.
+
+    The fault-free period is `whole` seconds.
+    """
     broken = {worker.pipeline for worker in failed}
     kept = sum(count for pipeline, count in enumerate(job.microbatches) if pipeline not in broken)
     batch = kept / sum(job.microbatches)
@@ -199,7 +203,7 @@ def _plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, 
 
 def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
                 again: Recomputation | None = None) -> dict[str, object]:
-    """Return the keys of `slipstream plan --json`.
+    """Return the answer of `slipstream plan --json` about a plan, by key.
 
     Durations are in seconds, memory in the job's unit, bandwidth in bytes per second for each rank. `again` is the
     planner's choice of recomputed stages, if it made one.
@@ -235,7 +239,8 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
 
 
 def placement_report(found: FoundPlacement) -> dict[str, object]:
-    """Return the keys that `--placement any` adds to the answer. Durations are in seconds."""
+    """Return what `--placement any` adds to the answer of `slipstream plan --json`, by key. Durations are in
+    seconds."""
     return {
         "placement": found.arrangement.placement_table,
         "own_placement_period": found.own_period,

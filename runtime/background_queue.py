@@ -39,7 +39,7 @@ class BackgroundQueue:
 
     @property
     def thread_ident(self) -> int | None:
-        """Identifier of the thread that is working, or None."""
+        """Identifier of the thread that runs the work (`threading.get_ident`); None if no thread runs."""
         thread = self._thread
         return None if thread is None else thread.ident
 

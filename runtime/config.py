@@ -54,7 +54,7 @@ class ConfigError(ValueError):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job file's `[model]` table."""
+    """Settings of the model: the job file's `[model]` table."""
 
     name: Text = "gpt"
     """The model: "gpt", or `module:function` for a model of your own
@@ -120,17 +120,17 @@ class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     learning_rate: Positive | None = None
-    """Highest learning rate. Default: that of `[training]`."""
+    """Highest learning rate of the parameters that Muon steps. Default: that of `[training]`."""
     momentum: Fraction = 0.95
     nesterov: bool = True
     coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
-    """Coefficients of the polynomial that makes a matrix orthogonal."""
+    """Coefficients of the Newton-Schulz polynomial that makes a matrix orthogonal."""
     steps: Annotated[int, Meta(ge=1, lt=100, description="a whole number from 1 to 99")] = 5
-    """Number of times that the polynomial is applied."""
+    """Number of times that this polynomial is applied in each step of the optimizer."""
     epsilon: Positive = 1e-7
-    """Smallest norm by which a matrix is divided."""
+    """Smallest norm by which a matrix is divided before it is made orthogonal."""
     adjust: Literal["original", "match_rms_adamw"] = "original"
-    """How the shape of a matrix scales its learning rate."""
+    """Rule by which the shape of a matrix scales its learning rate, as in `torch.optim.Muon`."""
     dtype: Literal["bf16", "float32"] = "bf16"
     """Dtype in which a matrix is made orthogonal; torch has only bf16."""
 
@@ -149,19 +149,19 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backward_input: tuple[Coefficients, ...]
     backward_weight: tuple[Coefficients, ...]
     error: NotNegative = 0.0
-    """Error of the fit: the root mean square of (fitted / measured - 1)."""
+    """Relative error of the fitted costs: the root mean square of (fitted / measured - 1)."""
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return, for each layer, the three coefficients of the seconds that its F, I or W takes."""
+        """Return the three coefficients of the seconds that a layer's F, I or W takes (`kind`), for each layer."""
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job file's `[training]` table."""
+    """Settings of the training: the job file's `[training]` table."""
 
     iterations: Iterations = 20
     """Number of optimizer steps."""
@@ -171,7 +171,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for an
     optimizer of your own (`runtime.model.state.undoable_steps`)."""
     learning_rate: Positive = 1e-3
-    """Step size; the highest one if there is a schedule."""
+    """Step size of the optimizer; with a learning rate schedule, the highest one."""
     learning_rate_schedule: LearningRateSchedule = "constant"
     """Course of the learning rate after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`; "wsd"
     (warm-up, stable, decay), which is constant and then falls linearly over the last `decay_iterations`; or
@@ -182,9 +182,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decay_iterations: PositiveIterations | None = None
     """Number of iterations of the decay of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
     final_learning_rate: NotNegative | None = None
-    """Learning rate at the end of the schedule, after `schedule_iterations`. Default: 0."""
+    """Learning rate at the end of the learning rate schedule, after `schedule_iterations`. Default: 0."""
     schedule_iterations: PositiveIterations | None = None
-    """Length of the schedule in iterations, warm-up included; afterwards the learning rate keeps its final value.
+    """Length of the learning rate schedule in iterations, warm-up included; afterwards the rate keeps its final value.
     Default: `iterations`. Set it if the run is to be continued with more iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moment."""
@@ -195,7 +195,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; vectors (norms, biases) have none. Decoupled with AdamW."""
     momentum: Fraction = 0.0
-    """SGD's momentum."""
+    """Momentum factor of SGD."""
     dampening: Fraction = 0.0
     """Dampening of SGD's momentum."""
     nesterov: bool = False

@@ -8,13 +8,13 @@ from typing import Any, get_args
 import msgspec
 
 MAX_LISTED_KEYS = 16
-"""Number of keys above which an error does not list them all."""
+"""Largest number of keys of a table that an error message lists."""
 _NO_FLOAT16 = ": float16 needs loss scaling, which is not supported; bf16 needs none"
 _KEY_PATTERN = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
-"""Part of msgspec's message that names the wrong key, and the entry of its list."""
+"""Pattern of the part of msgspec's message that names the wrong key and, for a list, the index of the wrong entry."""
 _REMOVED_KEYS = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it "
                                             "out"}
-"""Keys that were removed, and what to do instead."""
+"""Keys of the job file that earlier versions had, each with what to do instead."""
 _MISSING_KEY_PATTERN = re.compile(r"missing required field `(\w+)`")
 
 
@@ -51,13 +51,14 @@ def explain_validation_error(name: str, values: Mapping[str, object], kind: type
 
 
 def _entry_struct(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the struct of the entries of a field that is a list of tables, or None for another field."""
+    """Return the struct type of the entries of a list field, given its type annotation; None for any other field."""
     first = next(iter(get_args(kind)), None)
     return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
 def _suggest_name(kind: Any, value: object) -> str:
-    """Return a hint with the allowed name nearest to `value`, or "" if none is near."""
+    """Return a hint, for an error message, with the name nearest to `value` of those that the field's type annotation
+    allows; "" if none is near."""
     options = [option for option in get_args(kind) if isinstance(option, str)] or \
         re.findall(r"'(\w+)'", " ".join(str(meta.description) for meta in getattr(kind, "__metadata__", ())))
     near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
@@ -65,7 +66,7 @@ def _suggest_name(kind: Any, value: object) -> str:
 
 
 def _describe_expected(kind: Any) -> str:
-    """Return a description of the values that a field accepts."""
+    """Return a description of the values that a field with this type annotation accepts, for an error message."""
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
     if kind is bool:

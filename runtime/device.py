@@ -26,7 +26,7 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
 
 @cache
 def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's stream on a GPU for one purpose.
+    """Return this process's CUDA stream on a GPU for one purpose, always the same one.
 
     Torch hands out 32 streams in turn. A component that took a new one in each generation would eventually share its
     stream with one in which something else waits.

@@ -17,7 +17,8 @@ class NoLiveWorkerError(RuntimeError):
 
 
 def describe_reason(error: Exception) -> str:
-    """Return the reason of an error in one line; for an error of the operating system, the system's own message."""
+    """Return the reason of an error in one line: the system's own message for an OSError, otherwise the error's
+    message."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 

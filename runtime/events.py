@@ -22,8 +22,8 @@ SCHEDULES = "schedules"
 """Folder of the schedules that events name. This and the three names above are relative to the run's folder; `LOSSES`
 and `METRICS` hold the iterations, `EVENTS` the events."""
 Phase = Literal["whole", "at once", "settled"]
-"""State of the members. "whole": all workers take part, in their own roles. "at once": some do not, and layers have not
-moved. "settled": layers have moved."""
+"""Kind of schedule that members train by. "whole": all workers take part, in their own roles. "at once": some do not,
+and layers have not moved. "settled": layers have moved."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -35,18 +35,18 @@ def _event_name(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_event_name):
-    """Fields that all kinds of events have. The event log sets them."""
+    """Base of all kinds of events, with the fields that the event log sets."""
 
     time: float = 0.0
     """Wall clock, in seconds since 1970. It never decreases within one start of the run."""
     seconds: Seconds = 0.0
     """Seconds since this start of the run."""
     iteration: Count = 0
-    """First iteration that is not committed."""
+    """First iteration that was not committed when the event occurred."""
 
 
 class Started(Event, frozen=True, kw_only=True):
-    """The run starts, or resumes. This is the first line of each start."""
+    """Event: the run starts, or resumes. This is the first line of each start."""
 
     format: Literal["slipstream.events"] = FORMAT
     version: int = VERSION
@@ -62,14 +62,14 @@ class Started(Event, frozen=True, kw_only=True):
 
 
 class Failed(Event, frozen=True, kw_only=True):
-    """A member has died or is given up."""
+    """Event: a member has died or is given up."""
 
     worker: Worker
     reason: str
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """A node (a machine) has lost its last live worker.
+    """Event: a node (a machine) has lost its last live worker.
 
     Each of these workers has a `Failed` event of its own before this one.
     """
@@ -81,7 +81,7 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class OrderGiven(Event, frozen=True, kw_only=True):
-    """The members are ordered to train by a schedule until the next order."""
+    """Event: the members are ordered to train by a schedule until the next order."""
 
     order: Count
     schedule: Digest
@@ -93,15 +93,15 @@ class OrderGiven(Event, frozen=True, kw_only=True):
 
 
 class PlanAsked(Event, frozen=True, kw_only=True):
-    """A schedule is looked up or planned."""
+    """Event: the search for a schedule begins, in which it is looked up or planned."""
 
     down: tuple[Worker, ...]
     phase: Phase
-    """Phase of the order that the schedule is for."""
+    """Kind of schedule (`Phase`) that is looked for."""
 
 
 class PlanAnswered(Event, frozen=True, kw_only=True):
-    """The search for a schedule has ended, with a schedule or without one."""
+    """Event: the search for a schedule has ended, with a schedule or without one."""
 
     down: tuple[Worker, ...]
     phase: Phase
@@ -111,7 +111,7 @@ class PlanAnswered(Event, frozen=True, kw_only=True):
 
 
 class SettlingChosen(Event, frozen=True, kw_only=True):
-    """The coordinator has decided whether layers move to a faster schedule; the fields give the reasons."""
+    """Event: the coordinator has decided whether layers move to a faster schedule; the fields give the reasons."""
 
     settles: bool
     moves_bytes: Count
@@ -125,7 +125,7 @@ class SettlingChosen(Event, frozen=True, kw_only=True):
 
 
 class FetchBegun(Event, frozen=True, kw_only=True):
-    """Workers begin to copy layers that they lack, while training continues."""
+    """Event: workers begin to copy layers that they lack, while training continues."""
 
     fetch: Count
     purpose: Literal["join", "settle"]
@@ -136,22 +136,24 @@ class FetchBegun(Event, frozen=True, kw_only=True):
 
 
 class FetchProgressed(Event, frozen=True, kw_only=True):
-    """A worker has received all layers of a fetch that it lacked."""
+    """Event: a worker has received all layers that it had to fetch."""
 
     fetch: Count
     share: Share
-    """Share of the fetched copies of layers that belong to workers with nothing left to fetch."""
+    """Part of the fetch that is done: copies of layers to be fetched by workers that have all of theirs, divided by all
+    copies."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
-    """A fetch ends without a handover. Another fetch may follow."""
+    """Event: a fetch of layers ends without being used. Another fetch may follow."""
 
     fetch: Count
     reason: str
 
 
 class HandedOver(Event, frozen=True, kw_only=True):
-    """Schedule and held layers change together. The order that changes them follows."""
+    """Event: the members have stopped to change the schedule and the layers that they hold, by the order that
+    follows."""
 
     fetch: Count
     """Number of the fetch; 0 if the layers move while all members wait."""
@@ -159,21 +161,22 @@ class HandedOver(Event, frozen=True, kw_only=True):
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """A worker becomes a member."""
+    """Event: a worker becomes a member."""
 
     worker: Worker
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """All members have begun their first op after failures, a join, or a change of schedule."""
+    """Event: all members have begun their first op after failures, a join, or a change of schedule."""
 
     pause: Seconds
-    """Seconds of the pause, from the first failure, or from the time when all members had stopped."""
+    """Seconds from the first failure, or from when all members had stopped, until the last member began its first
+    op."""
     live: Count
 
 
 class Slowed(Event, frozen=True, kw_only=True):
-    """A worker takes longer than its peers for the same ops."""
+    """Event: a worker was found to take longer than its peers for the same ops."""
 
     worker: Worker
     factor: Annotated[float, msgspec.Meta(gt=0)]
@@ -181,20 +184,21 @@ class Slowed(Event, frozen=True, kw_only=True):
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """A worker that was slow is as fast as its peers again."""
+    """Event: a worker that was slow was found to be as fast as its peers again."""
 
     worker: Worker
 
 
 class LeftOut(Event, frozen=True, kw_only=True):
-    """A live worker does not take part."""
+    """Event: a live worker takes no part in training from now on, because it is too slow."""
 
     worker: Worker
     reason: str
 
 
 class WentBack(Event, frozen=True, kw_only=True):
-    """Committed iterations are discarded, and training continues from the checkpoint of iteration `iteration`."""
+    """Event: committed iterations are discarded, and training continues from the checkpoint of iteration
+    `iteration`."""
 
     lost: Count
     """Number of committed iterations that are run again."""
@@ -202,28 +206,28 @@ class WentBack(Event, frozen=True, kw_only=True):
 
 
 class CoordinatorRestarted(Event, frozen=True, kw_only=True):
-    """A new coordinator has taken over the workers of one that was lost."""
+    """Event: a new coordinator has taken over the workers of one that was lost."""
 
     live: Count
     """Number of workers that the new coordinator found."""
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True):
-    """A checkpoint is complete."""
+    """Event: a checkpoint is complete."""
 
     checkpoint: Count
-    """Number of iterations done at the checkpoint, which names it."""
+    """Number of iterations that were done at the checkpoint; its folder has this number in its name."""
     took: Seconds
 
 
 class Noted(Event, frozen=True, kw_only=True):
-    """Another problem occurred, and the run continued."""
+    """Event: a problem of another kind occurred, and the run continued."""
 
     text: str
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """The run ends. A run that was killed has no such line."""
+    """Event: the run ends. A run that was killed has no such line."""
 
     error: str | None = None
     """Reason why the run ends before its last iteration; None if it is complete."""
@@ -241,9 +245,9 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     """Mean loss over all micro-batches; None if it was not finite, and no step was made."""
     period: Seconds | None = None
-    """Longest busy window of any worker, in seconds."""
+    """Longest busy window of any worker, in seconds: from the start of its first op to the end of its step."""
     time: float | None = None
-    """Time of the commit, by the clock of the events. Runs of earlier versions have neither this nor the period."""
+    """Time of the commit in seconds since 1970; None in files of earlier versions."""
     cost_error: float | None = None
     """Error of the samples' costs against the measured ops: the root mean square of (measured / expected - 1), where
     expected is a multiple of the median of each worker's ops of a kind. None if no costs are known."""
@@ -267,9 +271,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     live: Count | None
     phase: Phase | None
     recoveries: Count
-    """Number of changes of members so far, over all starts of the run."""
+    """Number of recoveries (completed changes of members or layers) so far, over all starts of the run."""
     time: float
-    """Time of the commit, as in `Iteration`."""
+    """Time of the commit in seconds since 1970; 0 if it is not known."""
 
 
 encode = msgspec.json.Encoder().encode

@@ -37,7 +37,7 @@ class FailureDomains:
 
 
 NO_SHARED_DOMAINS = FailureDomains(())
-"""Domains of a run in which each worker fails by itself."""
+"""Failure domains of a run in which each worker fails by itself."""
 
 
 def divide_workers_by_node(live: Sequence[Worker], nodes: int,

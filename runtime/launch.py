@@ -71,12 +71,14 @@ from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_RETRY_SECONDS = 5.0, 0.1
-"""Duration and interval of the attempts to listen at the address where workers look for a coordinator. While no process
-listens there, the system may briefly give that port to an outgoing connection."""
+"""Seconds for which this process tries to listen at the address where workers look for a coordinator, and seconds from
+one attempt to the next. While no process listens there, the system may briefly give that port to an outgoing
+connection."""
 MAX_RESTARTS, RESTART_WINDOW_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
-"""Number of restarts of a failing coordinator within `RESTART_WINDOW_SECONDS`, each after twice the pause before."""
+"""Number of restarts of a failing coordinator within `RESTART_WINDOW_SECONDS`, that time in seconds, and the seconds
+before the first restart; each later pause is twice as long."""
 HUGGING_FACE_FOLDER = "hugging-face"
-"""Folder within the run's folder for a model of transformers, in the format of transformers."""
+"""Name of the folder, within the run's folder, into which a model of transformers is written in its own format."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -143,7 +145,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 
 class RestartLimit:
-    """Limit on the restarts of a coordinator that fails."""
+    """Counter of the failures of a coordinator, which limits how often it is restarted."""
 
     def __init__(self) -> None:
         self._failures: list[float] = []
@@ -163,12 +165,13 @@ class _ForkServerHolder:
         self._given = given
         self._stack = stack
         self.server: ForkServer | None = None
-        """The fork server; None until workers are started or adopted."""
+        """Fork server that starts the workers of this node; None until workers are started or adopted."""
         self.adopted = False
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, found: ForkServer | None) -> ForkServer:
-        """Return the fork server: the one already held, else `found`, else the one that was given, else a new one."""
+        """Return the fork server of this node: the one already held, else `found`, else the one that the caller of the
+        run gave, else a new one."""
         if self.server is None:
             self.server = found or self._given or self._stack.enter_context(ForkServer())
         self.adopted = True
@@ -272,9 +275,10 @@ class _RunLeader:
             self.options.notify(f"{self.out / HUGGING_FACE_FOLDER} cannot be written: {first_line(error)}")
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
-        """Adopt the live workers of this machine; None if there is no earlier run or none of them can be adopted.
+        """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server; None if
+        there is none.
 
-        Raises NoLiveWorkerError if there is no other node that could have live workers.
+        Raises NoLiveWorkerError if none can be adopted and there is no other node that could have live workers.
         """
         if self.behind is None:
             return None
@@ -286,9 +290,10 @@ class _RunLeader:
         return adopted
 
     def _listen_for_workers(self) -> tuple[socket.socket, Rendezvous]:
-        """Listen for workers, at the earlier coordinator's address if the options allow it. Raises RendezvousError.
+        """Return a socket that listens for workers, with its address: that of the earlier coordinator, if any.
 
-        Raises NoLiveWorkerError if that address cannot be used, because workers look for a coordinator only there.
+        Raises RendezvousError. Raises NoLiveWorkerError if the earlier coordinator's address cannot be used, because
+        workers look for a coordinator only there.
         """
         wanted = self.options.rendezvous
         if self.behind is not None and (wanted is None or wanted.port == 0):
@@ -313,7 +318,7 @@ class _RunLeader:
 
     def _build_takeover_record(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
                                ) -> TakeoverRecord:
-        """Return the record that a new node 0 needs if this one dies."""
+        """Return the record from which a new node 0 can continue with the workers of this one if this one dies."""
         behind = self.behind
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds

@@ -60,7 +60,8 @@ class NodeJob:
     """All workers of the job; the node starts no others."""
     secret: Secret
     resume: Path | None = None
-    """Folder of the checkpoint from which node 0 resumes, or of a run that has it."""
+    """Folder of the checkpoint from which node 0 resumes the run, or of a run that has it; None if it starts with
+    iteration 0."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """Seconds to wait for another node 0 after that of the run is gone; 0: end at once."""
 
@@ -159,7 +160,8 @@ def _build_own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettin
 
 
 def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
-    """Return the path of a checkpoint: in `folder`, in its checkpoints if it is a run's folder, or `folder` itself.
+    """Return the path of this node's copy of the checkpoint of an iteration: in `folder`, in its subfolder for
+    checkpoints, or `folder` itself.
 
     Raises CheckpointError if the checkpoint is of another iteration.
     """
@@ -173,7 +175,8 @@ def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
 
 def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
                             notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """Connect to the coordinator, and return the connection and its answer.
+    """Connect to the coordinator as node `node`, and return the connection and the answer, which names the workers to
+    start.
 
     Asks again while the coordinator has not noticed that this node's last process is gone. If node 0 disappears before
     it answers, waits for it as long as during a run. Raises RendezvousError.
@@ -215,7 +218,7 @@ class _NodeAgent:
         self._link = link
         self._limit = limit
         self._last_heard = time.monotonic()
-        """Time of the last message from node 0, by time.monotonic."""
+        """Time of `time.monotonic` at which the last message from node 0 came."""
         self._processes = processes
         self._gatherer = gatherer
         self._stop = stop
@@ -227,10 +230,10 @@ class _NodeAgent:
         self._unreported_ends: list[WorkerEnded] = []
         """Workers that ended while there was no node 0, to be reported to the next one."""
         self.run_restarts = False
-        """True if node 0 starts the run again from its beginning after this one has ended."""
+        """True if node 0 starts the run again from its beginning, so that this node must join it again."""
 
     def serve(self) -> str | None:
-        """Serve until the run ends, and return None or the reason why it failed.
+        """Carry out the coordinator's messages until the run ends, and return the reason why the run failed, or None.
 
         Raises RunError if node 0 is gone and no other comes, and ForkServerError if the fork server, and with it the
         workers, are gone.
@@ -250,7 +253,8 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow_coordinator(self, woken: socket.socket) -> str | None:
-        """Follow the coordinator's messages, and return the run's error or None.
+        """Carry out the messages of one coordinator until the run ends, and return the run's error, or None if it is
+        complete.
 
         Raises RendezvousError if node 0 is gone.
         """

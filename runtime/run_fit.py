@@ -41,30 +41,30 @@ class RunFit:
     model: LayeredModel
     placement: Placement
     shares: Sequence[Sequence[Worker]]
-    """Workers of each node that are live from the start."""
+    """Workers of each node that are live from the start, by the node's number."""
     domains: FailureDomains
     gpus: GpuShare
     transport: Transport
     forms: tuple[FormSpec, ...]
-    """Forms of the values that pass each cut between layers. Computed once for all workers and before node 0 listens,
-    because it takes seconds."""
+    """Shapes and dtypes of the values that are passed at each cut between layers. They are computed once for all
+    workers and before node 0 listens, because it takes seconds."""
     work: IterationWork
-    """Tokens and operations of an iteration."""
+    """Number of tokens and of floating-point operations in an iteration."""
     shared_layers: tuple[frozenset[int], ...]
-    """Layers of each group that shares a parameter."""
+    """Groups of layers of the model that share a parameter."""
     whole_schedules: bool
     """True if workers need the whole of each schedule, to deal samples or to evaluate."""
     elements: tuple[ElementCounts, ...]
-    """Numbers of trained elements, for each layer."""
+    """Number of trained elements of each layer of the model, on each rank of a worker."""
     data: FormSpec | None = None
-    """Form of each micro-batch that the data give."""
+    """Shapes and dtypes of each micro-batch that the data provide; None: not checked."""
 
 
 def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
-    """Return how many samples were read before the iteration of a checkpoint.
+    """Return the number of samples that were read before the iteration of the checkpoint from which a run resumes.
 
-    Returns `NOTHING_READ` if iterations of this run read as many, and for a checkpoint of an earlier version, which
-    does not say.
+    Returns `NOTHING_READ` if iterations of this run, with these `microbatches` of each pipeline, read as many as those
+    before it, and for a checkpoint of an earlier version, which does not say.
     """
     if resume is None or resume.manifest.samples in (
             None, resume.iteration * config.training.batch * sum(microbatches)):
@@ -73,7 +73,7 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
 
 
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
-    """Check that schedule, configuration and machine fit, and return the result.
+    """Check that schedule, configuration and machine fit each other, and return what follows from all three.
 
     Raises PlacementError and ConfigError.
     """

@@ -32,27 +32,28 @@ _TAKEOVER_RECORD = ".running.json"
 _LOCK_NAME = ".node-{}.lock"
 _TEMPORARY_FILES = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
                     f"{SCHEDULES}/.*.json.????????")
-"""Temporary files of writers that were killed."""
+"""Patterns, relative to the run's folder, of the temporary files that killed writers have left."""
 _STALE_FILES = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
-"""Files that a run writes again, even when it resumes."""
+"""Patterns, relative to the run's folder, of files that a run writes again, even when it resumes."""
 _RESULT_FILES = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
 class TakeoverRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Record that node 0 keeps in its folder during a run, for a node 0 that is started after it has died."""
+    """Record that node 0 keeps in its folder during a run, so that a node 0 started after its death can continue the
+    run."""
 
     epoch: int
     """Number of node 0's coordinator (`runtime.protocol.setup.WorkerSetup.epoch`). That of the next one must be
     higher."""
     coordinator: Rendezvous
-    """Address where its workers look for another coordinator."""
+    """Address where the run's workers look for another coordinator."""
     first_iteration: int
     read: SamplesRead = NOTHING_READ
     """Number of samples that runs on other grids have read before (`WorkerSetup.read`)."""
     resume: str | None
     """Folder of the checkpoint from which the run began; None if it began with iteration 0."""
     fork_server: str | None
-    """Name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
+    """Name by which the workers on this machine are adopted (`runtime.processes.fork_server.adopt_fork_server`); None:
     they cannot be adopted."""
     crashes: CrashTimes = ()
 
@@ -87,7 +88,7 @@ def write_takeover_record(out: Path, left: TakeoverRecord) -> None:
 
 
 def read_takeover_record(out: Path) -> TakeoverRecord | None:
-    """Return the record of a node 0 that has died or failed during its run; None if there is no record that can be
+    """Return the record that a node 0 left in the folder when it died or failed; None if there is none that can be
     read."""
     try:
         return _TAKEOVER_DECODER.decode((out / _TAKEOVER_RECORD).read_bytes())
@@ -101,7 +102,8 @@ def remove_takeover_record(out: Path) -> None:
 
 
 def read_lock_holder(out: Path) -> str | None:
-    """Return the name of node 0's process that holds the folder, as written in the lock; None if there is none."""
+    """Return the name of node 0's process that has locked the folder, as written in the lock file; None if there is no
+    lock file."""
     try:
         return lock_path(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -110,7 +112,8 @@ def read_lock_holder(out: Path) -> str | None:
 
 def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool,
                       again: bool = False) -> None:
-    """Raise FolderError if a run would overwrite the results of another one, or CheckpointError.
+    """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError,
+    too.
 
     A run that resumes from a checkpoint in this folder may replace the results that are there. With `force`, a run may
     remove everything; with `again`, only the results of a run that saved neither a checkpoint nor parameters. The
@@ -156,25 +159,26 @@ def clean_up_folder(out: Path) -> None:
 
 
 def clear_parameters(out: Path) -> None:
-    """Remove the parameters that an earlier run has left."""
+    """Remove the files of parameters that an earlier run has left in the folder."""
     _remove_matching(out, _STALE_FILES[0])
 
 
 def describe_results(out: Path) -> str:
-    """Return a description of a run's results in the folder; empty if it has no results that could be missed."""
+    """Return a list, as text, of what a run has left in the folder: its iterations, checkpoint and parameters; empty if
+    nothing."""
     done = count_iterations_done(out)
     return ", ".join(([f"{done} iterations"] if done else []) + list_saved(out))
 
 
 def count_iterations_done(out: Path) -> int:
-    """Return the number of iterations whose losses a run has left."""
+    """Return the number of iterations in `losses.jsonl` in the folder; 0 if there is no such file."""
     with contextlib.suppress(OSError):
         return (out / LOSSES).read_bytes().count(b"\n")
     return 0
 
 
 def list_saved(out: Path) -> list[str]:
-    """Return descriptions of the checkpoint and the parameters in the folder, which other runs can use."""
+    """Return a phrase each for the newest checkpoint and the parameters in the folder, if there are any."""
     newest = open_latest(out / CHECKPOINTS)
     return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
         + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
@@ -185,7 +189,8 @@ def _is_in_folder(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def _suggest_remedy(out: Path, config: RunConfig) -> str:
-    """Return the beginning of a list of remedies: what the job can do with the folder's newest checkpoint."""
+    """Return the beginning of an error's list of remedies: how this job can resume from the newest checkpoint in the
+    folder, or why it cannot; empty if there is none."""
     newest = open_latest(out / CHECKPOINTS)
     if newest is None:
         return ""

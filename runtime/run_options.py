@@ -48,7 +48,8 @@ class Resilience:
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """Seconds that workers wait for another node 0 after this one has died; 0: they end at once."""
     fetch_bytes_per_second: float | None = None
-    """Rate at which each worker sends layers to a joining worker while it trains; None: unlimited."""
+    """Rate in bytes per second at which each worker sends layers to a joining worker while it trains; None:
+    unlimited."""
     checkpoint_every: int | None = 0
     """Number of iterations between checkpoints; 0: no checkpoints; None: as often as costs less than 1 % of the
     time."""
@@ -78,21 +79,21 @@ class Resilience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options for the place of a run, and for what it reports."""
+    """Options for where a run takes place and what it reports."""
 
     nodes: int = 1
     rendezvous: Rendezvous | None = None
-    """Address at which node 0 listens; None: on loopback."""
+    """Address at which node 0 listens; None: a free port of loopback."""
     announce: Callable[[Rendezvous], None] = lambda _: None
     """Function that is called with the address when node 0 listens there."""
     local: LocalProcess = ONLY_PROCESS
-    """Place of this process among the processes of its machine."""
+    """Number of this launcher among the launchers on its machine, and how many there are."""
     topology: Sequence[Collection[Worker]] = ()
-    """Workers of each machine, if the job names them; else each node is a group of consecutive workers."""
+    """Workers of each machine, if the job names them; empty: each node is a group of consecutive workers."""
     secret: Secret | None = None
     """Secret that all nodes share (`runtime.protocol.authentication`); None: there is one node, which creates one."""
     traced: int = 3
-    """Number of iterations, the last ones, in `trace.json`."""
+    """Number of last iterations of the run whose ops are recorded in `trace.json`."""
     force: bool = False
     """If true, remove what another run has left in the folder, instead of refusing to write there."""
     again: bool = False
@@ -109,7 +110,7 @@ class RunOptions:
     (`runtime.events.Metrics`). After the run went back to a checkpoint, it is called again for the iterations that are
     repeated."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers, if the first schedule is for fewer; None: it was not planned."""
+    """Planned period in seconds with all workers, if the first schedule is for fewer; None: it was not planned."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""
     peak_flops: float | None = None

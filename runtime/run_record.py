@@ -43,10 +43,10 @@ class RunRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event and when it occurred."""
+    """Event of a run and the time at which it occurred."""
 
     at: float
-    """Time of the event, in run seconds."""
+    """Time of the event, in run seconds: seconds of all starts of the run so far, without the time between them."""
     event: AnyEvent
 
 
@@ -55,9 +55,10 @@ class CommittedIteration:
     """An iteration that was committed and not discarded later."""
 
     at: float
-    """Time of the commit, in run seconds."""
+    """Time of the commit, in run seconds: seconds of all starts of the run so far, without the time between them."""
     took: float
-    """Seconds since the commit before, or since the first order of this start, including any pause between them."""
+    """Seconds since the commit before or, for the first of a start, since its first order, including any pause between
+    them."""
     iteration: int
     loss: float | None
     period: float | None
@@ -69,7 +70,7 @@ class GenerationRecord:
     """One generation: the time from an order to the next one, or to the end of that start of the run."""
 
     begin: float
-    """Begin, in run seconds."""
+    """Time of the order, in run seconds: seconds of all starts of the run so far, without the time between them."""
     end: float
     order: OrderGiven
     committed: tuple[CommittedIteration, ...]
@@ -77,17 +78,20 @@ class GenerationRecord:
 
     @property
     def measured_period(self) -> float | None:
-        """Median over iterations of the longest busy window, without the first iteration, which warms up."""
+        """Median seconds, over the iterations of this generation, of the longest busy window of any worker; None if
+        unknown. The first iteration is left out, because it warms up."""
         return _median_or_none([line.period for line in self._without_first if line.period is not None])
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Median of the seconds between commits, without the first one, which includes the change of members."""
+        """Median seconds from one commit to the next in this generation, without the first, which includes the change
+        of members; None if unknown."""
         return _median_or_none([line.took for line in self._without_first])
 
     @property
     def planned_share(self) -> float | None:
-        """Planned throughput as a share of the fault-free throughput; None if either period is unknown."""
+        """Planned throughput in this generation as a share of the throughput with all workers; None if either period is
+        unknown."""
         planned = self.order.planned_period
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
@@ -98,7 +102,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True)  # without slots: some of it is computed once
 class RunRecord:
-    """The history of a run."""
+    """History of a run, over all its starts."""
 
     folder: Path
     events: tuple[TimedEvent, ...]
@@ -120,13 +124,15 @@ class RunRecord:
 
     @cached_property
     def full_grid_iteration_seconds(self) -> float | None:
-        """Median seconds of an iteration while all workers took part; None if there was none."""
+        """Median seconds from one commit to the next while all workers took part in their own roles; None if there were
+        none."""
         return _median_or_none([line.took for stretch in self.stretches if stretch.order.phase == "whole"
                                 for line in stretch.committed[1:]])
 
     @cached_property
     def median_cost_error(self) -> float | None:
-        """Median over iterations of the samples' cost error (see `Iteration`); None if no costs are known."""
+        """Median over iterations of `cost_error`, the error of the expected costs of samples; None if no costs are
+        known."""
         return _median_or_none([line.cost_error for line in self.committed if line.cost_error is not None])
 
     def measured_share(self, stretch: GenerationRecord) -> float | None:
@@ -166,10 +172,10 @@ def read_run(folder: Path) -> RunRecord:
 
 def _build_committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
                      begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
-    """Return the committed iterations with the time that each took.
+    """Return the committed iterations with the seconds that each took.
 
-    The argument `placed` has iterations, each with its run seconds and the number of its start; `begun` has the time of
-    the first order of each start.
+    The argument `placed` has each iteration with its run seconds and the number of its start, `offsets` the run seconds
+    at which each start began, and `begun` those of the first order of each start.
     """
     found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:

@@ -23,7 +23,7 @@ class RunResult:
     first_iteration: int
     """First iteration of this start: 0, or that of the checkpoint from which the run resumed."""
     losses: tuple[float, ...]
-    """Losses of the iterations, each a mean over all micro-batches."""
+    """Loss of each iteration from `first_iteration` on, a mean over all micro-batches."""
     parameter_digest: str
     """Digest of all parameters after the last iteration (`runtime.model.state.digest`)."""
     measured_period_seconds: float | None
@@ -32,9 +32,10 @@ class RunResult:
     """Period of the first schedule."""
     recoveries: tuple[Recovery, ...]
     speed_events: tuple[SpeedEvent, ...]
-    """Slow workers that were detected, and what was done about them."""
+    """Changes of workers' speeds that were detected, and what was done about each."""
     speed_periods_seconds: tuple[float | None, ...]
-    """Measured periods like `measured_period_seconds`, of the iterations from each speed event to the next."""
+    """Median over iterations, in seconds, of the longest busy window of any worker, from each speed event to the next;
+    None without iterations."""
     notes: tuple[str, ...]
     """Other problems that the run survived, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]

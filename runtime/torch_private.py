@@ -57,7 +57,7 @@ class Group(Protocol):
         """Start to send tensors to a rank."""
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive tensors from a rank."""
+        """Start to receive tensors, into the given ones, from a rank."""
 
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
         """Start to sum tensors over all ranks, in place."""
@@ -180,7 +180,7 @@ def create_gloo_group(store: Store, rank: int, size: int, timeout: timedelta, de
 
 
 CONNECT_TIMEOUT_SECONDS = 30.0
-"""Timeout for the connection of an NCCL call that does not block the host."""
+"""Seconds after which the connection of an NCCL communicator that does not block the host has failed."""
 NCCL_ENVIRONMENT = {
     # What the watchdog does about an error or a timeout of an operation. 0: nothing. Otherwise it aborts communicators
     # that are still in use, or ends the process.
@@ -205,7 +205,8 @@ user's values, because the runtime relies on them.
 
 
 BLOCKING_VARIABLE = "SLIPSTREAM_NCCL_BLOCKING"
-"""Environment variable; 0 creates communicators that do not block the host while they connect."""
+"""Name of an environment variable; if it is 0, communicators are created that do not block the host while they
+connect."""
 PAIR_CHANNELS = 4
 """Number of channels of a communicator of two ranks. Each takes device memory, and a transfer in one direction fills
 few."""
@@ -332,14 +333,14 @@ class LiveStorages:
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch_tensor(self, tensor: Tensor) -> None:
-        """Add a tensor's storage to the watched ones; each storage counts once."""
+        """Add a tensor's storage to the watched ones, unless it is already watched or belongs to an ignored tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (reference, storage.nbytes())
 
     def live_bytes(self) -> int:
-        """Return the bytes of the watched storages that are alive."""
+        """Return the total size in bytes of the watched storages that are still alive."""
         alive = 0
         for reference, size in self._seen.values():
             alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]

@@ -31,7 +31,8 @@ Route = Sequence[int]
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """Broken rule: its name, a one-line message with ids and values, and the offending op or worker if there is one."""
+    """Broken rule of a schedule: the rule's name, a one-line message with ids and values, and the op or worker if
+    known."""
 
     rule: str
     message: str
@@ -51,21 +52,22 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Pipelines to check: one group of each set of groups that behave identically."""
+        """Numbers of the pipelines to check: of groups of pipelines that behave identically, one group."""
         return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:
-        """Ops of each worker whose role is in one of `pipelines`, in program order."""
+        """Ops of each worker whose role is in one of `pipelines`, in the order in which it runs them."""
         return programs_of(self.schedule, self.pipelines)
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """Compute ops by key. From the second tier on, each is there exactly once."""
+        """Compute ops by key (kind, slice, pipeline, micro-batch). Rules after the second tier rely on each being there
+        once."""
         return {op_key(op): op for op in self.compute_ops()}
 
     def compute_ops(self) -> Iterator[Op]:
-        """Iterate over all compute ops, worker by worker."""
+        """Iterate over the compute ops (F, I, W, B) of the pipelines to check, worker by worker."""
         return (op for ops in self.programs.values() for op in ops if op.kind in COMPUTE_KINDS)
 
     @cached_property
@@ -77,7 +79,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of op that a micro-batch needs at one slice."""
+        """Kinds of op that a micro-batch must run at each slice, in order."""
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -85,7 +87,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Kind of op that produces the gradient for the slice before."""
+        """Kind of op that makes the gradient for the slice before: I, or B if the backward is fused."""
         return self.op_kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
@@ -96,7 +98,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def has_only_stage_routes(self) -> bool:
-        """True if every micro-batch runs every op once along its own chain of stages, and nothing else runs."""
+        """True if every micro-batch runs every op once along the stages of its direction, and nothing else runs."""
         grid, kinds = self.schedule.grid, self.op_kinds
         expected = ((kind, stage, pipeline, microbatch) for pipeline, microbatch in self.microbatches()
                     for stage in grid.stages_of_microbatch(microbatch) for kind in kinds)
@@ -116,14 +118,18 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 for microbatch, slices in visited.items()}
 
     def route_of(self, pipeline: int, microbatch: int) -> Route:
-        """Return the route of a micro-batch. From the second tier on, its slices cover all layers exactly once."""
+        """Return the numbers of the slices that a micro-batch passes, in order.
+
+        Rules after the second tier rely on these slices covering all layers exactly once.
+        """
         if self.has_only_stage_routes:
             return self.schedule.grid.stages_of_microbatch(microbatch)
         return self.routes.get((pipeline, microbatch), ())
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """Layers of all As, each range once, ascending. From the third tier on, the ranges are disjoint."""
+        """Ranges of layers that are all-reduced (A), each once, ascending. Rules after the second tier rely on them
+        being disjoint."""
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
@@ -136,19 +142,19 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 yield ranges[index]
 
     def covers_layers(self, held: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Return whether the worker that holds `held`, ascending ranges that do not touch, holds all of `layers`."""
+        """Return whether all of `layers` are within one of the ranges `held`, which are ascending and do not touch."""
         return any(first <= layers[0] and layers[1] <= end for first, end in held)
 
     def transfer_ticks(self, before: Op, after: Op) -> int:
-        """Return the ticks that a tensor needs from one op to the next: 0 within a worker."""
+        """Return the ticks that a tensor needs from the op `before` to the op `after`: 0 if one worker runs both."""
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
     def op_text(self, op: Op) -> str:
-        """Format an op for a message."""
+        """Return the text that names an op in a message."""
         return self.schedule.op_text(op)
 
     def time_text(self, ticks: int) -> str:
-        """Format a time or duration for a message."""
+        """Return the text that gives a time or duration in a message, in ticks and seconds."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
 
 
@@ -205,7 +211,7 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
 
 
 def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
-    """Format layers for a message, with the stages that lie within them."""
+    """Return text for a message about layers, with the numbers of the stages that lie within them."""
     grid = case.schedule.grid
     stages = [str(stage) for stage, (first, end) in enumerate(grid.layers_by_stage[:grid.depth])
               if layers[0] <= first and end <= layers[1]]
@@ -217,7 +223,8 @@ def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
 
 
 def check_each_once(case: CheckContext) -> Iterator[Violation]:
-    """Check that the slices of each micro-batch cover all layers once, each with one F, I and W (or F and B)."""
+    """Check that each micro-batch's slices cover all layers once, and that it runs one F, I and W (or F and B) at
+    each."""
     if case.has_only_stage_routes:
         return
     yield from _check_foreign_ops(case)
@@ -236,8 +243,10 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Report compute ops that do not belong: of a wrong kind, of an unknown micro-batch, without F there, or run
-    twice."""
+    """Iterate over violations by compute ops that do not belong in the schedule.
+
+    They are of a wrong kind, of an unknown micro-batch, at a slice where it runs no F, or run twice.
+    """
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
@@ -273,7 +282,8 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
-    """Check that the As of each live worker cover exactly its held layers, and that its last op is its only O."""
+    """Check that each live worker all-reduces (A) exactly its held layers, and that its last op is its only optimizer
+    step."""
     for worker, ops in case.programs.items():
         yield from _check_reductions_of(case, worker)
         steps = [op for op in ops if op.kind is OpKind.O]
@@ -285,7 +295,7 @@ def check_closing(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
-    """Check that no worker runs an A or an O, in a schedule of forwards only."""
+    """Check that no worker runs an all-reduce or an optimizer step, in a schedule of forwards only."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
@@ -293,7 +303,7 @@ def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Report As of one worker that do not match the layers that it holds."""
+    """Iterate over violations by all-reduces (A) of one worker that do not match the layers that it holds."""
     held, ranges = case.schedule.held_layers(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if held == tuple(layers for layers, _ in ranges):
         return
@@ -314,7 +324,7 @@ def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violati
 
 
 def _reduction_text(case: CheckContext, op: Op) -> str:
-    """Format an A for a message."""
+    """Return the text that names an all-reduce in a message."""
     assert op.slice is not None
     return f"A({case.schedule.slice_text(op.slice)})"
 
@@ -337,7 +347,7 @@ def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange])
 
 
 def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
-    """Check that all As of a layer have the same range, so that all holders of a layer reduce it together."""
+    """Check that all holders of a layer all-reduce it as part of the same range of layers, and so together."""
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
@@ -404,7 +414,10 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 
 
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Iterate over pairs of a worker's ops of which the second may not start before the end of the first."""
+    """Iterate over pairs of a worker's ops of which the second may not start before the end of the first.
+
+    If reductions overlap compute (`overlaps`), these are not all neighbours in `ops`.
+    """
     if not overlaps:
         yield from pairwise(ops)
         return
@@ -448,7 +461,8 @@ def check_weight_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Build the violation for an op that starts before the result of the op it waits for has arrived."""
+    """Return the violation of `rule` by `op`, which starts before the result of `before`, for which it waits, has
+    arrived."""
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
     return Violation(rule,
@@ -479,7 +493,8 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
-    """Check that all As of a range of layers start together, after the last backward of these layers anywhere."""
+    """Check that the all-reduces (A) of a range of layers start together, after the last backward of these layers
+    anywhere."""
     schedule, final = case.schedule, case.op_kinds[-1]
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
@@ -587,11 +602,12 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
     (check_hosts, check_one_at_a_time, check_forward_order, check_period, check_bound),
     (check_deadlock,),
 )
-"""Tiers of rules for schedules of forwards only (`schedules.forwards`)."""
+"""Rules for schedules of forwards only (`schedules.forwards`), in tiers: a later tier relies on the earlier ones."""
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
-    """Return the violations of the first tier of rules that is broken. Empty for a valid schedule.
+    """Return the violations of a schedule's rules; empty if it is valid. They are of the first tier of rules that is
+    broken.
 
     With `forwards`, the schedule must have forwards only, as validation runs them. At most MAX_VIOLATIONS are returned
     per rule. The schedule must have the form that `schedules.codec` requires of a file: all its indices are valid.

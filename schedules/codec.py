@@ -29,10 +29,11 @@ from slipstream.schedules.schedule import (
 FORMAT = "slipstream.schedule"
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions that can be read. Version 1 has neither slices nor held layers."""
+"""Older versions of schedule files that can be read. Version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Maximum number of ops of all workers. A program is stored once, so a small file could represent far more."""
+"""Largest number of ops of all workers in a schedule file. A program is stored once, so a small file could represent
+far more."""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
@@ -73,7 +74,8 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Decode a schedule. `source` names it in errors. Raises ScheduleError with a message of one line."""
+    """Decode a schedule from the bytes of a file, named `source` in errors. Raises ScheduleError with a one-line
+    message."""
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -170,8 +172,11 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Raise ValueError unless chains have equal length and pass every column, and copies of a stage lie on different
-    workers and hold the same layers."""
+    """Raise ValueError unless the directions of a bidirectional pipeline have equally many stages and pass every
+    column.
+
+    The copies of a stage in several directions must lie on different workers and hold the same layers.
+    """
     _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
@@ -190,7 +195,8 @@ def _validate_chains(grid: Grid) -> None:
 
 
 def _validate_slices(schedule: Schedule) -> None:
-    """Raise ValueError unless slices are distinct ranges of layers, and all stages or none name their layers."""
+    """Raise ValueError unless slices are distinct ranges of layers, and all stages say which layers they have, or none
+    does."""
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
     if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
@@ -227,7 +233,8 @@ def _validate_holdings(schedule: Schedule) -> None:
 
 
 def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
-    """Raise ValueError unless each range is a non-empty range of the model's layers."""
+    """Raise ValueError, which names the key `name`, unless each range is a non-empty part of the model's `layers`
+    layers."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
             raise ValueError(f"{name}: [{first}, {end}] is not a range [first, end) of the {layers} layers")
@@ -267,7 +274,7 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """Describe what is wrong with an op, as it follows the op's name; None if nothing is.
+    """Return words for what is wrong with an op of a program, to follow its name in a message; None if nothing is.
 
     The caller adds the name only to a message, because building it for each of the many correct ops would be slow.
     """

@@ -29,9 +29,10 @@ _VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """Kind of JSON file: one object with the keys `format` and `version`. Create instances at import only.
+    """Description of a kind of JSON file, with its reader: one object with the keys `format` and `version`.
 
-    msgspec crashes if two threads build the decoder of a type for the first time at once.
+    Create instances at import only: msgspec crashes if two threads build the decoder of a type for the first time at
+    once.
     """
 
     name: str
@@ -39,11 +40,12 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys whose values are most of the file. These values contain no JSON objects."""
+    """Keys whose values are most of the file. These values contain no JSON objects, so they cannot have duplicate
+    keys."""
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Error raised if a file is not JSON, or not of this kind's form. None: `error` is raised."""
+    """Type of error that is raised if a file is not JSON, or not of this kind's form. None: `error`."""
     older: tuple[int, ...] = ()
     """Older versions that can be read besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
@@ -82,7 +84,8 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if a key is given twice. Bulk values are cut out first, so that the rest is small."""
+        """Raise ValueError if an object has a key twice. The values of `bulk` keys are cut out first, so that the rest
+        is small."""
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

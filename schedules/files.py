@@ -51,7 +51,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder next to `folder` to write to. It replaces `folder` at the end, unless the body raises.
+    """Return a context that yields a new folder to write to, which replaces `folder` at the end unless the body raises.
 
     Raises OSError.
     """

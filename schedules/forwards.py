@@ -39,13 +39,17 @@ def schedule_forwards(schedule: Schedule) -> Schedule:
 
 
 def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
-    """Return the ticks until all ops are done, and the period of many such iterations in a row."""
+    """Return the tick at which the last op ends, and the period in ticks if such iterations follow each other."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
 
 def _list_schedule(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
-    """Return a list schedule, in the order of starts. Of equally urgent ops, the first micro-batch goes first."""
+    """Return the forwards `planned` with new times, sorted by start, as a list scheduler orders them.
+
+    Of the forwards whose input has arrived, a worker starts the one with most layers to go, of equals the first
+    micro-batch.
+    """
     after = _successors_on_route(schedule, planned)
     begins = set(range(len(planned))) - set(after.values())
     events = [(0, number) for number in begins]  # number: its input has arrived; ~number: the op has ended
@@ -85,7 +89,7 @@ def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int,
 
 
 def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return seats and programs for the new times. Equal programs are stored once."""
+    """Return seats and programs in which live workers run the ops in `moved`. Equal programs are stored once."""
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:

@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Gradient all-reduce of some layers over all live workers that hold them."""
+    """Gradient all-reduce of a range of layers, by all live workers that hold them; a node of the graph of ops."""
 
     layers: LayerRange
 
@@ -60,9 +60,10 @@ Node = Op | Transfer | Collective
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent between workers, in an order that all workers can follow without deadlock.
 
-    Transfers are ordered like their producing ops in a topological order of the op graph. If each transfer is inserted
-    right after its producer, this order extends to all nodes: all edges point forward, also those between successive
-    transfers of a pair of workers. Raises ValueError if the ops alone already wait for each other in a circle.
+    The argument `programs` has the ops of each worker. Transfers are ordered like their producing ops in a topological
+    order of the op graph. If each transfer is inserted right after its producer, this order extends to all nodes: all
+    edges point forward, also those between successive transfers of a pair of workers. Raises ValueError if the ops
+    alone already wait for each other in a circle.
     """
     by_key = _ops_by_key(programs)
     ordered = []
@@ -79,16 +80,18 @@ def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
                          path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
-    """Iterate over a worker's ops together with its transfers, which stay in their common order.
+    """Iterate over a worker's ops and its transfers in the order in which it issues them.
 
-    Each receive comes before the op that needs it, and each send after the op that makes the tensor. `path` returns the
-    slices of a micro-batch, given its pipeline and number.
+    The transfers are those of `crossing`, which has the order that all workers follow. Each receive comes before the op
+    that needs it, and each send after the op that makes the tensor. `path` returns the slices of a micro-batch, given
+    its pipeline and number.
     """
     own_transfers = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
     numbers = {(transfer.source == worker, *transfer[:4]): index for index, transfer in enumerate(own_transfers)}
 
     def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """Return the end position of the last of these tensors in `own_transfers`; 0 if none is sent between workers.
+        """Return the index in `own_transfers` after the last of these tensors; 0 if none of them is sent between
+        workers.
 
         The key of each tensor is that of the op that takes it.
         """
@@ -111,10 +114,10 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
 
 
 def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
-    """Iterate over the edges (before, after) of ops and collectives: each worker's order, then data dependencies.
+    """Iterate over pairs (before, after) of ops and all-reduces, of which the second waits for the first.
 
-    The argument `programs` has the ops of the workers to look at: all workers, or those of pipelines that share no
-    micro-batch with the rest.
+    They are the order of each worker's ops, then data dependencies. The argument `programs` has the ops of the workers
+    to look at: all workers, or those of pipelines that share no micro-batch with the rest.
     """
     for ops in programs.values():
         if schedule.has_overlap:
@@ -129,7 +132,8 @@ def dependency_edges(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
 
 
 def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
-    """Iterate over the edges of a worker whose reductions overlap with compute.
+    """Iterate over pairs (before, after) of one worker's ops of which the second waits for the first, if reductions
+    overlap.
 
     Reductions run one after the other, each after the last backward on this worker of any of its layers. Other ops run
     one after the other, and O runs after all of them.
@@ -143,9 +147,11 @@ def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node
 
 
 def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
-    """Return the last W (or B) before an A in a worker's program that has any of its layers, if reductions overlap.
+    """Return the last W (or B) that the all-reduce at `index` of a worker's program waits for, if reductions overlap
+    compute.
 
-    Returns None if there is none, or if the op at `index` is no A.
+    It is the last one before the all-reduce with any of its layers; None if there is none, or if the op is no
+    all-reduce.
     """
     reduced = ops[index]
     if reduced.kind is not OpKind.A or reduced.slice is None:
@@ -160,7 +166,8 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
 
 
 def with_early_reductions(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
-    """Return a worker's program with each A moved as early as its edges allow, if reductions overlap.
+    """Return a worker's program with each all-reduce (A) moved as early as it can run, for reductions that overlap
+    compute.
 
     Each A then comes directly after the op that it awaits on this worker, or after the A before it. It thus waits for
     other workers while this one computes, not afterwards.
@@ -183,7 +190,10 @@ def _graph_node(op: Op, schedule: Schedule) -> Node:
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
-    """Order ops and collectives, each after what it waits for, else by planned time. Raises ValueError for a circle."""
+    """Return the ops and all-reduces in an order in which each follows what it waits for, else by planned time.
+
+    Raises ValueError if they wait for each other in a circle.
+    """
     nodes = list(dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops))
     number = {node: index for index, node in enumerate(nodes)}
     followers: list[list[int]] = [[] for _ in nodes]
@@ -207,7 +217,10 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError, which describes the circle, if `dependency_edges` has one. Cheaper than `topological_order`."""
+    """Raise ValueError, which describes the circle, if ops and all-reduces wait for each other in a circle.
+
+    It is cheaper than `topological_order`.
+    """
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
         sorter.add(after, before)
@@ -228,7 +241,8 @@ def _planned_order(node: Node) -> tuple[int, str]:
 
 
 def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
-    """Return compute ops by key, each starting as early as its worker and the ops that it waits for allow.
+    """Return compute ops by key, with new times: each starts as early as its worker and the ops that it waits for
+    allow.
 
     Each worker keeps the order of `ops`, in which an op comes after all that it waits for.
     """
@@ -273,7 +287,8 @@ def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def programs_of(schedule: Schedule, pipelines: Iterable[int] | None = None) -> dict[Worker, list[Op]]:
-    """Return the placed ops of each live worker whose role is in these pipelines (default: all)."""
+    """Return the ops of each live worker whose role is in these pipelines (default: all), in the order of its
+    program."""
     wanted = None if pipelines is None else set(pipelines)
     return {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats
             if wanted is None or seat.role.pipeline in wanted}

@@ -8,7 +8,7 @@ LayerRange = tuple[int, int]
 
 
 def layers_text(layers: LayerRange) -> str:
-    """Return `layer 3` or `layers 4 to 6`."""
+    """Return text that names a range of layers: `layer 3` or `layers 4 to 6`."""
     first, end = layers
     return f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
 
@@ -40,5 +40,6 @@ def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def sum_over_ranges(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """Return the sum over all layers in some ranges. `before` are the prefix sums that `prefix_sums` returns."""
+    """Return the sum of values over all layers in these ranges. `before` has the values' prefix sums
+    (`prefix_sums`)."""
     return sum(before[end] - before[first] for first, end in ranges)

@@ -15,7 +15,7 @@ VERSION = 1
 MAX_FILE_BYTES = 64 * 2**20
 MAX_SECONDS = 1e9
 TICK_SECONDS = 1e-9
-"""Length of a tick when measured ops are treated like planned ones."""
+"""Seconds in a tick when measured ops are shown like planned ones."""
 
 
 class MeasuredTraceError(DocumentError):
@@ -45,7 +45,7 @@ class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Measured iterations of a run."""
+    """Measured times of the ops of some iterations of a run, as stored in a file."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -58,7 +58,7 @@ _KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=Measu
 
 
 def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
-    """Decode a trace. `source` names it in errors. Raises MeasuredTraceError with a message of one line."""
+    """Decode a measured trace from the bytes of a file, named `source` in errors. Raises MeasuredTraceError."""
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
@@ -84,7 +84,7 @@ def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
-    """Return the ops of each worker in the order of their starts, as if planned in ticks of TICK_SECONDS."""
+    """Return each worker's measured ops, sorted by start, as ops of a schedule whose tick is TICK_SECONDS."""
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
         ops[op.worker].append(Op(op.kind, op.slice, op.pipeline, op.microbatch, op.worker,

@@ -27,7 +27,8 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
-    """Return the memory of one worker as (tick, multiples of `memory.unit` held from then on), ticks ascending.
+    """Return how much one worker's ops hold over time, as pairs (tick, multiples of `memory.unit` from then on),
+    ascending.
 
     Intervals are half-open, so releases at a tick come before acquisitions. The memory held after all changes of a tick
     is therefore also the maximum at that tick.
@@ -52,7 +53,12 @@ def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
 
 
 def activation_room(schedule: Schedule, seat: Seat) -> int | None:
-    """Return the room for activations of a live worker, in multiples of `schedule.memory.unit`; None means no limit."""
+    """Return the memory for activations of a seat's worker, in multiples of `schedule.memory.unit`; None means no
+    limit.
+
+    The field `capacity` is the room that remains next to the layers of a worker's own column. A worker that holds other
+    layers has more or less room by the difference of their weights.
+    """
     memory = schedule.memory
     if memory is None:
         return None

@@ -27,7 +27,8 @@ class Rule(NamedTuple):
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
-    """Tensor that the op takes from the awaited op. Between two workers it needs `times.transfer` to arrive."""
+    """Tensor that the op takes from the awaited op; between two workers it takes `times.transfer`. None if it takes
+    none."""
 
     def positions_in_route(self, depth: int) -> range:
         """Return the positions in a route of `depth` slices at which this rule makes an op wait."""
@@ -46,13 +47,13 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """Return the identity of a compute op, which does not depend on the worker that runs it."""
+    """Return the identity of a compute op: (kind, slice, pipeline, microbatch), whichever worker runs it."""
     assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.slice, op.pipeline, op.microbatch)
 
 
 def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the ops that must end before this op may start, each with the rule that requires it.
+    """Iterate over the keys of the ops that must end before this op may start, each with the rule that requires it.
 
     The argument `path` is the slices of the micro-batch's route, in order. An op at another slice waits for nothing.
     """
@@ -65,13 +66,16 @@ def producers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 
 def producer_keys(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
-    """Iterate over the ops that must end before this op may start. `path` is as in `producers_with_rules`."""
+    """Iterate over the keys of the ops that must end before this op may start. `path` has the slices of its route, in
+    order."""
     return (producer for producer, _ in producers_with_rules(key, path))
 
 
 def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
-    """Iterate over the ops that wait for this op, each with the rule that requires it. `path` is as in
-    `producers_with_rules`."""
+    """Iterate over the keys of the ops that wait for this op, each with the rule that requires it.
+
+    The argument `path` is the slices of the micro-batch's route, in order.
+    """
     kind, slice, pipeline, microbatch = key
     if slice not in path:
         return

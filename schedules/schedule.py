@@ -61,7 +61,8 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `pipeline.column`. Raises ValueError, which quotes the text, if it has another form."""
+        """Parse the name of a worker, `pipeline.column`. Raises ValueError, which quotes the text, if it has another
+        form."""
         pipeline, dot, column = text.partition(".")
         if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
             raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
@@ -96,7 +97,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Number of micro-batches per iteration, one value per pipeline."""
     stages: tuple[VirtualStage, ...]
     chains: Count = 1
-    """Number of chains. Micro-batch m of a pipeline runs along chain m modulo `chains`."""
+    """Number of chains: runs of virtual stages, of which a micro-batch passes one; 2 in bidirectional pipelines, else
+    1.
+
+    Micro-batch m of a pipeline passes chain m modulo `chains`.
+    """
 
     @property
     def depth(self) -> int:
@@ -104,7 +109,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return len(self.stages) // self.chains
 
     def stages_of_microbatch(self, microbatch: int) -> range:
-        """Return the virtual stages that a micro-batch visits, in order."""
+        """Return the numbers of the virtual stages that a micro-batch passes, in order, given its number in its
+        pipeline."""
         return self._stages_by_chain[microbatch % self.chains]
 
     @cached_property
@@ -112,7 +118,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
 
     def original_stage(self, stage: int) -> int:
-        """Return the copy of this stage in the first chain, which is the same for all copies of a stage."""
+        """Return the number of the stage in the first chain with the same layers; in pipelines of one direction, the
+        stage."""
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
@@ -139,10 +146,10 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
-        """Layers of each virtual stage.
+        """Range of layers of each virtual stage.
 
-        If all stages name their layers, and those of each chain follow one another from 0 on with at least one layer
-        per stage, these are the layers of the model. Otherwise every stage counts as one layer.
+        If all stages name their layers, and those of each chain (direction) follow one another from 0 on with at least
+        one layer per stage, these are the layers of the model. Otherwise every stage counts as one layer.
         """
         given = tuple(stage.layers for stage in self.stages)
         named = tuple(layers for layers in given if layers is not None)
@@ -157,7 +164,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.layers_by_stage[self.depth - 1][1]
 
     def layers_of(self, stage: int) -> LayerRange:
-        """Return the layers of a virtual stage."""
+        """Return the range of layers of a virtual stage, by its number."""
         return self.layers_by_stage[stage]
 
     @property
@@ -215,7 +222,11 @@ Program = tuple[ProgramOp, ...]
 
 
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """Live worker: `[worker, role, program, holds]`. The role is the worker itself unless normalisation moved it."""
+    """Live worker in a schedule, as `[worker, role, program, holds]`. The role is the worker itself unless it was
+    moved.
+
+    The field `program` is an index of `Schedule.programs`.
+    """
 
     worker: Worker
     role: Worker
@@ -225,7 +236,7 @@ class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """Op of a physical worker, with its absolute pipeline and both ends of its time interval.
+    """Op of a live worker, with the number of its micro-batch's pipeline, and start and end in ticks.
 
     `Schedule.op_text` names the layers of its slice.
     """
@@ -277,7 +288,8 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations in ticks: one per slice, stages first; `optimizer` one per column; `transfer` one for any hop."""
+    """Durations of ops in ticks: one per slice, stages first; `optimizer` has one per column, `transfer` is one for
+    all."""
 
     forward: tuple[Ticks, ...]
     backward_input: tuple[Ticks, ...]
@@ -291,7 +303,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """Costs of single layers. A file has this key only if its bound also covers other layouts."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
-    """True if A occupies the links of its workers, one A at a time, while their compute runs other ops.
+    """True if an all-reduce (A) occupies the links of its workers, one A at a time, while they compute.
 
     Otherwise A occupies links and compute. A file has this key only if it is true.
     """
@@ -311,7 +323,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
-        """Return the duration of a live worker's O: by its column, or by its layers if its seat lists them."""
+        """Return the ticks of a live worker's optimizer step: by its column, or by its layers if its seat lists
+        them."""
         if seat.holds is None:
             return self.optimizer[seat.role.column]
         return sum_over_ranges(self._optimizer_before, seat.holds)
@@ -322,7 +335,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @cached_property
     def per_mille_of(self) -> Mapping[Worker, int]:
-        """Slow workers, each with its time per op in thousandths of the usual time."""
+        """Time of each slow worker for any compute op, in thousandths of the usual time."""
         return {slow.worker: slow.per_mille for slow in self.slow}
 
 
@@ -334,14 +347,14 @@ def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose capacity differs from that of its column."""
+    """Worker whose memory for activations differs from that of its column, with it."""
 
     worker: Worker
     capacity: Ticks
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Memory of the workers, in multiples of `unit`."""
+    """Memory of the workers and what ops take of it, in multiples of `unit`, which is given in the job's unit."""
 
     unit: Annotated[float, msgspec.Meta(ge=1e-300, le=1e300)]
     capacity: tuple[Ticks, ...]
@@ -356,7 +369,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Workers whose capacity differs from that of their column. A file has this key only if there are any."""
 
     def capacity_for(self, worker: Worker, column: int) -> int:
-        """Return the room for activations of a worker that holds the layers of its own or its role's column."""
+        """Return the memory for activations of a worker that holds the layers of `column`: its own or its role's."""
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
@@ -373,7 +386,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """Set of schedules over which a lower bound is proven, from the narrowest to the widest.
+    """Set of schedules of which none is shorter than a lower bound: what they may change, from the narrowest to the
+    widest.
 
     A bound proven for a wider scope also holds for a narrower one. The last scope is wider than the first one only.
     """
@@ -390,8 +404,8 @@ class Scope(StrEnum):
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
     PLACEMENT = "any placement"
-    """All pipelines are whole and run their own micro-batches. Their workers may hold any virtual stages, and may
-    recompute activations."""
+    """No worker has failed, and pipelines run their own micro-batches. Their workers may hold any virtual stages, and
+    may recompute activations."""
 
     def is_valid_for(self, narrower: "Scope") -> bool:
         """Return whether a bound that is proven for this scope is also proven for `narrower`."""
@@ -401,7 +415,7 @@ class Scope(StrEnum):
 
     @property
     def description(self) -> str:
-        """Text that completes the sentence `no schedule is shorter`."""
+        """Words that say, after `no schedule is shorter`, for which schedules the bound holds."""
         return _WORDS[self]
 
 
@@ -427,7 +441,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tick_seconds: TickSeconds
     grid: Grid
     slices: tuple[LayerRange, ...] = ()
-    """Layers of the slices that are not stages, all different."""
+    """Ranges of layers that a worker runs for a micro-batch and that are no stages; their numbers follow the
+    stages'."""
     times: Times
     memory: Memory | None
     backward: BackwardMode
@@ -435,7 +450,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     failed: tuple[Worker, ...]
     """Physical workers that are down, sorted."""
     seats: tuple[Seat, ...]
-    """Live workers, sorted, with their roles and programs."""
+    """Live workers, sorted, each with its role and the number of its program."""
     programs: tuple[Program, ...]
     period_ticks: Ticks
     lower_bound_ticks: Ticks
@@ -443,17 +458,19 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     status: Status
     method: str
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Scope of the lower bound as the file gives it. Older files do not have it."""
+    """Scope of the lower bound (what the schedules that it covers may change), if the file gives it. Older files do
+    not."""
 
     def __repr__(self) -> str:
-        """Return one line, because the hundreds of thousands of characters of all ops would be unreadable."""
+        """Return one line about the schedule without its ops, which can be hundreds of thousands of characters."""
         down = ", ".join(map(str, self.failed[:8])) + (", ..." if len(self.failed) > 8 else "")
         return (f"Schedule({self.job!r}: {self.grid.pipelines} pipelines x {self.grid.columns} stages, "
                 f"{f'{down} down, ' if down else ''}period {self.seconds(self.period_ticks):.6g} s, {self.status})")
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound. If the file does not name it, the narrowest one that is possible."""
+        """Scope of the lower bound: what the schedules that it covers may change. The narrowest possible if the file
+        gives none."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         if any(seat.holds is not None for seat in self.seats):
@@ -463,14 +480,14 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return Scope.STAGES if self.failed or self.times.slow or len(set(self.grid.microbatches)) > 1 else Scope.OWN
 
     def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
-        """Return this schedule with another proven lower bound."""
+        """Return a copy of this schedule with another proven lower bound, in ticks, and its scope."""
         assert ticks <= self.period_ticks, f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
         return msgspec.structs.replace(self, lower_bound_ticks=ticks, bound_scope=scope,
                                        status="optimal" if ticks == self.period_ticks else "feasible")
 
     @cached_property
     def seat_of(self) -> Mapping[Worker, Seat]:
-        """Seats by physical worker."""
+        """Seat (role, program, held layers) of each live worker."""
         return {seat.worker: seat for seat in self.seats}
 
     @property
@@ -495,9 +512,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def equivalence_class_of(self) -> Mapping[Worker, int]:
-        """Number of the equivalence class of each live worker, in order of first appearance.
+        """Number of the class of each live worker; workers of one class run the same ops at the same times and speed.
 
-        Workers of one class run the same ops at the same times and speed. Most of thousands of workers share a class.
+        Most of thousands of workers share a class. Numbers are in order of first appearance.
         """
         numbers: dict[tuple[object, ...], int] = {}
         return {seat.worker: numbers.setdefault(
@@ -506,14 +523,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def representative_seats(self) -> list[Seat]:
-        """First seat of each equivalence class of `equivalence_class_of`."""
+        """First seat of each class of workers that run the same ops (`equivalence_class_of`)."""
         first: dict[int, Seat] = {}
         for seat in self.seats:
             first.setdefault(self.equivalence_class_of[seat.worker], seat)
         return list(first.values())
 
     def compute_for_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
-        """Compute a value from the ops of each live worker. `value` is called once for all equivalent workers."""
+        """Return a value for each live worker that depends only on its ops. `value` is called once for all equivalent
+        workers."""
         values = [value(seat.worker) for seat in self.representative_seats]
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
@@ -537,11 +555,13 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def gap(self) -> float:
-        """Upper bound on how far the period is from the best possible one: period / lower bound - 1."""
+        """Relative gap between period and lower bound, period / bound - 1: the period is at most this far from the
+        best."""
         return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
 
     def origin(self, op: Op) -> Origin:
-        """Return whether an op's micro-batch is of the worker's own role, re-routed to it, or shed to it."""
+        """Return whether the worker of an op runs its micro-batch as its own, for a failed worker, or for a live
+        one."""
         if op.pipeline is None or op.microbatch is None or op.slice is None or \
                 op.pipeline == self.seat_of[op.worker].role.pipeline:
             return "own"
@@ -549,17 +569,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rerouted(self) -> int:
-        """Number of slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
+        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs because their own worker is
+        down."""
         return self._foreign_slice_counts[True]
 
     @property
     def shed(self) -> int:
-        """Number of slices of micro-batches that a worker of another pipeline runs while their own worker is alive."""
+        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs although their own worker is
+        alive."""
         return self._foreign_slice_counts[False]
 
     @cached_property
     def _foreign_slice_counts(self) -> Mapping[bool, int]:
-        """Number of slices that workers of other pipelines run, by whether the own worker is down."""
+        """Number of pairs of a micro-batch and a slice that another pipeline's worker runs, by whether their own is
+        down."""
         count = {True: 0, False: 0}
         named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:
@@ -572,7 +595,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     # --- Slices, holdings and routes ----------------------------------------------------------------------------------
 
     def layers_of(self, slice: int) -> LayerRange:
-        """Return the layers of a slice, which is a stage or one of `slices`."""
+        """Return the range of layers of a slice, by its number: a stage, or one of `slices`."""
         return self.layers_by_slice[slice]
 
     @cached_property
@@ -581,7 +604,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.grid.layers_by_stage + self.slices
 
     def slice_text(self, slice: int) -> str:
-        """Return `stage 3` or, for a slice that is not a stage, `layers 4 to 6`."""
+        """Return text that names a slice: `stage 3` or, if it is not a stage, `layers 4 to 6`."""
         return f"stage {slice}" if slice < len(self.grid.stages) else layers_text(self.layers_of(slice))
 
     def op_text(self, op: Op) -> str:
@@ -608,12 +631,13 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return seat.holds is not None and seat.holds != self.held_layers_of_column(seat.role.column)
 
     def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the slices of a micro-batch's route, in order. Empty if no worker runs the micro-batch."""
+        """Return the numbers of the slices that a micro-batch passes, in order. Empty if no worker runs the
+        micro-batch."""
         return self.common_route or self.routes.get((pipeline, microbatch), ())
 
     @cached_property
     def common_route(self) -> Sequence[int]:
-        """Route of all micro-batches if all pass the stages of a single chain, else empty."""
+        """Numbers of all stages, in order, if every micro-batch passes exactly these; else empty."""
         return self.grid.stages_of_microbatch(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property
@@ -650,7 +674,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
-    """Convert a stored program into the ops of one live worker."""
+    """Iterate over the ops of a seat's worker: those of the program, with worker, pipeline, and end in ticks added."""
     own_pipeline, worker = seat.role.pipeline, seat.worker
     ticks_of: dict[tuple[OpKind, int | None], int] = {}
     for op in program:
@@ -663,7 +687,8 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
 
 
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
-    """Return a program with other pipeline numbers of re-routed micro-batches; the same object if none changes."""
+    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers, or itself if none
+    changes."""
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
     return tuple(op if op.pipeline is None else
@@ -671,7 +696,7 @@ def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequenc
 
 
 def compute_period_ticks(ops: Iterable[Op]) -> int:
-    """Return the steady-state period: the longest window of a worker, from first start to last end. 0 without ops."""
+    """Return the period in ticks: the longest time of a worker from its first start to its last end; 0 without ops."""
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}
     for op in ops:

@@ -8,9 +8,10 @@ from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, with_pipeline_numbers
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""Properties of a role's worker: (speed, room for activations, held layers if not those of the column)."""
+"""Properties of the worker that plays a role: (speed per mille or None, memory for activations, held layers if
+listed)."""
 RoleProgram = tuple[int, int, Player]
-"""Role of a pipeline and what it runs: (column, program, player)."""
+"""Role of a pipeline and what it runs: (column, program number, properties of its worker)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
@@ -28,7 +29,7 @@ def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Return groups of pipelines that share micro-batches, in sets of groups that behave identically.
+    """Return sets of groups of pipelines that behave identically; a group is pipelines that share micro-batches.
 
     Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and run the same
     programs at the same speed and with the same room. Re-routed micro-batches are compared by the position of their
@@ -52,7 +53,7 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the roles of each pipeline, with their programs and players."""
+    """Return the played roles of each pipeline, with their programs and the properties of their workers."""
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:

@@ -8,13 +8,14 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 MAX_ROWS = 12
 MAX_COLUMNS = 96
 OP_CHARACTERS = 5
-"""Width of an op of median length, in characters."""
+"""Number of characters that an op of median length is wide in an excerpt."""
 
 
 def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
-    """Return the ops around `op`, which is marked; without it, the end of the program of `worker`. Empty without both.
+    """Return a text drawing of the ops around `op`, which is marked, on its worker and those nearest to it.
 
-    At most MAX_ROWS workers are shown: that of the op, those of its pipeline, for A its peers. Width: MAX_COLUMNS.
+    Without it, draw the end of the program of `worker`; empty without both. At most MAX_ROWS workers are shown: that of
+    the op, those of its pipeline, for A its peers. Lines have at most MAX_COLUMNS characters of ops.
     """
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:
@@ -38,7 +39,8 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
 
 
 def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """Return the workers to show: those nearest to `worker`, in the order of the grid."""
+    """Return the workers to draw around an op: those nearest to `worker` in its pipelines, sorted; for A also its
+    peers."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
@@ -49,7 +51,7 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
 
 
 def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
-    """Draw one worker's ops as text, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
+    """Return a line that draws a worker's ops, each with a width proportional to its length: `F3--`, re-routed `F1.3`.
 
     The worker's pipeline is `own`. The line begins at tick `first`; an op of `ticks` ticks is OP_CHARACTERS wide. The
     op that is marked is drawn last, over the others.
@@ -64,14 +66,20 @@ def _draw_line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks
 
 
 def _visible_columns(op: Op, first: int, ticks: int) -> range:
-    """Return the columns (characters) of an op within the excerpt. An op has at least one column."""
+    """Return the character positions of an op in a line that begins at tick `first`; an op has at least one.
+
+    An op of `ticks` ticks is OP_CHARACTERS wide.
+    """
     begin = _column_of_tick(op.start_ticks, first, ticks)
     end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
 def _column_of_tick(tick: int, first: int, ticks: int) -> int:
-    """Return the column (character) at which a tick is drawn, if the excerpt begins at tick `first`."""
+    """Return the character position of a tick in a line that begins at tick `first`.
+
+    An op of `ticks` ticks is OP_CHARACTERS wide.
+    """
     return (tick - first) * OP_CHARACTERS // ticks
 
 

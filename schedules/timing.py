@@ -23,42 +23,44 @@ BATCH = 1000
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """Deviation of durations from the plan."""
+    """Deviation of ops' durations from the plan in a replay."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of the factor of each compute op. The mean factor is 1."""
+    """Standard deviation of the logarithm of the random factor on each compute op's duration. The mean factor is 1."""
     slow: Mapping[Worker, float] = {}
-    """Factors of stragglers, applied to all their compute ops."""
+    """Factors by which all compute ops of some workers take longer, by worker."""
 
 
 class ReplayStep(NamedTuple):
-    """One op, or one all-reduce as a whole, with the numbers of its workers and of the steps that it waits for."""
+    """Step of a replay: one op, or one all-reduce as a whole, with the workers it occupies and the steps it waits
+    for."""
 
     op: Op
     """Op of this step; of an all-reduce, its longest A."""
     workers: tuple[int, ...]
-    """Numbers of the workers that the step occupies.
+    """Numbers of the workers that the step occupies, by their order in `Schedule.seats`.
 
     If reductions overlap with compute, the link of each worker has a number of its own. A occupies links; O occupies
     the worker and its link.
     """
     sources: tuple[tuple[int, int], ...]
-    """Steps of other workers that this step waits for, each with the ticks that its tensor needs to arrive."""
+    """Steps of other workers that this step waits for, each as (index of the step, ticks that its tensor needs to
+    arrive)."""
 
     @property
     def planned_ticks(self) -> int:
-        """Planned duration."""
+        """Planned duration of the step in ticks."""
         return self.op.end_ticks - self.op.start_ticks
 
     @property
     def is_compute(self) -> bool:
-        """True if the duration depends on the data and on the worker, which is so for all ops but A and O."""
+        """True if noise and a worker's speed change the step's duration: for all ops but A and O."""
         return self.op.kind in COMPUTE_KINDS
 
 
 def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4,
                       seed: int = 0) -> Floats:
-    """Return the mean seconds from one iteration to the next, one value per replay.
+    """Return the mean seconds from one iteration to the next in each of several replays with random durations.
 
     The first of `iterations` in a row is a warm-up. Without noise, the result is at most the planned period. Raises
     ValueError for values out of range, unknown workers, and schedules whose ops wait for each other in a circle.
@@ -82,7 +84,7 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Return the seconds from one iteration to the next if each worker takes `speeds` times as long as usual.
+    """Return the seconds from one iteration to the next if ops of workers in `speeds` take that many times as long.
 
     The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
     """
@@ -115,7 +117,8 @@ def _run_iteration(steps: Sequence[ReplayStep], lengths: Sequence[float], tick_s
 
 
 def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
-    """Return all steps of an iteration, each after what it waits for, and the number of workers.
+    """Return the steps (ops, and whole all-reduces) of an iteration, each after what it waits for, and the number of
+    workers.
 
     If reductions overlap with compute, that number includes a link for each worker, numbered after the workers. Raises
     ValueError if ops wait for each other in a circle.
@@ -147,7 +150,7 @@ def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
 
 
 def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
-    """Return the As of each all-reduce, one per worker."""
+    """Return the As (one per worker) of each all-reduce, by its range of layers."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
         for op in ops:
@@ -158,7 +161,10 @@ def _ops_by_reduction(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 def _remote_sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
         Iterator[tuple[int, int]]:
-    """Iterate over the steps of other workers that an op waits for, each with the ticks of the transfer."""
+    """Iterate over the steps of other workers that an op waits for, as (index of the step, ticks of the transfer).
+
+    The mapping `done` has the step and the worker of each op so far.
+    """
     _, _, pipeline, microbatch = key
     for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
         if producer in done and done[producer][1] != own:

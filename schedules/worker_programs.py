@@ -33,9 +33,12 @@ from slipstream.schedules.schedule import (
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
 """Ranges of layers over which a worker reduces gradients, each with all workers that take part."""
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""Form of `Sums` that is stored. A column represents all of its live workers, so that a failure changes nothing."""
+"""Form in which `Sums` is stored: the workers that take part, or a column for all of its live ones.
+
+So a failure changes nothing.
+"""
 Route = tuple[int, int, tuple[int, ...]]
-"""Route of a micro-batch: (pipeline, number, slices)."""
+"""Route of a micro-batch, as (pipeline, number in it, numbers of its slices in order)."""
 DIGEST_CHARACTERS = 32
 
 
@@ -49,7 +52,7 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     number: int
     tensor: Tensor
     slice: int
-    """Slice that takes the tensor."""
+    """Number of the slice at which an op takes the tensor."""
     pipeline: int
     microbatch: int
     source: Worker
@@ -62,7 +65,7 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     taken: int
 
     def with_pipeline_numbers(self, pipelines: Sequence[int]) -> "Crossing":
-        """Return this tensor with other pipeline numbers."""
+        """Return a copy of this tensor in which a pipeline p is number `pipelines[p]`."""
         (before, from_column), (after, to_column) = self.source, self.target
         return Crossing(self.number, self.tensor, self.slice, pipelines[self.pipeline], self.microbatch,
                         Worker(pipelines[before], from_column), Worker(pipelines[after], to_column), self.made,
@@ -73,28 +76,30 @@ class WorkerSchedule(Schedule, frozen=True, kw_only=True):
     """Schedule as one worker knows it: it has only this worker's seat and program, and all ops start at tick 0."""
 
     crossings: tuple[Crossing, ...] = ()
-    """Tensors that the worker sends and receives, by number."""
+    """Tensors that the worker sends and receives, sorted by their numbers."""
     sums: Sums = ()
     ties: tuple[tuple[int, tuple[Worker, ...]], ...] = ()
-    """Groups of layers that share parameters and of which this worker holds any: (number of the group, all holders)."""
+    """Groups of layers with shared (tied) parameters of which this worker holds any: (number of the group, all
+    holders)."""
     own_routes: tuple[Route, ...] = ()
-    """Routes of the micro-batches that this worker runs. Empty if they are those of the grid."""
+    """Routes of the micro-batches that this worker runs. Empty if all micro-batches pass the stages of the grid."""
 
     @property
     def members(self) -> tuple[Worker, ...]:
-        """Workers that take part, sorted."""
+        """Workers that take part in the current generation, sorted."""
         down = set(self.failed)
         return tuple(worker for worker in self.grid.workers() if worker not in down)
 
     def route_of(self, pipeline: int, microbatch: int) -> Sequence[int]:
-        """Return the slices of the route of a micro-batch that this worker runs, in order."""
+        """Return the numbers of the slices that a micro-batch which this worker runs passes, in order."""
         if not self.own_routes:
             return self.grid.stages_of_microbatch(microbatch)
         return next((slices for one, number, slices in self.own_routes if (one, number) == (pipeline, microbatch)), ())
 
 
 class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
-    """Content: a worker's program and its tensors. Its pipelines are positions in `WorkerShare.pipelines`."""
+    """Program of a worker with its tensors and routes, as stored; it names pipelines by their index in
+    `WorkerShare.pipelines`."""
 
     program: Program
     crossings: tuple[Crossing, ...]
@@ -102,14 +107,14 @@ class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerShare(NamedTuple):
-    """Share of one worker in a divided schedule: its seat, and the digests of its contents."""
+    """Share of one worker in a divided schedule: its seat, and digests by which it finds the rest (contents)."""
 
     seat: Seat
-    """Seat of the worker, with its program as number 0."""
+    """Seat of the worker (role, held layers), in which its program is number 0."""
     pipelines: tuple[int, ...]
-    """Pipelines that the worker's `WorkerProgram` refers to by position."""
+    """Numbers of the pipelines that the worker's `WorkerProgram` names by index."""
     frame: str
-    """Digest of the content that all workers know.
+    """Digest of what all workers know: the schedule without seats and programs.
 
     The fields `work` and `sums` are the digests of the worker's `WorkerProgram` and of its gradient sums.
     """
@@ -118,27 +123,28 @@ class WorkerShare(NamedTuple):
 
     @property
     def content_digests(self) -> tuple[str, str, str]:
-        """Digests of all contents of this share."""
+        """Digests of all that this share refers to: `frame`, `work`, `sums`."""
         return self.frame, self.work, self.sums
 
 
 class DividedSchedule(msgspec.Struct, frozen=True):
-    """Schedule, divided among its workers."""
+    """Schedule, divided into shares of its workers; what several shares have in common is stored once."""
 
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
     contents: dict[str, bytes]
-    """Contents by digest."""
+    """JSON of what shares refer to (frame, programs, gradient sums), by its digest."""
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Divided schedule that differs only in pipeline numbers, all workers in their own roles; and the new number of
-each."""
+"""Divided schedule that differs only in pipeline numbers, with all workers in their own roles, and the new number of
+each pipeline."""
 
 
 def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,
                     ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
-    """Divide a schedule among its workers. `ties` has all holders of each group of layers that share parameters.
+    """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
+    parameters.
 
     If `alike` is given, its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order
     of tensors that are planned for the same instant may then differ, but all workers can follow either order.
@@ -146,7 +152,7 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
     contents: dict[str, bytes] = {}
 
     def store(content: object) -> str:
-        """Add a content to `contents`, and return its digest."""
+        """Encode something that shares refer to, add it to `contents`, and return its digest."""
         data = msgspec.json.encode(content)
         digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         contents[digest] = data
@@ -172,7 +178,8 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
 
 def assemble_worker_schedule(failed: tuple[Worker, ...], share: WorkerShare,
                              contents: Mapping[str, bytes]) -> WorkerSchedule:
-    """Assemble a worker's part of a schedule. Raises KeyError if a content is missing."""
+    """Build a worker's schedule from its share and what this refers to, by digest. Raises KeyError if a content is
+    missing."""
     head = _FRAME.decode(contents[share.frame])
     work = _WORK.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
@@ -191,7 +198,7 @@ def assemble_worker_schedule(failed: tuple[Worker, ...], share: WorkerShare,
 
 
 def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
-    """Return the tensors that a live worker sends and receives, by number.
+    """Return the tensors that a live worker sends and receives, sorted by their numbers.
 
     For a `WorkerSchedule`, the worker must be its own.
     """
@@ -204,7 +211,7 @@ def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
 
 
 def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker whose role is in these pipelines sends and receives, by number.
+    """Return the tensors that each worker whose role is in these pipelines sends and receives, sorted by their numbers.
 
     These pipelines must not share micro-batches with the rest.
     """
@@ -213,7 +220,7 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
 
 
 def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
-    """Group tensors by worker, each under its source and its target."""
+    """Return the tensors that each worker sends or receives, by worker."""
     grouped: dict[Worker, list[Crossing]] = defaultdict(list)
     for crossing in crossings:
         grouped[crossing.source].append(crossing)
@@ -247,7 +254,10 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int],
 
 def _encode_programs(schedule: Schedule,
                      keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Iterate over the workers, each with the pipelines that its `WorkerProgram` refers to, and its digest."""
+    """Iterate over pairs of a worker and (pipelines that its `WorkerProgram` names by index, digest of that program).
+
+    The function `keep` stores a program and returns its digest.
+    """
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -286,12 +296,13 @@ def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Cal
 
 
 def _without_time(op: ProgramOp, place: Mapping[int, int]) -> ProgramOp:
-    """Return an op without its time, with its pipeline as a position."""
+    """Return a copy of an op that starts at tick 0, with its pipeline p named by `place[p]`."""
     return ProgramOp(op.kind, op.slice, op.microbatch, 0, None if op.pipeline is None else place[op.pipeline])
 
 
 def _routes_of_seat(schedule: Schedule, seat: Seat, place: Mapping[int, int]) -> Iterator[Route]:
-    """Iterate over the routes of the micro-batches that a seat's worker runs, with pipelines as positions."""
+    """Iterate over the routes of the micro-batches that a seat's worker runs, with each pipeline p named by
+    `place[p]`."""
     own = seat.role.pipeline
     for pipeline, number in sorted({(own if op.pipeline is None else op.pipeline, op.microbatch)
                                     for op in schedule.programs[seat.program] if op.microbatch is not None}):
@@ -299,7 +310,7 @@ def _routes_of_seat(schedule: Schedule, seat: Seat, place: Mapping[int, int]) ->
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return the sums of each program: ranges of layers with the workers that reduce them."""
+    """Return, for each program, the ranges of layers that it reduces, with the workers that take part."""
     ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
               for program in schedule.programs]
     workers: dict[LayerRange, list[Worker]] = defaultdict(list)
@@ -316,10 +327,8 @@ def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
 
 
 class _OpPlace(NamedTuple):
-    """Planned start and place of an op that makes or takes a tensor.
-
-    Of ops with the same start, the one that is earlier on the route of its micro-batch compares as less.
-    """
+    """Planned start and place of an op that makes or takes a tensor; they sort by start, then by position on the
+    route."""
 
     start_ticks: int
     way: int
@@ -333,7 +342,7 @@ Places = Mapping[OpKey, _OpPlace]
 
 
 def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
-    """Return the planned starts and places of all ops that make or take a tensor."""
+    """Return the planned start and place of each op of these seats that may make or take a tensor, by the op's key."""
     found: dict[OpKey, _OpPlace] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
@@ -352,7 +361,7 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the ops in `places` that send a tensor, in the order of `schedules.graph.order_transfers`."""
+    """Return the keys of ops that send a tensor, in the order of `schedules.graph.order_transfers`."""
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)
@@ -365,7 +374,10 @@ def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey],
                       names: Mapping[int, int] | Sequence[int]) -> list[Crossing]:
-    """Assign numbers to the tensors that cross between two workers, in the given order of their producing ops."""
+    """Return the tensors that go from one worker to another, numbered in the order of the ops that make them.
+
+    The argument `order` has the keys of these ops; `names` has the number by which the result names each pipeline.
+    """
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     workers: dict[Worker, Worker] = {}
@@ -390,7 +402,7 @@ def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]
 
 
 def _is_in_program_order(crossings: Sequence[Crossing]) -> bool:
-    """Return whether the order of tensors agrees with the program order of every worker.
+    """Return whether every worker can exchange tensors in this order while it runs its program in order.
 
     At each tensor, its source and its target must not yet be past the op that makes or takes it.
     """

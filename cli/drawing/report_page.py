@@ -55,5 +55,5 @@ def _html_cell(text: str) -> str:
 
 
 def colour_swatch(colour: str) -> str:
-    """Return a patch of a colour, for legends."""
+    """Return an HTML element that shows a colour, for legends."""
     return f'<span class="swatch" style="background:{colour}"></span>'

@@ -19,7 +19,7 @@ MAX_POINTS = 2000
 """Approximate maximum number of points of a chart. In longer runs a point represents several iterations."""
 TIME_STEPS = (*(factor * 10.0 ** power for power in range(-6, 1) for factor in (1, 2, 5)), 10.0, 15.0, 30.0, *(
     60.0 * minutes for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)))
-"""Round steps of an axis, in seconds. From a minute on, they are those of a clock."""
+"""Round numbers of seconds from one axis label to the next. From a minute on, they are those of a clock."""
 HEIGHT = 100
 """Height of every chart, in units of its `viewBox`."""
 
@@ -93,7 +93,7 @@ def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_missing(run: RunRecord) -> str:
-    """Draw the number of missing workers of the grid.
+    """Return a chart, as HTML, of the number of missing workers of the grid over time.
 
     One worker of thousands is visible here, which it would not be in the number of live workers.
     """
@@ -111,7 +111,7 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Draw a strip with the phase of each generation, and over it the times at which layers moved."""
+    """Return a strip, as HTML, with the phase of each generation, and over it the times at which layers moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
@@ -127,7 +127,8 @@ def describe_generation(stretch: GenerationRecord) -> str:
 
 
 def find_settling(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals, in seconds of the run, in which workers copied layers for a rebalanced schedule.
+    """Return the intervals (begin, end), in seconds of the run, in which workers copied layers for a rebalanced
+    schedule.
 
     Training continued meanwhile.
     """

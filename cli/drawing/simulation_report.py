@@ -10,7 +10,7 @@ from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
 from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
-"""Number of equal parts of the trace over which throughput is averaged."""
+"""Number of equal spans of the trace over each of which throughput is averaged."""
 COLOURS = {
     "slipstream": "#128a63", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195",
@@ -21,7 +21,7 @@ COLOURS = {
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """Colours that policies without a colour in `COLOURS` take in turn."""
 OURS = ("slipstream", "slipstream-fixed")
-"""Names of the policies of this project."""
+"""Names of the policies that simulate this project's own runtime."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
     Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
@@ -43,7 +43,7 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 
 
 def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
-    """Return the whole report.
+    """Return the whole report as bytes of an HTML file.
 
     Headings name what was simulated by `job` and `shape`, and `notes` lists further assumptions. `tokens` is the number
     of tokens in a sample, or None if it is unknown.
@@ -65,7 +65,7 @@ def build_report(result: Comparison, *, job: str, shape: str, notes: Sequence[st
 
 
 def rank_policies(result: Comparison) -> list[str]:
-    """Return the policies by throughput, highest first, without reference lines."""
+    """Return the names of the policies by throughput, highest first, without reference lines."""
     systems = _without_references(result)
     return sorted(systems, key=lambda name: -systems[name].throughput)
 
@@ -73,7 +73,7 @@ def rank_policies(result: Comparison) -> list[str]:
 def _compare_leader(result: Comparison) -> str:
     """Return sentences that compare the policy of highest throughput with the next one and the last one.
 
-    The other policy of this project is left out of this comparison.
+    If it is a policy of this project, the other one of this project is left out.
     """
     order, runs = rank_policies(result), result.runs
     if not order:
@@ -89,7 +89,7 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _initially_shown(result: Comparison) -> set[str]:
-    """Return the policies whose lines are visible at first, because too many lines hide each other."""
+    """Return the names of the policies whose lines are visible at first, because too many lines hide each other."""
     order = rank_policies(result)
     others = [name for name in order if name not in OURS]
     return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
@@ -124,7 +124,7 @@ def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) 
 
 
 def policy_colour(policy: str) -> str:
-    """Return the colour of a policy's line."""
+    """Return the CSS colour of a policy's line."""
     others = [name for name in POLICIES if name not in COLOURS]
     return COLOURS.get(policy) or MORE_COLOURS[others.index(policy) % len(MORE_COLOURS)]
 
@@ -169,7 +169,7 @@ def _without_references(result: Comparison) -> dict[str, PolicyRun]:
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
-    """Return the name of the unit of the time axis, and the seconds in this unit."""
+    """Return the unit of the time axis, "days" or "hours", and the number of seconds in it."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
@@ -207,7 +207,8 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def draw_hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
-    """Draw a stacked bar of lost hours for each policy, with a part for each cause, on an axis up to `hours`."""
+    """Return a chart, as HTML, with a stacked bar of lost hours for each policy, and a part of it for each cause. The
+    argument `rows` has the hours by policy and cause; the axis ends at `hours`."""
     legend = "".join(f"<label>{colour_swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
                      if any(row[cause] > 0.001 for row in rows.values()))
     chart = draw_bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},

@@ -26,7 +26,7 @@ class StepLine(NamedTuple):
 
 
 def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: str, top: float | None = None) -> str:
-    """Draw an SVG chart of lines that are constant between consecutive `edges` of the x axis.
+    """Return an SVG chart of lines that are constant between consecutive `edges` of the x axis.
 
     The y axis ends at a round number at or above `top`; None means the largest value. The axes are named `x` and `y`.
     """
@@ -56,7 +56,7 @@ def draw_steps(edges: Sequence[float], lines: Sequence[StepLine], *, x: str, y: 
 
 def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
               unit: str) -> str:
-    """Draw an SVG chart with a stacked bar for each row, and the sum of its parts next to it.
+    """Return an SVG chart with a stacked bar for each row, and the sum of its parts next to it.
 
     A row maps names of parts to values, and `colours` maps these names to colours. A value of `total` fills the width.
     `x` is the name of the axis, and `unit` follows the values in tooltips.
@@ -82,7 +82,7 @@ def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str
 
 
 def draw_tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
-    """Draw an SVG tornado chart: for each row, how far each of two settings moves a result from its `usual` value.
+    """Return an SVG tornado chart: for each row, how far each of two settings moves a result from its `usual` value.
 
     A row is a name, the result at the first setting, and the result at the second one. Results are shares, drawn as
     percentages.
@@ -115,7 +115,7 @@ def draw_tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colo
 
 
 def nice_top(value: float) -> float:
-    """Return a round number at or above a value."""
+    """Return the end of an axis for values up to `value`: a round number at or above it."""
     step = nice_step(value or 1.0, 5)
     return math.ceil((value or 1.0) / step - 1e-9) * step
 
@@ -138,7 +138,7 @@ def _draw_grid(begin: float, end: float, high: float, place: Callable[[float], f
 
 
 def _draw_mark(at: float, height: float, label: str) -> str:
-    """Draw a line from top to bottom with a label below it."""
+    """Return SVG of a vertical grid line at the x coordinate `at`, with a label below it."""
     return (f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
             f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>')
 

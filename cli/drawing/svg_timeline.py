@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
 """Usual and maximum length of the time axis, in pixels. Only labels of re-routed ops make it longer than usual."""
 LABEL_ROOM = 5
-"""Number of characters for which the shortest re-routed op gets room, if `MAX_WIDTH` allows it."""
+"""Number of characters of a label for which the shortest re-routed op has room, if `MAX_WIDTH` allows it."""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
@@ -41,7 +41,7 @@ HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceO
 
 
 def draw_schedule(schedule: Schedule) -> bytes:
-    """Draw all workers of a schedule. Raises ValueError if there are more than `MAX_OPS` ops."""
+    """Return an SVG picture of all workers of a schedule. Raises ValueError if there are more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
@@ -68,14 +68,14 @@ def _picture_title(schedule: Schedule) -> str:
 
 
 def _axis_width(schedule: Schedule, horizon: int) -> int:
-    """Return the length of the time axis, in pixels."""
+    """Return the length in pixels of the time axis for a schedule of `horizon` ticks."""
     foreign = [op.end_ticks - op.start_ticks for op in schedule.all_ops()
                if op.kind is not OpKind.W and op.end_ticks > op.start_ticks and schedule.origin(op) != "own"]
     return max(WIDTH, min(MAX_WIDTH, math.ceil(LABEL_ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Draw a label and a faint line at round numbers of seconds."""
+    """Yield SVG of a label and a faint line at round numbers of seconds."""
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
@@ -98,7 +98,7 @@ def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: flo
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Draw an op, as a rectangle with a label.
+    """Yield SVG of an op: a rectangle and, if there is room, a label.
 
     Its stage has index `chunk` among the stages of the worker, whose row has its upper edge at `y`. There are `scale`
     pixels per tick.
@@ -118,7 +118,7 @@ def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> It
 
 
 def _draw_box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
-    """Draw a rectangle in the colour and with the stripes of a kind of op.
+    """Return SVG of a rectangle in the colour and with the stripes of a kind of op.
 
     The colour is lighter unless `chunk` is 0. The attributes of the outline are `line`, and `inside` is the content of
     the element.
@@ -132,7 +132,7 @@ def _draw_box(kind: OpKind, x: float, y: float, width: float, height: float, chu
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of at most `room` characters.
+    """Return the most informative label of an op that has at most `room` characters; "" if none has.
 
     A label may lack the letter of the kind, which colour and stripes also tell.
     """

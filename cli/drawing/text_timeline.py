@@ -22,7 +22,7 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
-"""Maximum number of workers up to which every worker has a row in a measured iteration, because all times differ."""
+"""Largest number of workers for which each has a row in a measured iteration, where all times differ."""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
@@ -40,7 +40,7 @@ BUBBLE = "·"
 
 
 def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
-    """Draw the planned iteration in `width` characters and about `height` lines.
+    """Return a drawing of the planned iteration in `width` characters and about `height` lines.
 
     Pipelines that run the same programs are drawn once.
     """
@@ -51,7 +51,7 @@ def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> 
 
 
 def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """Draw an iteration as it was measured on the workers of this schedule."""
+    """Return a drawing, in `width` characters, of an iteration as it was measured on the workers of this schedule."""
     grid = schedule.grid
     few = grid.pipelines * grid.columns <= FULL_ROWS
     equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else find_equal_pipelines(schedule)

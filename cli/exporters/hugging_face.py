@@ -9,7 +9,11 @@ from slipstream.runtime.model.checkpoints.hugging_face_export import export_mode
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint to a folder. Raises CheckpointError if it is not of transformers, and OSError."""
+    """Write the model of a checkpoint to a folder that transformers can load.
+
+    Raises CheckpointError if the model is not one of `[model] hugging_face`, and OSError if the folder cannot be
+    written.
+    """
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):
         raise CheckpointError(f"{checkpoint.path}: not a transformers model ([model] hugging_face): its model.name is "

@@ -16,7 +16,8 @@ from slipstream.schedules.precedence import op_key, producers_with_rules
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 LINK_THREADS = 10**6
-"""Offset of the threads that show workers' links, where reductions overlap with compute."""
+"""Number added to a worker's thread id in the trace to get the thread that shows its links, where reductions overlap
+with compute."""
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]

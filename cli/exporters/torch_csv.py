@@ -34,10 +34,10 @@ def export_schedule(schedule: Schedule, *, pipeline: int, communication: bool, o
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
-    """Return the order of one pipeline's ops as CSV.
+    """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per rank.
 
     With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
-    gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
+    gradient reductions; without it, torch adds them. Raises TorchCsvError if torch's runtime cannot run the order.
     """
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
@@ -69,9 +69,10 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
-    """Raise ExportError unless the pipeline's workers run its micro-batches and no others.
+    """Raise TorchCsvError if an op of a seat's worker prevents torch from running `pipeline` by itself.
 
-    Each op of the pipeline must be of a whole stage. One op, of a worker's seat, is checked.
+    Such an op runs a micro-batch of this pipeline on a worker of another one, or the reverse, or is not of a whole
+    stage.
     """
     if op.microbatch is None or op.slice is None:
         return
@@ -89,9 +90,10 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Iterate over a worker's actions: each receive before the op that needs it, each send after the op that made it.
+    """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, each send after its
+    maker.
 
-    If `crossing` is None, there are neither transfers nor reductions.
+    If `crossing`, the tensors sent between workers, is None, there are neither transfers nor reductions.
     """
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):
@@ -104,7 +106,10 @@ def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: 
 
 
 def _transfer_text(transfer: Transfer, worker: Worker) -> str:
-    """Format a transfer. A send is named by the stage that sends, a receive by the stage that receives."""
+    """Return the CSV cell for a transfer on one of its workers.
+
+    A send is named by the stage that sends, a receive by the stage that receives.
+    """
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"
     if transfer.target == worker:

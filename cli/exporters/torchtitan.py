@@ -18,21 +18,21 @@ from slipstream.schedules.schedule import Grid, Schedule
 
 
 class TorchtitanVersion(NamedTuple):
-    """Differences between versions of torchtitan."""
+    """Names and flags by which a version of torchtitan differs from others."""
 
     head: str
-    """Name of the head module of torchtitan's models."""
+    """Name of the module with the output head in this version's models."""
     config_arguments: str
-    """Arguments that select the model and its configuration on the command line."""
+    """Command-line arguments that select the model and its configuration in this version."""
     flags: tuple[str, ...] = ()
-    """Further flags that are needed. CUDA graphs are on by default in 0.3.0, and refused with pipelines."""
+    """Further command-line flags that this version needs."""
 
 
 VERSIONS = {
     "0.3.0": TorchtitanVersion("lm_head", "--module MODEL --config CONFIG", ("--training.disable_cuda_graphs",)),
     "0.2.2": TorchtitanVersion("output", "--job.config_file CONFIG"),
 }
-"""Versions that flags can be written for, newest first."""
+"""Versions of torchtitan that flags can be written for, newest first."""
 NEWEST = next(iter(VERSIONS))
 
 
@@ -92,7 +92,7 @@ def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, 
 
 
 def _schedule_class(grid: Grid) -> str:
-    """Return the name of the schedule class that places stages on ranks as the grid does."""
+    """Return the name of torch's schedule class that assigns stages to ranks as the grid does."""
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
     if grid.columns == 1:
@@ -108,7 +108,10 @@ def _schedule_class(grid: Grid) -> str:
 
 
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
-    """Iterate over the stages, each with the names of its modules, joined by commas."""
+    """Iterate over the stages; yield the names of each one's modules in torchtitan, joined by commas.
+
+    The output head is the module `head`.
+    """
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
         raise ExportError(f"--decoder-layers {decoder_layers}: the plan has {grid.layer_count} layers; expected "

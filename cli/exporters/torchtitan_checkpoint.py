@@ -34,7 +34,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model of a checkpoint to a folder, with one of its layers in memory at a time.
+    """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`, with one layer in memory at a time.
 
     Raises CheckpointError if it is not a torchtitan model, ConfigError if that model cannot be built, and OSError.
     """

@@ -25,7 +25,7 @@ class Change(msgspec.Struct, frozen=True):
 
     seconds: float
     removed: tuple[int, ...] = ()
-    """Places that lost their machine."""
+    """Places (numbered slots of the fleet, each for one machine) that lost their machine."""
     added: tuple[int, ...] = ()
     """Places that got a machine: a whole one at its usual speed, unless the lists below say otherwise."""
     slowed: tuple[tuple[int, float], ...] = ()
@@ -37,12 +37,13 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def has_changes(self) -> bool:
-        """True if anything changes."""
+        """True if any list has an entry, or if links change."""
         return bool(self.removed or self.added or self.slowed or self.gpus or self.links)
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrivals and departures of a fleet's machines. Changes are in order of time, at most one at an instant."""
+    """Record of which places of a fleet have a machine, over time. Changes are in order of time, at most one at an
+    instant."""
 
     name: str
     places: int
@@ -51,12 +52,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     length_seconds: float
     gpus_per_worker: int = 1
-    """Number of GPUs of a whole machine."""
+    """Number of GPUs of a whole machine, which is one worker of the job."""
     notes: tuple[str, ...] = ()
     """Corrections and assumptions that were made for the trace, one line each."""
 
     def iterate_live_counts(self) -> Iterator[tuple[float, int]]:
-        """Yield pairs (seconds, machines alive from then on). The first is at 0."""
+        """Yield pairs of a time in seconds and the number of machines alive from then on. The first is at 0."""
         alive = len(self.live)
         yield 0.0, alive
         for change in self.changes:
@@ -65,7 +66,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def machine_losses(self) -> int:
-        """Number of machines lost in all."""
+        """Number of times that a place loses its machine."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
@@ -133,7 +134,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """States of the machines for a policy: down, or alive with a slowdown factor."""
+    """States of the machines as a policy sees them: down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._gpus_per_worker = whole
@@ -146,7 +147,8 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return the change for the policy, and a second one with machines that restart with fewer GPUs."""
+        """Return a change of the trace as the policy sees it, and a second change that adds machines restarted on fewer
+        GPUs."""
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -202,9 +204,9 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
 
 
 def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
-    """Return the trace in which the places of a node are alive only while all of them are.
+    """Return the trace in which all places of a node are down while any of them is.
 
-    `nodes`: the places of each node; each place of the trace belongs to one.
+    The argument `nodes` has the places of each node; each place of the trace belongs to one.
     """
     node_of = {place: number for number, places in enumerate(nodes) for place in places}
     missing = [len(places) for places in nodes]
@@ -232,7 +234,7 @@ def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
 
 
 DEATH_SECONDS = 60.0
-"""Seconds after which workers die in a trace of `build_death_trace`."""
+"""Seconds from the beginning of a trace of `build_death_trace` to the death of its workers."""
 
 
 def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,

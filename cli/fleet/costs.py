@@ -28,7 +28,8 @@ BYTES_PER_SECOND = 10e9
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that policies pay for failures, and shares. Policies that do the same thing pay the same cost."""
+    """Seconds that a job loses when a policy responds to a failure, and related shares. Equal actions of policies cost
+    the same."""
 
     parameters: float
     """Number of parameters of the model."""
@@ -47,15 +48,16 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     bamboo_fatal_seconds: float = 30.0
     """Time of the rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
     bamboo_fault_free_share: float = 13.41 / 20.55
-    """Throughput of Bamboo, with redundant forwards, relative to 1F1B, no worker down: measured, 350M [R]."""
+    """Throughput of Bamboo with all workers, with redundant forwards, as a share of that of 1F1B: measured, 350M
+    [R]."""
     bamboo_max_covered_share: float = 0.05
-    """Share of dead stages run by predecessors, above which Bamboo forms new pipelines [B]."""
+    """Largest share of stages whose worker died and which predecessors run, before Bamboo forms new pipelines [B]."""
     ft_hsdp_stall_seconds: float = 180.0
     """Time for which all replicas pause at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277, abstract)."""
     ft_hsdp_restart_seconds: float = 600.0
     """Time for a replica to restart: the 10 minutes that synchronous training needs there (abstract)."""
     plan_seconds: float = 0.0
-    """Time from a failure to its rebalanced plan; 0 if a table has the plan."""
+    """Seconds from a failure until there is a plan with layers moved; 0 if a table has the plan."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
@@ -72,6 +74,7 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
 
 
 def interpolate_by_size(points: Mapping[float, float], parameters: float) -> float:
-    """Return the value at a number of parameters, interpolated over logarithms between published sizes."""
+    """Return the value for a model of this many parameters, from `points` of number of parameters and value. Between
+    two points the value is linear in the logarithm; outside of them it is that of the nearest point."""
     sizes = sorted(points)
     return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], [points[size] for size in sizes]))

@@ -34,11 +34,11 @@ MAX_BYTES = 64 * 2**20
 
 
 class EntryError(ValueError):
-    """Raised when an entry cannot be used. The message is one line."""
+    """Error for a table or policy of another system that cannot be used. The message is one line."""
 
 
 class Entry(RatedByStage):
-    """A system whose throughput depends on which workers are down, and which pauses when that changes.
+    """Policy of another system, whose throughput depends on which workers are down, and which pauses when that changes.
 
     A failure also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the system
     waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes time.
@@ -55,12 +55,12 @@ class Entry(RatedByStage):
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phase of training with the live machines."""
+        """Return the phases of training with the machines that are alive at the beginning of a trace (`live`)."""
         self._live = set(live)
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change: a pause, redoing lost samples, then training."""
+        """Return the phases after machines were lost or added: a pause, redoing lost samples, then training."""
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
         return self.resume_after_change(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
@@ -94,7 +94,7 @@ class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TableEntry(Entry):
-    """A system that is described by a table."""
+    """Policy of another system that is described by a table of its throughputs."""
 
     rows: ClassVar[Mapping[int | DownByStage, EntryRow]]
 
@@ -105,12 +105,12 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the table."""
+        """Return the samples per second that the table gives for these numbers of dead workers by stage."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the pause of the table, in seconds."""
+        """Return the seconds of pause that the table gives for these numbers of dead workers by stage."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 

@@ -28,9 +28,9 @@ POLICY_LABELS = {
 
 
 def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
-    """Return the samples per second of each policy, and its loss against the same policy with all workers alive.
+    """Return the README's table: samples per second of each policy, and its loss against itself with all workers alive.
 
-    `overlap`: all policies use `[network] overlap`.
+    With `overlap`, all policies use `[network] overlap`.
     """
     job = parse_job(preset_text(PRESET) + "\n[network]\noverlap = true\n" * overlap)
     kinds, costs = [POLICIES[name] for name in POLICY_LABELS], costs_for(PARAMETERS, job.stages)

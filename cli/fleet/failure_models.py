@@ -22,26 +22,27 @@ UNICRON_TRANSIENT = 0.73
 
 
 class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of failures, with its domain, rate and repair times."""
+    """One cause of failures: how many GPUs fail at once, how often, and how long they are away."""
 
     cause: str
     gpus: int = 1
     """Number of neighbouring GPUs that a failure takes down at once: its domain."""
     mtbf_hours: float
-    """Mean time between failures of one domain."""
+    """Mean hours between failures of one domain, which is this many neighbouring GPUs."""
     transient_share: float = UNICRON_TRANSIENT
     """Share of failures after which a restart brings the machines back."""
     restart_hours: float = 0.1
-    """Mean time of such a restart; assumed unless the source gives it."""
+    """Mean hours that such a restart takes; assumed unless the source gives it."""
     repair_hours: float = 4.0
     """Mean time of the repair or replacement after all other failures; assumed unless the source gives it."""
     repair_median_hours: float | None = None
-    """Median repair time, which then is log-normally distributed; None: it is exponentially distributed."""
+    """Median hours of a repair, which then is log-normally distributed; None: it is exponentially distributed."""
     source: str = "given by the user"
 
 
 class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates, causes and repair times of the failures of a fleet. Times are in hours; places are GPUs."""
+    """Rates, causes and repair times of the failures of a fleet of GPUs. A domain is a group of GPUs that fail at
+    once."""
 
     name: str
     kinds: tuple[FailureKind, ...]
@@ -49,7 +50,8 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     mttf_hours: tuple[tuple[int, float], ...] = ()
     """Published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
     repairs_at_once: int | None = None
-    """Number of domains that are repaired at a time; others wait for their turn, in the order of their failures."""
+    """Number of domains that can be repaired at the same time; others wait in the order of their failures; None: no
+    limit."""
     rate_shape: float | None = None
     """Shape of the gamma distribution of domains' rates, whose mean is that of their kind; None: equal rates.
 
@@ -136,9 +138,10 @@ def _build_llama_3() -> FailureModel:
 
 RSC = "Meta Research SuperCluster (Kokolis et al., HPCA 2025, arXiv 2410.21680)"
 RSC_1, RSC_2 = 6.50, 2.34
-"""Failures per 1,000 node-days, on servers of 8 A100 (section III, figure 7)."""
+"""Failures per 1,000 node-days of the clusters RSC-1 and RSC-2, on servers of 8 A100 (section III, figure 7)."""
 RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
-"""MTTF by GPUs of the job: measured at 1,024, projected beyond (section III, figure 7)."""
+"""Pairs of the number of GPUs of a job and its MTTF in hours: measured at 1,024, projected beyond (section III, figure
+7)."""
 
 
 def _build_meta_rsc(name: str, rate: float, curve: tuple[tuple[int, float], ...], source: str) -> FailureModel:
@@ -159,12 +162,13 @@ _INFINITE_HBD = (  # (cause, faults, share back within 4 h, their mean, mean and
     ("hardware or software", 322, 0.295, 0.81, 252.5, 62.3),
     ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1))
 INFINITE_HBD_SHAPE = 0.93
-"""Shape of the gamma distribution of servers' rates, fitted by moments.
+"""Shape of the gamma distribution of the servers' failure rates, fitted by moments.
 
 A server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none.
 """
 INFINITE_HBD_PERIOD_DAYS, INFINITE_HBD_PERIOD_SHAPE = 30.0, 3.5
-"""Length of periods with equal rates, and shape of the gamma distribution of their rates, fitted by moments.
+"""Length in days of the periods with a common failure rate, and shape of the gamma distribution of these rates, fitted
+by moments.
 
 In 30 days servers fail 48.6 times on average, with a variance of 14.9 times that.
 """
@@ -192,7 +196,7 @@ _DELTA_H100 = (("memory management unit", 1_737 / 2.1e6, True), ("uncorrectable 
 _DELTA_A100 = (("memory management unit", 8_863 / 9.6e6, True), ("GPU system processor", 3_857 / 9.6e6, False),
                ("NVLink", 1_922 / 9.6e6, True), ("power management unit", 77 / 9.6e6, False),
                ("uncorrectable memory", 1 / 283_271, False))
-"""Errors of the cluster: (cause, errors per GPU-hour, True if only the process ends)."""
+"""Kinds of GPU errors in the Delta cluster: (cause, errors per GPU-hour, True if only the process ends)."""
 FT_HSDP_GPUS, FT_HSDP_HOURS = 100_000, 18 / 60
 FT_HSDP = ("FT-HSDP (Salpekar et al., arXiv 2602.00277), abstract: 44 % effective training time with 10 minutes lost "
            "at each failure, 100,000 GPUs: one in 18 minutes")
@@ -246,7 +250,7 @@ class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
 
     cause: str
     share: float
-    """Share of the time in which a job is affected."""
+    """Share of the time in which some worker of a job, or its links, is slow for this cause."""
     hours: float
     """Mean duration of one slow time, in hours."""
     factor: float
@@ -267,9 +271,10 @@ _GREYHOUND = "Greyhound (Wu et al., USENIX ATC 2025, arXiv 2410.12588), section 
 GREYHOUND_DELAY = 1.34
 """Mean factor by which large jobs that wait for slow workers or links take longer (abstract)."""
 _SHARES = {"compute": 0.02, "links": 0.40}
-"""Shares of a job's time that are slow, as we read the source: computation under 2 %, communication 40 %."""
+"""Shares of a job's time in which workers or links are slow, as we read the source: computation under 2 %,
+communication 40 %."""
 _FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
-"""Factor by which slow computation or slow links lengthen a job, taken to be equal.
+"""Factor by which a job takes longer while its computation or its links are slow, taken to be equal.
 
 With it, a job that waits takes 1.34 times as long on average.
 """
@@ -282,4 +287,4 @@ SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
         SlowKind(cause="slow links", share=_SHARES["links"], hours=24 / 60, factor=_FACTOR, links=True, source=(
             f"{_GREYHOUND}: slow communication 40 %, 24 minutes on average; {_FACTOR:.2f} times as long, likewise"))),
 }
-"""Models of slowness by name."""
+"""Models of temporary slowness of workers and links, by name."""

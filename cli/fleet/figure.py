@@ -15,9 +15,9 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     low: tuple[float | None, ...] = ()
     """Least value under any of the assumptions; empty if only one assumption was made."""
     high: tuple[float | None, ...] = ()
-    """Largest value under any of the assumptions."""
+    """Largest value at each x under any of the assumptions; empty if only one assumption was made."""
     published: bool = False
-    """True if the values are the authors' measurements, which are drawn as points."""
+    """True if the values are measurements by the authors of the system, which are drawn as points."""
     is_reference: bool = msgspec.field(default=False, name="yardstick")
     """True if this is only a line to compare with, and not a system that exists."""
 
@@ -35,6 +35,6 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     findings: dict[str, float]
-    """The few numbers that the figure shows, by name."""
+    """Numbers that summarize the figure, by name."""
     assumptions: tuple[str, ...]
     logarithmic_x: bool = False

@@ -9,7 +9,7 @@ from slipstream.planner.job.file import Job
 LAYERS_PER_STAGE = 8
 """Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""Maximum number of layers for policies that use a formula; larger models are divided into larger pieces."""
+"""Largest number of layers for policies that use a formula; in larger models several layers count as one."""
 DownByStage = tuple[int, ...]
 """Number of dead workers of each stage (column)."""
 
@@ -23,7 +23,8 @@ class Loads:
         self._loads: dict[DownByStage, float] = {}
 
     def spread_evenly(self, failures: int) -> DownByStage | None:
-        """Return the failures of each stage if spread evenly, or None if a stage would have no live worker.
+        """Return the number of dead workers of each stage if failures are spread evenly; None if a stage would have
+        none alive.
 
         The extra failures go to the stages where one more leaves the other workers the least work; among equal stages,
         to the last ones, which wait least for others. Of all distributions, this one leaves the most workers to the
@@ -59,7 +60,8 @@ class Loads:
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Seconds of a micro-batch, and of the all-reduce and the optimizer step, by stage (column)."""
+        """Seconds of F, I and W of a micro-batch, and seconds of the all-reduce and the optimizer step, by stage
+        (column)."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [stage for stage, column_of_stage in enumerate(self._job.columns) if column_of_stage == column]
@@ -104,5 +106,6 @@ class Loads:
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Return the failures of each stage if spread evenly; the last stages, which wait least, come first."""
+    """Return the number of failures in each stage if spread evenly; extra ones go to the last stages, which wait
+    least."""
     return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))

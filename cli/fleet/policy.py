@@ -37,7 +37,7 @@ class Cause(StrEnum):
 
 
 TRAINING_CAUSES = (Cause.RUN, Cause.LOST)
-"""Causes of phases in which the job trains."""
+"""Causes of phases in which the job trains, whether its samples are new or redone."""
 STATELESS_CAUSES = (Cause.WAIT, Cause.RESTART)
 """Causes of phases in which no worker holds parameters."""
 
@@ -48,9 +48,9 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
     cause: Cause
     seconds: float = math.inf
     rate: float = 0.0
-    """Useful samples per second."""
+    """Useful samples per second: those that are trained for the first time."""
     checkpoints: float = 0.0
-    """Samples per second lost to writing checkpoints."""
+    """Samples per second that could be trained if no checkpoints were written."""
     redone: float = 0.0
     """Samples per second trained a second time."""
 
@@ -66,7 +66,7 @@ class Phase(msgspec.Struct, frozen=True, gc=False):
         return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def with_slowdown(self, factor: float) -> "Phase":
-        """Return this phase with all training slowed by a factor."""
+        """Return this phase with training slowed by a factor; if it redoes samples, it lasts longer by the factor."""
         if factor == 1.0 or not (self.rate or self.redone):
             return self
         seconds = self.seconds * factor if self.redone else self.seconds
@@ -110,9 +110,9 @@ class Policy(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    """Description in one line."""
+    """Description of the policy in one line."""
     assumptions: ClassVar[str]
-    """Assumptions of the simulation, with sources."""
+    """Assumptions of the policy's simulation, with sources."""
     source: ClassVar[str]
     """Origin of the policy: paper, section or figure, artifact; "our reading" if no code is public."""
 
@@ -131,7 +131,7 @@ class Policy(ABC):
         self.checkpoints = CheckpointTimes(self.spans, scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
         self.slow: dict[int, float] = {}
-        """Factor by which each live machine that is slow takes longer."""
+        """Factor by which each live machine that is slow takes longer, by machine."""
         self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
         self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
         self._samples_owed = 0.0
@@ -144,15 +144,18 @@ class Policy(ABC):
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning of a trace, when the machines `live` are alive."""
+        """Return the phases from the beginning of a trace, at which the machines in `live` are alive. The last phase
+        has no end."""
 
     @abstractmethod
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change. `remaining` has the rest of the previous phases, the current one first."""
+        """Return the phases after machines were lost, added, or changed in speed. The last phase has no end. The
+        argument `remaining` has the rest of the previous phases, the current one first."""
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
-        """Return the steady samples per second, without checkpoints, with failures where they cost least."""
+        """Return the samples per second in the long run, without checkpoints, with this many failures where they cost
+        least."""
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
@@ -164,11 +167,12 @@ class Policy(ABC):
 
     @property
     def slowdown(self) -> float:
-        """Factor by which waiting for slow machines makes training slower than its phases say."""
+        """Factor by which training takes longer than its phases say, as it waits for slow machines."""
         return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def handle_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change. A change of speed alone counts only if the policy balances speeds."""
+        """Record changes of speed, and return the phases after a change: those of `on_change`, or `remaining` if it has
+        no effect. A change of speed alone has an effect only if the policy balances speeds."""
         if self.slow:
             for machine in (*change.removed, *change.added):
                 self.slow.pop(machine, None)
@@ -183,7 +187,8 @@ class Policy(ABC):
     # --- Shared by several policies -----------------------------------------------------------------------------------
 
     def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """Return the next phases: `stalls`, redoing the lost samples, and training at `rate` samples per second.
+        """Return the phases from now on: `stalls` (pauses), redoing the lost samples, and training at `rate` samples
+        per second.
 
         If `rate` is 0, the job waits instead, and owes the lost samples.
         """
@@ -195,7 +200,7 @@ class Policy(ABC):
         return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training_phase(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
-        """Return the phases with `stall` inserted after `seconds`, and training at `rate` from then on.
+        """Return the phases with `stall`, a pause, inserted after `seconds`, and training at `rate` from then on.
 
         Samples that were not redone by then are redone at the new rate.
         """
@@ -211,9 +216,11 @@ class Policy(ABC):
 
     def resume_after_change(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
                             state_lost: bool = False) -> list[Phase]:
-        """Return the phases after a change: stalls, then redoing the samples that a death lost.
+        """Return the phases after a change: `stalls` (pauses), redoing the samples that a death lost, and training at
+        `rate`.
 
-        If only the checkpoint holds the parameters of some stage, the job restarts from it.
+        If only the checkpoint holds the parameters of some stage (`state_lost`, or the job was waiting), the job
+        restarts from it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
@@ -221,7 +228,8 @@ class Policy(ABC):
                                     lost_samples=self.discard_lost_samples(remaining, worker_died=worker_died))
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases of a restart from the last checkpoint, including redoing the samples trained since then."""
+        """Return the phases of a restart from the last checkpoint: the pause, redoing the samples since then, training
+        at `rate`."""
         lost_samples = self.checkpoints.return_to_last() + count_samples_to_redo(remaining) + self._samples_owed
         self._samples_owed = 0.0
         return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost_samples)
@@ -247,7 +255,8 @@ class Policy(ABC):
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
-        """Return whether only the checkpoint holds the parameters: the job was waiting or restarting."""
+        """Return whether only the checkpoint holds the parameters, because the job is waiting or restarting
+        (`remaining[0]`)."""
         return remaining[0].cause in STATELESS_CAUSES
 
 
@@ -264,13 +273,14 @@ class RatedByStage(Policy):
         return self.rate((0,) * self.scenario.stages)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the rate with failures spread evenly over stages; 0 if a stage would have no live worker."""
+        """Return the samples per second with this many failures, spread evenly over stages; 0 if a stage would have
+        none alive."""
         spread = self.throughputs.loads.spread_evenly(failures)
         return self.rate(spread) if spread else 0.0
 
 
 def count_samples_to_redo(remaining: Sequence[Phase]) -> float:
-    """Return the number of samples that these phases were to train a second time."""
+    """Return the number of samples that would be trained a second time in these phases."""
     samples = 0.0
     for phase in remaining:
         if phase.redone:
@@ -283,11 +293,11 @@ class PhaseHistory:
 
     def __init__(self) -> None:
         self.seconds = [0.0]
-        """Start of each span, and the end of the last one."""
+        """Time in seconds at which each span starts, and at which the last one ends."""
         self.phases: list[Phase] = []
-        """Phase that each span is a part of."""
+        """Phase that is in progress during each span."""
         self.slowdowns: list[tuple[float, float]] = []
-        """Factors by which slow workers and slow links lengthen training in each span."""
+        """Pairs of the factors by which slow workers and slow links lengthen training, one pair for each span."""
 
     def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
                      links: float = 1.0) -> Sequence[Phase]:
@@ -330,7 +340,7 @@ class CheckpointTimes:
         self._first = 0
         """Index of the first span since the job last returned to a checkpoint."""
         self._discarded: list[tuple[int, float]] = []
-        """Samples discarded since that return: pairs (number of spans before, samples)."""
+        """Samples discarded since the last return to a checkpoint: pairs (number of spans before, samples)."""
 
     @property
     def samples_since_stall(self) -> float:

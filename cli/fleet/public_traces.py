@@ -40,12 +40,12 @@ from slipstream.planner.job.straggler_trace import KINDS, iteration_spans, read_
 FAILED_STATES = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
 TRAINING_TYPE = "Pretrain"
-"""Type of the jobs that are read, if a file has any; otherwise all jobs on several servers are read."""
+"""Type of the jobs of AcmeTrace that are read, if a file has any; otherwise all jobs on several servers are read."""
 MAX_ABSENCE_SECONDS, USUAL_ABSENCE_SECONDS = 86_400.0, 360.0
 """Longest absence of a job, in seconds, and the absence assumed for its server if the job stays away longer."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 SLOWNESS_DIGITS = 1
-"""Number of decimal places of slowness factors."""
+"""Number of decimal places to which slowdown factors are rounded."""
 
 
 class _SpotMetadata(msgspec.Struct):
@@ -63,7 +63,8 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
 def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
-    """Return pairs (seconds, instances from then on) of one of SkyPilot's traces, and its length. Raises ValueError."""
+    """Return the counts in one of SkyPilot's traces, as pairs (seconds, instances from then on), and its length in
+    seconds. Raises ValueError."""
     try:
         trace = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
@@ -84,14 +85,14 @@ def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
 
 
 INFINITE_HBD_SERVERS = 400
-"""Number of servers of the fleet; the file names only those with a fault."""
+"""Number of servers of the fleet in InfiniteHBD-Trace; its file names only those with a fault."""
 
 
 class _Fault(msgspec.Struct):
     """Begin or end of a fault of one server in InfiniteHBD-Trace."""
     node_id: str
     event_time: Annotated[float, msgspec.Meta(ge=0, le=36_525)]
-    """Time in days."""
+    """Time in days since the trace began."""
     event_type: Literal["fault_start", "fault_end"]
 
 
@@ -99,7 +100,7 @@ _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
 def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
-    """Read the times at which servers of InfiniteHBD-Trace are out of service. Raises ValueError."""
+    """Return InfiniteHBD-Trace as a trace of its servers, which are down while a fault lasts. Raises ValueError."""
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
     except msgspec.MsgspecError as error:
@@ -142,7 +143,8 @@ class _AcmeJob(NamedTuple):
 
 
 def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
-    """Read AcmeTrace as the servers that its failing jobs remove. Raises ValueError, whose message names the line."""
+    """Return AcmeTrace as a trace of servers, which failing jobs remove. Raises ValueError, whose message names the
+    line."""
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
         raise ValueError("no job on several servers has both a start and an end time")
@@ -203,7 +205,7 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return, by job, the seconds from its end to the start of the next job of the same user and size.
+    """Return, by job, the seconds from its end to the start of the next job of the same user and number of GPUs.
 
     Jobs without one within `MAX_ABSENCE_SECONDS` are left out.
     """
@@ -223,7 +225,7 @@ def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
 
 
 def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
-    """Read how slow the workers of a job recorded by ByteDance (StragglerAnalysis) were in each iteration.
+    """Return a trace of how slow the workers of a job recorded by ByteDance (StragglerAnalysis) were in each iteration.
 
     The place of a worker is dp_rank x stages + stage. Raises ValueError.
     """

@@ -25,7 +25,8 @@ from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
-"""Maximum time for one plan, and time for each of its compute ops, in seconds of a fixed number of search steps each.
+"""Largest time for one plan in seconds, and seconds for each of its compute ops. A second is a fixed number of search
+steps.
 
 The list schedules of small jobs need no more.
 """
@@ -36,7 +37,7 @@ MIN_GROUP_PIPELINES = 8
 
 
 class RebalancedPlan(NamedTuple):
-    """Rebalanced answer to a number of failures."""
+    """Plan with layers moved, for some number of failures."""
 
     period: float
     """Period in seconds."""
@@ -52,14 +53,14 @@ class SlowWorkerCount(NamedTuple):
 
     workers: int
     factor: float
-    """Factor by which their ops take longer."""
+    """Factor by which the ops of these workers take longer."""
 
 
 NO_SLOW_WORKERS = SlowWorkerCount(0, 1.0)
 
 
 class RebalancedPlans:
-    """Rebalanced answers of a job, each planned once."""
+    """Plans of a job with layers moved, each made once and then kept."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
                  plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
@@ -98,7 +99,8 @@ class RebalancedPlans:
         return with_one_more if exact is None or (with_one_more and with_one_more.period < exact.period) else exact
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule for this many failures, or for the dead workers; None if it has none."""
+        """Return the table's schedule with layers moved for this many failures, or for the known dead workers; None if
+        none."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
@@ -126,15 +128,17 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether these are all pipelines of the job, and as many failures as workers are known to be dead."""
+        """Return whether a plan for this many pipelines and failures is for the whole job with the given dead
+        workers."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
-        """Return the job with only the first `pipelines` pipelines."""
+        """Return the job reduced to its first `pipelines` pipelines."""
         return msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
 
     def _period_bound(self, pipelines: int, failures: int) -> float:
-        """Return a lower bound on the period of all plans for this many failures, in seconds."""
+        """Return a lower bound in seconds on the period of any plan for this many failures in a job of `pipelines`
+        pipelines."""
         job = self._make_job_part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
@@ -158,7 +162,7 @@ class RebalancedPlans:
 
     def _search_schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
                          ) -> Schedule | None:
-        """Return the best schedule found in this share of the time, or None if there is none.
+        """Return the best schedule with layers moved found in a share of the time for one plan; None if there is none.
 
         The first `failures` of the chosen workers are down and the others slow. Steps are counted, so that the result
         depends neither on the machine nor on its load.
@@ -181,11 +185,11 @@ def _period_seconds(schedule: Schedule) -> float:
 
 
 def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
-    """Return failures in as few pipelines as possible."""
+    """Return this many failed workers in as few pipelines as possible."""
     return [Worker(index // stages, index % stages) for index in range(failures)]
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return failures in different pipelines, if there are enough, and in different stages."""
+    """Return this many failed workers, in different pipelines if there are enough, and in different stages."""
     return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
             for index in range(failures)]

@@ -26,30 +26,30 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """Start of each span, and the end of the last one: n + 1 values."""
+    """Time in seconds at which each span starts, and at which the last one ends: n + 1 values."""
     phases: Sequence[Phase]
-    """Phase that each span is a part of."""
+    """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
-    """Factors by which slow workers and slow links lengthen training in each span."""
+    """Pairs of the factors by which slow workers and slow links lengthen training, one pair for each span."""
 
     @cached_property
     def useful_rates(self) -> Floats:
-        """Useful samples per second, by span."""
+        """Useful samples per second, trained for the first time, one value for each span."""
         return np.array([phase.rate for phase in self.phases])
 
     @cached_property
     def checkpoint_rates(self) -> Floats:
-        """Samples per second lost to writing checkpoints, by span."""
+        """Samples per second lost to writing checkpoints, one value for each span."""
         return np.array([phase.checkpoints for phase in self.phases])
 
     @cached_property
     def cause_indices(self) -> npt.NDArray[np.int64]:
-        """Index into `CAUSES`, by span."""
+        """Index into `CAUSES` of the cause of each span."""
         return np.array([_NUMBER[phase.cause] for phase in self.phases], dtype=np.int64)
 
     @property
     def length_seconds(self) -> float:
-        """Length of the trace."""
+        """Length of the trace in seconds."""
         return float(self.seconds[-1])
 
     @property
@@ -86,7 +86,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def mean_rates_between(self, edges: Floats) -> Floats:
-        """Return the mean useful samples per second between consecutive edges (seconds, ascending)."""
+        """Return the mean useful samples per second between consecutive `edges`, which are ascending times in
+        seconds."""
         trained = np.concatenate([[0.0], np.cumsum(self.useful_rates * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
@@ -128,7 +129,7 @@ def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of several policies over one trace."""
+    """Results of simulating several policies over the same trace."""
 
     trace: AvailabilityTrace
     runs: Mapping[str, PolicyRun]
@@ -140,7 +141,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return {name: run.throughput for name, run in self.runs.items()}
 
     def goodput(self, name: str) -> float | None:
-        """Return the useful samples of a policy relative to those of the best one with all workers alive.
+        """Return the mean useful samples per second of a policy as a share of the best policy's with all workers alive.
 
         This is 1 - lost time, as in Google's ML Productivity Goodput (2024): the share that losses of availability and
         of efficiency leave. None for a reference line, which is not a system and may be faster than the best of them.

@@ -24,8 +24,8 @@ MAX_FAILURES = 5e6
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
-    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for more than `MAX_FAILURES`
-    failures."""
+    """Return a trace of `days` days for `places` GPUs, all alive at the beginning, with failures drawn from a model.
+    Raises ValueError for more than `MAX_FAILURES` failures."""
     _require_drawable(days * 24 / model.mean_hours_to_failure(places))
     random = np.random.default_rng(seed)
     horizon = days * 24.0
@@ -57,7 +57,8 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
 
 
 def _draw_rates(random: np.random.Generator, model: FailureModel, places: int) -> Sequence[np.ndarray | None]:
-    """Draw the relative failure rate of each domain of each kind; kinds of one size share these domains."""
+    """Return, for each kind of failure, the relative failure rate of each of its domains (GPUs that fail at once), or
+    None. Kinds with domains of equal size share these rates. None means that all rates are equal."""
     if model.rate_shape is None:
         return [None] * len(model.kinds)
     of_size = {kind.gpus: random.gamma(model.rate_shape, 1 / model.rate_shape, -(-places // kind.gpus))
@@ -69,7 +70,7 @@ def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: flo
     """Draw the relative failure rates of periods, and return the two axes that convert time at the usual rate to hours.
 
     The axes are the hours at which periods end, and the hours at the usual rate that contain as many failures, both
-    from 0.
+    from 0. Periods end at `horizon` hours.
     """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])
@@ -79,7 +80,8 @@ def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: flo
 
 
 def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
-    """Add waits for repairs to the hours of absence, in place, if `at_once` repairs are possible at a time.
+    """Add waits for repairs to `absent`, the hours of absence after each failure, if only `at_once` repairs run at a
+    time.
 
     Failures happen at `hours`. The indices of those that need a repair are `lasting`, ordered by time.
     """
@@ -91,8 +93,8 @@ def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, a
 
 
 def draw_slow_times(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
-    """Return the trace with workers and links slow for a while. Raises ValueError for more than `MAX_FAILURES`
-    times."""
+    """Return the trace with slow times of workers and links added, drawn from these kinds of slowness. Raises
+    ValueError for more than `MAX_FAILURES` slow times."""
     horizon = trace.length_seconds / 3600
     for number, kind in enumerate(kinds, 1):
         units = 1 if kind.links else trace.places
@@ -139,7 +141,7 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
 
 
 def _build_changes(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
-    """Return the changes that failures (hour, first place, places, hours absent) and returns make.
+    """Return the changes of a trace that result from failures, given as (hour, first place, places, hours absent).
 
     A failure does nothing to a place that has no machine at that time.
     """

@@ -82,7 +82,8 @@ class Throughputs:
         return min(rate, self.in_place_rate((0,) * self.job.stages)) if any(down) else rate
 
     def rebalanced_answer(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> tuple[float, float]:
-        """Return (samples per second, stages that the busiest worker loads) after failures, with layers moved.
+        """Return the samples per second after this many failures with layers moved, and the stages that the busiest
+        worker loads.
 
         The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. It is
         at most the throughput with all workers alive and at the usual speed, with layers moved if that is faster.
@@ -96,7 +97,7 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Best throughput of this planner with all workers alive, with layers in place or moved."""
+        """Samples per second of this planner's best schedule with all workers alive, with layers in place or moved."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
@@ -140,7 +141,7 @@ class Throughputs:
     def _search_period(self, down: DownByStage) -> tuple[float, bool]:
         """Return the period in seconds that `slipstream plan` finds, and whether it is proven to be the shortest.
 
-        The failures are in as many pipelines as possible, unless they are the dead workers given.
+        There are `down` failures by stage, in as many pipelines as possible, unless they are the dead workers given.
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
@@ -164,14 +165,16 @@ class Throughputs:
         return min(rate(part) for part in ((0,) * job.stages, *parts))
 
     def _single_failure_bound(self, down: DownByStage) -> float:
-        """Return a lower bound on the period in seconds: the largest bound for any one of these failures alone."""
+        """Return a lower bound on the period in seconds with `down` dead workers by stage: the largest for any one of
+        them alone."""
         windows = self._periods.window_bounds(1)
         return windows.to_seconds(max(windows.column_bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
     def recycle_rate(self, down: DownByStage) -> float:
-        """Return ReCycle's published throughput: 1F1B without failures; else split, staggered, round-robin.
+        """Return the samples per second of ReCycle as published: 1F1B without failures; else split, staggered,
+        round-robin.
 
         Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules replaces the
         published solver.
@@ -183,7 +186,7 @@ class Throughputs:
 
     def round_robin_rate(self, down: DownByStage, backward: BackwardMode = "split",
                          optimizer: OptimizerMode = "staggered") -> float:
-        """Return the throughput of the best of some list schedules with round-robin re-routing.
+        """Return the samples per second of the best of some list schedules with round-robin re-routing.
 
         With a fused backward, it is the schedule of 1F1B with re-routing.
         """
@@ -197,13 +200,15 @@ class Throughputs:
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
-        """Return the throughput of 1F1B (fused, synchronous) on pipelines that share the global batch evenly."""
+        """Return the samples per second of 1F1B (fused, synchronous) on pipelines that share the global batch
+        evenly."""
         if pipelines < 1:
             return 0.0
         return self.compute_once(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system whose iteration time is known by a formula, relative to 1F1B.
+        """Return the samples per second of a system of which a formula gives the iteration times: 1F1B's, scaled by
+        their ratio.
 
         By the formula, the micro-batches of an iteration take `whole` seconds on all pipelines, for which 1F1B's
         throughput is taken, and `now` seconds after failures. The longest optimizer step is added to both.
@@ -222,11 +227,12 @@ class Throughputs:
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Throughput of this planner's schedule or of 1F1B with all workers alive, whichever is faster."""
+        """Samples per second of this planner's schedule or of 1F1B with all workers alive, whichever is faster."""
         return max(self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines))
 
     def work_conserving_rate(self, live: float) -> float:
-        """Return an upper bound on synchronous throughput; a live worker at half speed counts half."""
+        """Return an upper bound on the samples per second of synchronous training on `live` workers; one at half speed
+        counts half."""
         return self.samples / self.loads.work_conserving_seconds(live)
 
 

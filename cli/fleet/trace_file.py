@@ -47,7 +47,7 @@ MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
 MAX_STEP_RATIO = 20
-"""Number of median steps between samples above which some samples count as missing."""
+"""Largest step from one sample to the next, as a multiple of the median step, at which no sample counts as missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
@@ -56,11 +56,11 @@ _EVENTS = "`MILLISECONDS,add|remove,NAME`, `MILLISECONDS,slow,NAME,FACTOR` or `M
 _FORMS = f"expected `YYYY-MM-DD, HH:MM:SS, COUNT` (availability) or {_EVENTS} (events)"
 
 Line = tuple[int, str]
-"""A line of the file: (number, text)."""
+"""Number and text of a line of a trace file."""
 
 
 class TraceFileError(ValueError):
-    """Raised when a trace file cannot be used. The message is one line."""
+    """Error for a trace file that cannot be used. The message is one line."""
 
 
 def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1) -> AvailabilityTrace:
@@ -177,13 +177,13 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """One line of the events form."""
+    """Line of a trace file in the events form: a machine is added, removed, slow, or has fewer GPUs."""
 
     seconds: float
     what: str
     machine: str
     value: float = 1.0
-    """Slowdown factor, or number of GPUs."""
+    """Slowdown factor of the machine, or number of its GPUs that are alive."""
 
 
 def _parse_valid_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
@@ -245,7 +245,7 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record an event of a machine that is not earlier than those recorded before.
+        """Record the next event of the trace file, which is not earlier than those recorded before.
 
         Impossible events, such as the removal of a machine that is not there, are only counted as ignored.
         """
@@ -280,7 +280,7 @@ class _MachinePlaces:
         return self._places - 1
 
     def build_trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
-        """Return the trace of all recorded events."""
+        """Return an availability trace that consists of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))
@@ -304,7 +304,7 @@ class _MachinePlaces:
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows by time. Return a note if that changed their order."""
+    """Sort rows by time in place, and return a list with a note if that changed their order."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []

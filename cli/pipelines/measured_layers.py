@@ -22,7 +22,8 @@ from slipstream.planner.job.toml import job_text
 TOKENS = 4096
 MEGABYTE = 1e6
 NEGLIGIBLE_SHARE = 0.1
-"""Share of the time of F. If a published W takes less, I computes the weight gradients, and nothing is held for W."""
+"""Largest time of a published W, as a share of that of F, that counts as none: then I computes the weight gradients,
+and nothing is held for W."""
 CONVOLUTION_WIDTH, CHUNK_TOKENS = 4, 128
 """Width of the convolution of Mamba layers, and number of tokens in a chunk."""
 ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches=1, efficiency=0.5)
@@ -34,7 +35,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     pattern: str
-    """Kind of each layer between E and L."""
+    """Kind of each layer between the embedding (E) and the head (L), one letter for each."""
     milliseconds: Mapping[str, tuple[float, float, float]]
     """Times of F, I and W of a micro-batch of one sequence, by kind of layer."""
     hidden: int
@@ -44,17 +45,17 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 128
     ffn: int
     gated: bool = False
-    """True if a feed-forward part has three matrices."""
+    """True if the feed-forward part of a layer has three matrices instead of two."""
     mamba: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Number of heads, width of a head, number of groups, and width of the state."""
+    """Shape of Mamba layers: number of heads, width of a head, number of groups, and width of the state."""
     experts: tuple[int, int, int] = (0, 0, 0)
-    """Number of experts, number of experts that a token passes, and width of an expert."""
+    """Shape of layers with experts: number of experts, number that a token passes, and width of an expert."""
     workers: int
     """Number of workers of a pipeline in the comparison."""
 
     @property
     def kinds(self) -> str:
-        """Kind of each layer, E and L included."""
+        """Kind of each layer in order, one letter for each, embedding (E) and head (L) included."""
         return f"E{self.pattern}L"
 
     def shape_of_layer(self, kind: str) -> LayerShape:

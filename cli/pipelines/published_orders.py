@@ -22,7 +22,7 @@ class Op(NamedTuple):
 
 
 Orders = list[list[Op]]
-"""Ops of each worker, of shape [workers][ops]."""
+"""Ops of each worker of one pipeline in the order in which it runs them, of shape [workers][ops]."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Orders:
@@ -84,7 +84,8 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
 
 
 class _OpSequence:
-    """Ops of one worker, whose micro-batches are numbered consecutively for each kind and virtual stage."""
+    """Builder of the order of one worker's ops, whose micro-batches are numbered consecutively for each kind and
+    virtual stage."""
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
         self.ops: list[Op] = []
@@ -106,7 +107,8 @@ class _OpSequence:
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Orders:
-    """Return the order of ZB-V (Qi et al. 2024, arXiv 2405.15362): a V of two virtual stages per worker.
+    """Return the order of ZB-V (Qi et al. 2024, arXiv 2405.15362), in which each worker has two virtual stages, placed
+    as a V.
 
     There must be at least twice as many micro-batches as workers.
     """
@@ -138,9 +140,11 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
 
 
 def dual_pipe(stages: int, microbatches: int) -> Orders:
-    """Return the order of DualPipe (DeepSeek-V3, arXiv 2412.19437): both directions at once, in eight steps.
+    """Return the order of DualPipe (DeepSeek-V3, arXiv 2412.19437), in which micro-batches enter the pipeline from both
+    ends.
 
-    The number of workers must be even, with at least twice as many micro-batches, divided evenly over both directions.
+    It has eight steps. The number of workers must be even, with at least twice as many micro-batches, divided evenly
+    over both directions.
     """
     half, orders = microbatches // 2, []
     for worker in range(stages):
@@ -186,7 +190,7 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of the virtual stages, one value per stage."""
+    """Times and memory of the ops of each virtual stage, one value per stage, in any units."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -202,7 +206,7 @@ class SimulatedRun(NamedTuple):
     """Times and memory of the ops of a simulated iteration."""
 
     end: float
-    """End of the last op. The first one begins at 0."""
+    """Time at which the last op ends, in the unit of the costs. The first one begins at 0."""
     peaks: list[float]
     """Peak memory that the activations of micro-batches take on each worker, in the unit of the costs."""
 

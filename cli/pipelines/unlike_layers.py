@@ -38,7 +38,7 @@ CHUNKS = (2, 3, 4)
 """Numbers of virtual stages per worker that are tried for interleaved 1F1B."""
 PIPELINES, DEAD_PIPELINE = 4, 1
 QUICK_SHARE = 0.25
-"""Share of the steps of a search that a plan with a dead worker gets."""
+"""Share of the usual number of search steps that a plan with a dead worker gets."""
 SMALLER, LARGER = (tuple(model for model in MODELS if model.workers == workers) for workers in (4, 8))
 OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
 """Results that AdaPtis' authors publish in the README of their simulator, by model.
@@ -73,7 +73,7 @@ NAMES = tuple(dict.fromkeys(one.name for one in RIVALS))
 
 
 class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Pipeline with a division of the layers into stages."""
+    """Pipeline with a division of the model's layers into stages, and its simulated time and memory."""
 
     arrangement: Arrangement
     seconds: float
@@ -82,7 +82,7 @@ class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelBenchmark:
-    """Comparison of all pipelines on one model."""
+    """Comparison of all published pipelines and Slipstream's on one model."""
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
@@ -107,7 +107,7 @@ class ModelBenchmark:
         return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
 
     def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
-        """Return the best division of a published pipeline that fits into memory, or None if none does.
+        """Return the published pipeline of this name with its best division that fits into memory; None if none does.
 
         Only uniform divisions are tried unless `divided`.
         """
@@ -120,7 +120,8 @@ class ModelBenchmark:
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Return a published pipeline with a division, or None if its order has a deadlock."""
+        """Return a published pipeline with `counts` layers in its stages, simulated; None if its order has a
+        deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
         edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains
@@ -141,7 +142,7 @@ class ModelBenchmark:
                                held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
     def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
-        """Return the best division of a published pipeline that a random local search finds.
+        """Return a published pipeline with the best division of the layers that a random local search finds.
 
         It starts from the uniform division or the one whose busiest worker has the least work, and moves one layer at a
         time.
@@ -167,19 +168,21 @@ class ModelBenchmark:
         return best
 
     def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """Return the job whose virtual stages have the placement and division of `arrangement`."""
+        """Return the job whose virtual stages are placed and divided as in `arrangement`, with this many pipelines."""
         text = make_job(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
         return parse_job(MovableLayers(text).arranged_job_text(arrangement))
 
     def find_own_placement(self, optimizer: OptimizerMode) -> FoundPlacement:
-        """Return the placement that `planner.placement` finds."""
+        """Return the placement and division of layers that `planner.placement` finds for this optimizer mode."""
         text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
         return find_placement(text, _plan_options(optimizer))
 
     def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
-        """Return the share of the throughput that is lost at once when one worker of four pipelines dies.
+        """Return the share of the throughput that is lost, with layers in place, when one worker of four pipelines
+        dies.
 
-        Each pipeline runs the order that Slipstream's planner finds. Returns None if there is no plan.
+        Stages are placed and divided as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None
+        if there is no plan.
         """
         job = self.build_job(arrangement, PIPELINES)
         try:
@@ -204,13 +207,15 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     """Published pipelines with their best division, by name."""
     ours: DividedPipeline
     bound: float
-    """Lower bound on the seconds of any placement."""
+    """Lower bound on the seconds of an iteration with any placement of the layers."""
     staggered: float
     """Seconds of an iteration of Slipstream's best placement if each worker runs its optimizer step by itself."""
     dead: float | None
-    """Share of the throughput that one dead worker costs at once in Slipstream's placement."""
+    """Share of the throughput that is lost, with layers in place, when a worker dies in Slipstream's placement; None:
+    no plan."""
     dead_of_best: float | None
-    """Share of the throughput that one dead worker costs at once in the best published placement."""
+    """Share of the throughput that is lost, with layers in place, when a worker dies in the best published placement;
+    None: no plan."""
 
     @property
     def base(self) -> float:
@@ -226,7 +231,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Compare all published pipelines and Slipstream's on one model."""
+    """Return the results of all published pipelines and of Slipstream's on one model."""
     bench = ModelBenchmark(model)
     uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
     ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
@@ -241,7 +246,7 @@ def compare_model(model: MeasuredModel) -> ModelResult:
 
 def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
                             name: str = "unlike-layers") -> Figure:
-    """Compute the throughput of each published pipeline and of Slipstream's, for each of the models."""
+    """Return a figure of the throughput of each published pipeline and of Slipstream's, for each of the models."""
     results = []
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
         for one in pool.map(compare_model, models):
@@ -303,7 +308,8 @@ def _table_row(model: MeasuredModel, one: ModelResult) -> tuple[str, ...]:
 
 
 def _published_findings(model: MeasuredModel, one: ModelResult) -> dict[str, float]:
-    """Return the published times of a model next to the computed ones. Empty if none are published."""
+    """Return the times that others publish for a model next to the computed ones, by name; empty if none are
+    published."""
     plain = one.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
         return {}

@@ -72,21 +72,21 @@ class _StdoutConsole(_WrappingConsole):
 
 
 UNFOLDED_COLUMNS = 10_000
-"""Width that stands for no limit, in characters."""
+"""Width in characters that is so large that no line is folded."""
 out = _StdoutConsole(markup=False, highlight=False)
 err = _StderrConsole(stderr=True, markup=False, highlight=False)
 """Console for stderr. Like `out`, it does not interpret markup, because file names may contain brackets."""
 
 
 def console_of_width(width: int | None) -> Console:
-    """Return `out`, or a console of the given width."""
+    """Return a console for stdout that is `width` characters wide; if that is None, the usual one."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return the number of screen lines that the lines `beside` leave free, folded at the screen's width.
+    """Return the number of lines of the screen that are left if the texts in `beside` are printed, too.
 
-    None means that stdout is no terminal.
+    Long texts are folded at the screen's width. None means that stdout is no terminal.
     """
     if not out.is_terminal:
         return None
@@ -94,7 +94,7 @@ def count_free_lines(beside: Iterable[str]) -> int | None:
 
 
 def print_json(answer: Mapping[str, object]) -> None:
-    """Print the one JSON object of --json."""
+    """Print the JSON object with which a command answers --json."""
     sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
     sys.stdout.flush()  # before what stderr says next, where both go to one file
 

@@ -31,7 +31,7 @@ from slipstream.runtime.events import (
 from slipstream.schedules.schedule import Worker
 
 EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "other"]
-"""Groups of events, each of which has its own kind of mark on the page of a run."""
+"""Name of a group of events of a run. Each group has its own kind of mark on the page of a run."""
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
@@ -59,7 +59,7 @@ def event_group(event: AnyEvent) -> EventGroup | None:
 
 
 def describe_event(event: AnyEvent) -> str:
-    """Return what happened, in one line."""
+    """Return one line that says what happened in an event of a run."""
     match event:
         case Started():
             return "started" if event.iteration == 0 else f"restarted from iteration {event.iteration}"

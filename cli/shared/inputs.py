@@ -48,7 +48,8 @@ def require_choice(option: str, value: str | None, choices: Collection[str]) -> 
 
 
 def load_table_or_refuse(folder: Path, option: str = "") -> Table:
-    """Return the table in a folder, or the table of this name that comes with Slipstream."""
+    """Return the table of schedules in a folder, or the one of this name that comes with Slipstream. Exits 2 if there
+    is none or it cannot be used; the message names the option."""
     path = folder if may_exist(folder) else library(str(folder))
     if path is None:
         known = library_names()
@@ -64,7 +65,7 @@ def load_table_or_refuse(folder: Path, option: str = "") -> Table:
 
 
 def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
-    """Return the job in a file, with the keys of --set applied."""
+    """Return the job in a file, with the keys of --set applied. Exits 2 if it cannot be read."""
     try:
         return read_job(path, settings or ())
     except JobError as error:
@@ -83,7 +84,7 @@ def require_trainable_tables(path: Path, job: Job) -> None:
 
 
 def read_schedule_or_refuse(path: Path) -> Schedule:
-    """Return the schedule in a file."""
+    """Return the schedule in a file. Exits 2 if it cannot be read."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -167,7 +168,7 @@ def encode_or_refuse(schedule: Schedule) -> bytes:
 
 
 def write_or_refuse(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all. Exits 2 if it cannot be written."""
     try:
         write_atomically(path, data)
     except OSError as error:

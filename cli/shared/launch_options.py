@@ -13,7 +13,7 @@ from slipstream.schedules.schedule import Schedule
 
 
 def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> LaunchInfo | None:
-    """Return the node of a run that this process is.
+    """Return which node of a run this process is, and how many there are.
 
     Options take precedence over the environment. Returns None if `ranks` processes were started for each worker and
     this process is not the first of its worker. Exits 2 if options or environment are inconsistent.

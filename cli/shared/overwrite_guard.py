@@ -12,7 +12,7 @@ OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg")
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
 """Options that name a folder to write to. The command itself decides about the folder's contents."""
 FOLDER_METAVAR = "DIR"
-"""Metavar of options that take a folder."""
+"""Metavar (kind of value in the help) of options that take a folder."""
 TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})
 RUN_FILES = frozenset({"schedule.json", ".running.json", "losses.jsonl", "metrics.jsonl", "events.jsonl", "schedules",
                        "trace.json", "parameters", "hugging-face", "checkpoints", "logs"})

@@ -13,15 +13,16 @@ from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays
 from slipstream.schedules.layers import compact_layers_text, merge_ranges
 
 NARROW_RANGE = 0.01
-"""Largest uncertainty of the throughput, as a share of fault-free, that needs no explanation."""
+"""Smallest width of a range of throughputs, as a share of the fault-free throughput, that is explained."""
 BUSY_SHARE = 0.97
 """Smallest share of the period in which a worker that counts as fully busy runs ops."""
 CLOSE_GAP = 0.01
-"""Largest relative gap between period and bound at which the search does not count as a limit of the period."""
+"""Largest gap between period and proven bound, relative to the period, at which the search does not count as what
+limits the plan."""
 MAX_NAMED = 3
 """Maximum number of workers that a line names."""
 MIN_GAIN = 1.0005
-"""Smallest gain in throughput, as a factor, that is worth mentioning."""
+"""Smallest factor by which an alternative must raise the throughput to be mentioned."""
 LEAST_BYTES = 1e6
 """Smallest plausible size of moved layers, in bytes. A smaller one means that the job's memory is not in bytes."""
 
@@ -70,7 +71,7 @@ def _runs_text(count: int) -> str:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """Return a line on the units of times and memory, if workers have several ranks."""
+    """Return a line that says what times and memory refer to, if workers have several ranks; otherwise nothing."""
     if job.ranks == 1:
         return []
     return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
@@ -78,7 +79,8 @@ def rank_lines(job: Job) -> list[str]:
 
 
 def placement_lines(found: FoundPlacement | None) -> list[str]:
-    """Return lines on the placement found, the job's own, and the cost of failures. Empty if none was searched for."""
+    """Return lines on the placement of layers that was found, the job's own, and the cost of failures; empty if there
+    was no search."""
     if found is None:
         return []
     own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
@@ -107,7 +109,8 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
 
 
 def _kept_share(made: Plan) -> str:
-    """Return the throughput as a share of fault-free, and the share of workers that are live."""
+    """Return a clause with the plan's throughput as a share of the fault-free one, and the share of workers that are
+    live."""
     schedule = made.schedule
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
@@ -120,7 +123,7 @@ def _kept_share(made: Plan) -> str:
 
 
 def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Return the throughput of a period relative to fault-free, at most and at least.
+    """Return the largest and the smallest possible throughput of a period, as a share of the fault-free throughput.
 
     The shortest fault-free period is only known to lie between a plan and a proven bound.
     """
@@ -139,7 +142,7 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return what limits the period, as a noun phrase."""
+    """Return a noun phrase for what limits the plan's period, such as the work of some workers."""
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
@@ -154,7 +157,7 @@ def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
 
 
 def _move_lines(made: Plan, moved: Transition) -> list[str]:
-    """Return a line on what the plan moves. Empty if every worker keeps its layers."""
+    """Return a line on the layers and roles that the plan moves. Empty if every worker keeps its layers."""
     if not moved.layers:
         return []
     line = f"layers to move: {moved.layers}"
@@ -169,7 +172,7 @@ def _move_lines(made: Plan, moved: Transition) -> list[str]:
 
 
 def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
-    """Return a line on the alternatives."""
+    """Return a line with the throughputs of the alternatives to the plan."""
     if not others or made.fault_free is None:
         return []
     texts = []

@@ -55,9 +55,10 @@ def read_search_params(path: Path | None) -> SearchParams:
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
               ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
-    """Plan a schedule, with progress on stderr. The clause `ctrl_c` tells there what Ctrl-C does.
+    """Plan a schedule for the job without the failed workers, with progress on stderr, and return the plan.
 
-    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
+    The clause `ctrl_c` tells there what Ctrl-C does. Exits 2 if the job does not have a failed worker, and 1 if no plan
+    can exist.
     """
     try:
         reference = _read_reference(options, job)
@@ -76,7 +77,8 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 @contextmanager
 def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
-    """Yield the executor that plans instead of local processes, or None for none. Exits 2 if it is unavailable."""
+    """Yield the executor of this name, which plans instead of local processes; None for no name. Exits 2 if it is
+    unavailable."""
     with ExitStack() as stack:
         try:
             executor = stack.enter_context(open_executor(name))
@@ -110,7 +112,8 @@ def compile_planner() -> None:
 
 
 def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
-    """Return the stages that recompute their activations, or None unless the job leaves that choice to the planner.
+    """Return which layers recompute their activations, as the planner chooses; None unless the job leaves it that
+    choice.
 
     Exits 2 if the job does not say enough for it, and 1 if no plan can exist.
     """
@@ -151,7 +154,8 @@ def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
 
 
 def _store_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
-    """Store a fault-free period if it is better than the known one."""
+    """Store, in the user's cache folder, the better of a job's fault-free period and the one stored by earlier
+    commands."""
     with suppress(NoPlanError, OSError):
         better = found.merged_with(_read_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))

@@ -16,17 +16,17 @@ from slipstream.schedules.schedule import Worker
 KILL_BEFORE_OP = 2
 """Index of the op of a worker's program before which --kill kills it, in the middle of the iteration."""
 MAX_SLOW_FACTOR = 1000
-"""Maximum factor of a worker that is slow on purpose."""
+"""Largest factor by which --slow may lengthen a worker's ops."""
 _FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
 _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """Failure, return or slowdown of workers that an option of the command line asks for."""
+    """Failure, return or slowdown on purpose of workers, as an option of the command line asks for it."""
 
     option: str
     name: str
-    """Name as written: D.S of a worker, or nodeN of a node."""
+    """Worker or node as the user wrote it: D.S of a worker, or nodeN of a node."""
     workers: tuple[Worker, ...]
     iteration: int
 
@@ -49,22 +49,22 @@ class Rehearsals:
 
     @property
     def slowdowns(self) -> tuple[Slowdown, ...]:
-        """Workers that are slow on purpose."""
+        """Slowdowns on purpose, one for each worker that --slow names."""
         return tuple(Slowdown(worker, one.iteration, factor) for one, factor in self.slowed for worker in one.workers)
 
     @property
     def injections(self) -> tuple[Injection, ...]:
-        """Workers that kill themselves."""
+        """Failures on purpose, one for each worker that --kill names: the worker kills itself."""
         return tuple(Injection(one.workers[0], one.iteration, KILL_BEFORE_OP) for one in self.kills if not one.is_node)
 
     @property
     def node_failures(self) -> tuple[NodeFailure, ...]:
-        """Nodes whose workers are all killed at once."""
+        """Failures on purpose, one for each node that --kill names: all of its workers are killed at once."""
         return tuple(NodeFailure(event.workers, event.iteration) for event in self.kills if event.is_node)
 
     @property
     def returns(self) -> tuple[Return, ...]:
-        """Workers that are started again."""
+        """Restarts of dead workers, one for each worker that --return names."""
         return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
     def find_conflicts(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
@@ -107,7 +107,7 @@ def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | No
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
-    """Yield rehearsals given as D.S=FACTOR@ITERATION, with their factors."""
+    """Yield the rehearsals in a text D.S=FACTOR@ITERATION, each with its factor. Exits 2 if it is malformed."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MAX_SLOW_FACTOR:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MAX_SLOW_FACTOR}, for "
@@ -117,7 +117,7 @@ def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
 
 
 def _read_all(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
-    """Yield rehearsals given as D.S@ITERATION or nodeN@ITERATION.
+    """Yield the rehearsals given as texts D.S@ITERATION or nodeN@ITERATION. Exits 2 if one is malformed.
 
     `said` is the text that the user wrote, if it differs from the one given here.
     """

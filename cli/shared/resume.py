@@ -113,7 +113,8 @@ def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
 
 
 def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
-    """Return the newest whole checkpoint for a run in `folder`, or None if there is no checkpoint.
+    """Return the newest checkpoint in `source` that is not damaged, for a run in `folder`; None if there is no
+    checkpoint.
 
     Damaged checkpoints are reported, and those in the run's own folder are set aside. Raises CheckpointError if all are
     damaged, and FolderError while another run writes there.
@@ -131,7 +132,8 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
 
 
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
-    """Raise what `run` will raise about the folder, before time is spent on planning."""
+    """Check the folder and the checkpoint before time is spent on planning. Raises what `run` would raise about
+    them."""
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if request.folder.is_dir():
@@ -140,7 +142,8 @@ def require_usable(request: TrainRequest, resume: Checkpoint | None, config: Run
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Report if a checkpoint has seen all iterations. Returns True if its parameters are written, too."""
+    """Warn if a checkpoint has seen all `iterations`; return True if the parameters have been written, too. Then
+    nothing is left to do; with --json, the run's answer is printed."""
     if resume.iteration < iterations:
         return False
     answer = answer_if_done(request.folder, resume, iterations)
@@ -153,7 +156,8 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the files that this node sees show a finished run, so that node 0 will not come."""
+    """Return whether the run that this node would join is finished, by the files that it sees, so that node 0 will not
+    come."""
     with suppress(CheckpointError, OSError):
         checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
             find_checkpoint(request.resume)

@@ -44,7 +44,7 @@ class RunProgress:
         self._planned: float | None = None
         self._phase: Phase | None = None
         self._fetched: float | None = None
-        """Share of the layers that a settling fetch has copied, or None if none is in progress."""
+        """Share of the layers that have been copied for a better schedule; None if no such fetch is in progress."""
         self._fetch = 0
         self._committed: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
         """Times at which the last iterations of this generation were committed."""
@@ -78,7 +78,8 @@ class RunProgress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Throughput over the last iterations, or None until the present workers have committed two of them."""
+        """Throughput over the last iterations, in tokens per second; None until the present workers have committed two
+        of them."""
         seconds = self._iteration_seconds
         return None if seconds is None else self._tokens * self._samples / seconds
 

@@ -56,7 +56,7 @@ def mean_throughput(run: RunRecord) -> float | None:
 
 
 def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the samples per second at the usual iteration time of a generation, or None if it is unknown."""
+    """Return the samples per second of a generation, by its median iteration time; None if that is unknown."""
     return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
 
 
@@ -77,7 +77,7 @@ def run_time(seconds: float) -> str:
 
 
 def as_percent(share: float | None) -> str:
-    """Format a share for a reader. None gives an empty string."""
+    """Format a share between 0 and 1 as a percentage. None gives an empty string."""
     return "" if share is None else f"{100 * share:.0f} %"
 
 
@@ -96,7 +96,7 @@ def run_headline(run: RunRecord) -> str:
 
 
 def print_run(run: RunRecord, console: Console) -> None:
-    """Print the run as text."""
+    """Print the history of a run as text on a console."""
     console.print(run_headline(run), style="bold", soft_wrap=True)
     console.print(_generations_table(run.stretches[-MAX_LINES:], run))
     console.print("Shares are of the throughput with all workers, planned and measured; above 100 % where "

@@ -48,7 +48,7 @@ def summarize_schedule(schedule: Schedule) -> dict[str, object]:
 
 
 def summary_line(schedule: Schedule) -> str:
-    """Return the summary as one line."""
+    """Return one line with the main figures of a schedule."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
         parts.append(f"proven optimal {schedule.scope.description}")

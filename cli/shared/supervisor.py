@@ -20,7 +20,7 @@ from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS, SIGNALS
 from slipstream.runtime.run_folder import read_takeover_record
 
 INTENTIONAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
-"""Further signals that intentionally end a run."""
+"""Signals, besides those that a run handles, that end it intentionally, so that it is not restarted."""
 PASSED_ON = set(SIGNALS)
 
 

@@ -39,9 +39,10 @@ def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
 
 
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
-    """Raise what `run` will raise about the model and the data, before time is spent on planning.
+    """Check that the job's model and data can be trained, before time is spent on planning.
 
-    Returns a line if the number of layers in the job differs from the model's. Raises ConfigError and PlacementError.
+    Raises what `run` would raise about them, ConfigError and PlacementError. Returns a line to print if the number of
+    layers in the job differs from the model's, otherwise None.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with simulating_rank(training.tensor_parallel):
@@ -56,7 +57,7 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
 
 
 def read_fitting_table(path: Path, job: Job) -> Table:
-    """Return a table that fits the job. Exits 2 if it does not."""
+    """Return the table of schedules in a folder. Exits 2 if it is not for this job."""
     table = load_table_or_refuse(path)
     require_same_shape(path, table.basis.grid, job)
     return table

@@ -18,44 +18,46 @@ _TIMES = ("forward", "backward_input", "backward_weight", "optimizer", "all_redu
 _SIZES = ("activation", "weight_stash", "weights", "recomputed")
 FOUND_REMARK = "Placement found by `--placement any`:"
 DIGITS = 12
-"""Number of significant digits of values in a job file: as many as are exact, so that no arrangement gains by
-rounding."""
+"""Number of significant digits of times and sizes in a rewritten job file: so many that rounding shortens no period."""
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Assignment of the layers to virtual stages, and of the virtual stages to the workers of a pipeline."""
+    """Choice of the virtual stages of a model: which layers form each, and which worker of a pipeline runs it."""
 
     order: str | tuple[int, ...]
-    """Value of `[placement] order` in a job file."""
+    """Columns of the virtual stages, as `[placement] order` gives them in a job file: a name such as "v", or a list."""
     chunks: int = 1
-    """Number of virtual stages of a worker, in one direction."""
+    """Number of virtual stages that each worker runs for micro-batches of one direction."""
     counts: tuple[int, ...]
-    """Number of layers of each virtual stage of a chain."""
+    """Number of layers of each virtual stage, in the order in which a micro-batch passes them."""
 
     @property
     def placement_table(self) -> dict[str, Any]:
-        """Contents of the `[placement]` table."""
+        """Contents of the `[placement]` table of a job file with this placement and division."""
         order = list(self.order) if isinstance(self.order, tuple) else self.order
         return {**({"chunks": self.chunks} if self.chunks > 1 else {}),
                 **({"order": order} if order != "linear" else {}), "layers": list(self.counts)}
 
     def stage_columns(self, stages: int) -> tuple[int, ...]:
-        """Return the worker column of each virtual stage of a chain. A second chain has them in reverse order."""
+        """Return the column of each virtual stage in the order of a micro-batch, for `stages` columns.
+
+        In a bidirectional pipeline, micro-batches of the other direction pass the columns in reverse order.
+        """
         return self.order if isinstance(self.order, tuple) else placement_columns(self.order, stages, self.chunks)
 
     @property
     def chains(self) -> int:
-        """Number of chains: two if bidirectional."""
+        """Number of directions in which micro-batches pass the pipeline: 2 if it is bidirectional, else 1."""
         return 2 if self.order == "bidirectional" else 1
 
     @property
     def layer_ends(self) -> list[int]:
-        """End of the layers of each virtual stage: the layer after its last one."""
+        """For each virtual stage, the number of the layer that follows its last one."""
         return list(accumulate(self.counts))
 
     @property
     def description(self) -> str:
-        """Description of the arrangement in words, for readers."""
+        """Words for messages about the order of the columns and the number of virtual stages per worker."""
         order = "columns as listed" if isinstance(self.order, tuple) else {"v": "V", "linear": "one stage after another"
                                                                            }.get(self.order, self.order)
         if self.order == "v" and self.chunks > 2:
@@ -64,7 +66,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrangement_of(job: Job) -> Arrangement:
-    """Return the arrangement of a job. Raises JobError if a stage has no layer."""
+    """Return the placement and the division of a job's layers. Raises JobError if a stage has no layer."""
     order: str | tuple[int, ...] = "bidirectional" if job.chains > 1 else job.columns
     chunks = job.depth // job.stages
     for name in () if job.chains > 1 else ("linear", "interleaved", "v"):
@@ -75,7 +77,8 @@ def arrangement_of(job: Job) -> Arrangement:
 
 
 class MovableLayers:
-    """Cost of each layer of a job in any virtual stage.
+    """Costs of a job's layers that say what each layer would cost in any virtual stage, for other placements and
+    divisions.
 
     The input of a first stage needs no gradient. If the job's first stage leaves all of its backward to W, as torch
     does, any layers that are in the first stage do so, and all others have I. The I of a layer from the first stage is
@@ -101,7 +104,7 @@ class MovableLayers:
 
     @property
     def own_arrangement(self) -> Arrangement:
-        """Arrangement of the job itself."""
+        """Placement and division that the job file itself gives."""
         return arrangement_of(self.job)
 
     def layer_work(self, layer: int) -> Fraction:
@@ -110,7 +113,8 @@ class MovableLayers:
         return costs.forward[layer] + costs.backward_input[layer] + costs.backward_weight[layer]
 
     def backward_floor_ticks(self, tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ticks of I and of W of each layer if it is outside of the first stage, rounded down.
+        """Return two tuples, the ticks of I and those of W, of each layer in a stage other than the first, rounded
+        down.
 
         The argument `tick` is the length of a tick in seconds.
         """
@@ -119,7 +123,7 @@ class MovableLayers:
         return tuple(floor(value / tick) for value in self._inputs), tuple(floor(value / tick) for value in weights)
 
     def is_rearrangement(self, job: Job) -> bool:
-        """Return whether a job is this one, perhaps with another arrangement."""
+        """Return whether a job equals this one except for its placement and its division of the layers."""
         with suppress(JobError):
             other = arrangement_of(job)
             return job.stages == self.job.stages and sum(other.counts) == self.layers and \
@@ -127,7 +131,7 @@ class MovableLayers:
         return False
 
     def arranged_job_text(self, arrangement: Arrangement, remark: str = "") -> str:
-        """Return the job file with another arrangement, and with a remark at its top.
+        """Return the text of the job file with another placement and division, and with a remark at its top.
 
         Raises JobError if a worker has no room for its layers.
         """
@@ -157,7 +161,8 @@ class MovableLayers:
         return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND_REMARK} {remark}"] if remark else [])]})
 
     def _costs_by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
-        """Return the times and memory of each layer, by key, if the first stage has `first` layers."""
+        """Return the times and memory of each layer, by key of the job file, if the first stage has the first `first`
+        layers."""
         costs = self.costs
         costs_by_key: dict[str, Sequence[Fraction]] = {key: getattr(costs, key) for key in (*_TIMES, *_SIZES)}
         if self.input_free:
@@ -168,7 +173,8 @@ class MovableLayers:
         return costs_by_key
 
     def _capacity_by_column(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
-        """Return the room on a worker of each column that the weights of its layers leave."""
+        """Return the memory for activations of a worker of each column, after the weights of its layers in this
+        arrangement."""
         rooms = list(self._room)
         if self.job.memory is not None and self.job.memory.weights:
             columns = arrangement.stage_columns(self.job.stages)
@@ -183,7 +189,8 @@ class MovableLayers:
         return [_rounded_float(room) for room in rooms]
 
     def _divide_over_layers(self, stages: Sequence[float], shares: Sequence[Fraction]) -> tuple[Fraction, ...]:
-        """Divide values of stages over their layers, in proportion to these shares, or evenly if these are 0."""
+        """Divide a value of each stage over the layers of that stage, in proportion to `shares` of the layers, or
+        evenly if these are 0."""
         values: list[Fraction] = []
         for value, count in zip(stages, layer_counts(self.job) if stages else (), strict=False):
             part = shares[len(values):len(values) + count]
@@ -199,7 +206,7 @@ def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
 
 
 def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction, ...]:
-    """Return I of each layer in a later stage. Layers 0 to `first` - 1 are known in the first stage only."""
+    """Return the seconds of I of each layer if it is in a later stage; for layers below `first` they are estimated."""
     known = {(forward, one + other): one for forward, one, other in list(zip(
         costs.forward, costs.backward_input, costs.backward_weight, strict=True))[first:]}
     one, other = sum(costs.backward_input[first:]), sum(costs.backward_weight[first:])
@@ -210,9 +217,9 @@ def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction,
 
 
 def _stage_sum_function(edges: Sequence[int]) -> Callable[[Sequence[Fraction]], list[float]]:
-    """Return a function that sums values of layers over each virtual stage.
+    """Return a function that takes a value of each layer and returns their sum over each virtual stage.
 
-    The argument `edges` has 0 and the end of the layers of each stage.
+    The argument `edges` has 0 and, for each stage, the number of the layer after its last.
     """
     def placed(values: Sequence[Fraction]) -> list[float]:
         return [_rounded_float(sum(values[begin:end], start=Fraction(0))) for begin, end in pairwise(edges)]

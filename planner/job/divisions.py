@@ -12,11 +12,14 @@ import msgspec
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
 
 MAX_CHUNKS = 6
-"""Most virtual stages of a worker."""
+"""Largest number of virtual stages per worker that is tried."""
 
 
 def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Iterate over the placements of the literature, as (order, virtual stages per worker)."""
+    """Iterate over the placements of the literature that a job with these columns and layers can have.
+
+    Each is given by the name of its order, such as "v", and the number of virtual stages per worker.
+    """
     yield "linear", 1
     for chunks in range(2, min(MAX_CHUNKS, layers // stages) + 1):
         yield "interleaved", chunks
@@ -27,7 +30,8 @@ def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 
 class StageLoads:
-    """Work of the workers of a pipeline per micro-batch, in seconds, by placement and division."""
+    """Calculator of the seconds of work per micro-batch of each worker of a pipeline, for any placement and
+    division."""
 
     def __init__(self, layers: MovableLayers) -> None:
         self._stages = layers.job.stages
@@ -37,7 +41,8 @@ class StageLoads:
         self.count = layers.layers
 
     def column_loads(self, arrangement: Arrangement) -> list[float]:
-        """Return the mean work of each column's worker per micro-batch."""
+        """Return the seconds of work of each column's worker per micro-batch, averaged over both directions if there
+        are two."""
         loads = [0.0] * self._stages
         for (first, end), column in zip(pairwise([0, *arrangement.layer_ends]), arrangement.stage_columns(self._stages),
                                         strict=True):
@@ -48,14 +53,18 @@ class StageLoads:
         return loads
 
     def ranking_key(self, arrangement: Arrangement) -> tuple[float, float]:
-        """Return a sort key, best first: the work of the busiest worker, then how uneven the virtual stages are."""
+        """Return a sort key that puts the better placement and division first.
+
+        It has the work of the busiest worker, then the sum of squares of the work of workers and virtual stages.
+        """
         edges = [0, *arrangement.layer_ends]
         columns = self.column_loads(arrangement)
         return max(columns), sum(load * load for load in columns) + sum(
             (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
 
     def balance_layers(self, order: str, chunks: int) -> Arrangement:
-        """Return the arrangement of a placement whose division of the layers gives the busiest worker little work.
+        """Return the given placement with a division of the layers that gives its busiest worker as little work as was
+        found.
 
         The division is improved by moves of one layer. `chunks` is the number of virtual stages of a worker.
         """
@@ -76,7 +85,7 @@ class StageLoads:
 
 
 def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """Iterate over arrangements with one layer moved from a virtual stage to another one at most four stages away."""
+    """Iterate over copies of an arrangement, each with one layer moved to a virtual stage at most four stages away."""
     counts = arrangement.counts
     for stage, count in enumerate(counts):
         for other in range(max(0, stage - 4), min(len(counts), stage + 5)):
@@ -88,7 +97,7 @@ def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]
 
 def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
                      chance: random.Random) -> Arrangement | None:
-    """Change an arrangement at random, in one or two steps; None if no layer can be moved.
+    """Return an arrangement of layers and virtual stages after one or two random steps; None if no layer can be moved.
 
     A step moves a layer to another virtual stage, or swaps the workers of two virtual stages.
     """

@@ -24,19 +24,21 @@ BYTES_HELD = 18
 BYTES_UNDO = 12
 """Bytes per parameter of the undo copies: of the master weight and the moments."""
 BYTES_WHOLE = 6
-"""Bytes per parameter that are not sharded with the optimizer state: weight and gradient."""
+"""Bytes per parameter that every holder keeps even if optimizer state is sharded: bf16 weight and float32 gradient."""
 BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
-"""Bytes per parameter that are sharded with the optimizer state."""
+"""Bytes per parameter that sharding of the optimizer state divides over the holders: master weight, moments, undo
+copies."""
 UNIT_BYTES = 10**6
-"""Bytes in the unit of memory of estimated job files, on each GPU."""
+"""Bytes on each GPU of a worker in one unit of memory of an estimated job file."""
 BYTES_READ = 2
-"""Bytes that F, and also I, moves per parameter in products: the bf16 weight, read once."""
+"""Bytes of memory traffic per parameter of a matrix product in F or in I: the bf16 weight, read once."""
 BYTES_ADDED = 8
-"""Bytes that W moves per parameter in products: the float32 gradient, read and written."""
+"""Bytes of memory traffic per parameter of a matrix product in W: the float32 gradient, read and written."""
 BYTES_STEPPED = 34
-"""Bytes that an AdamW step moves per parameter: reads gradient, master weight, moments; writes the latter two."""
+"""Bytes of memory traffic per parameter of an AdamW step, which reads gradient, master weight and moments and writes
+the latter two."""
 BYTES_MOMENT = 4
-"""Bytes saved per parameter that Muon steps, and again in its undo copy, because Muon has only one moment."""
+"""Bytes per parameter that Muon saves over AdamW, once in the optimizer state and once in the undo copy: one moment."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     microbatch_size: int = 1
     tensor_parallel: int = 1
     efficiency: float = 0.5
-    """Share of the peak that matrix products reach."""
+    """Share of the GPU's peak rate that matrix products are assumed to reach."""
     shard_optimizer: bool = False
     """True if the workers of a stage share its optimizer state: each keeps a part, and a copy of another part."""
     muon: bool = False
@@ -101,18 +103,19 @@ class _Cost(NamedTuple):
     """Bytes of activations. `stash` is in bytes, too."""
     stash: float
     recomputed: float
-    """Bytes of activations if each layer recomputes its own."""
+    """Bytes of activations if only each layer's input is kept and the rest is recomputed."""
     parameters: float
     held_bytes: float
-    """Bytes held permanently."""
+    """Bytes of parameters, gradients, optimizer state and undo copies."""
     by_muon: float
     """Number of parameters that Muon steps."""
     orthogonal: float
-    """Seconds of Muon's matrix products."""
+    """Seconds of the matrix products by which Muon orthogonalizes updates."""
 
 
 def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the tables of a job file, and the comments that say how they were made.
+    """Return the tables of a job file for a model on these GPUs, and comments for it that say how values were
+    estimated.
 
     Raises ValueError with a message of one line if there are more stages than layers, or the model does not fit.
     """
@@ -129,7 +132,10 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return exact sums of values of layers over each stage, so that plans that cut stages need no finer ticks."""
+        """Return the sums over each stage of the layers' values, by key of the job file, rounded to 12 digits only.
+
+        So close to exact, they need no finer ticks in plans that cut stages.
+        """
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}
 
@@ -166,7 +172,7 @@ def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[flo
 
 
 def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
-    """Return the cost of a layer.
+    """Return the cost of a layer for a micro-batch of `tokens` tokens.
 
     If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the whole backward to W.
     """
@@ -182,7 +188,8 @@ def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: b
 
 
 def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
-    """Return the seconds of each op, by stage or by layer."""
+    """Return rounded seconds of each op by its key in `[time]`, a value for each element of `costs` (stages or
+    layers)."""
     gpu = layout.gpu
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
     step, gather = layout.stepped_share * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
@@ -199,7 +206,10 @@ def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[flo
 
 
 def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
-    """Return the memory that a stage leaves on each GPU. Raises ValueError if a stage does not fit."""
+    """Return the memory that each stage leaves for activations on a GPU, in `UNIT_BYTES`.
+
+    Raises ValueError if a stage does not fit.
+    """
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
             raise ValueError(f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each GPU, "
@@ -208,7 +218,8 @@ def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
 
 
 def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
-    """Return the memory held on each GPU, by stage or by layer."""
+    """Return sizes in `UNIT_BYTES` by their key in `[memory]`, a value for each element of `costs` (stages or
+    layers)."""
     return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
             "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
             "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs],
@@ -216,7 +227,7 @@ def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
 
 
 def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
-    """Return the comments of a job file, by table."""
+    """Return lines of comments for an estimated job file, by the name of the table that they stand above."""
     gpu = layout.gpu
     held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]
@@ -297,7 +308,10 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
 
 
 def _divide_equal_layers(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Divide equal layers over stages for the least work of the busiest one. The last stage also has the head."""
+    """Return the number of layers of each stage such that the busiest has least work; all layers are equal.
+
+    A layer has work `layer`. The last stage also has the head, with work `head`.
+    """
     last = max(1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer)))
     if stages == 1:
         return [layers]

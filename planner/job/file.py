@@ -22,12 +22,15 @@ from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
 
 Nodes = tuple[tuple[Worker, ...], ...]
-"""Workers of each node (machine), ascending. Each worker of the job is in exactly one node."""
+"""Workers of each node (machine), sorted; the index is the node's number. Each worker of the job is in one node."""
 _FORM = 'a list of nodes, each a list of its workers, such as [["0.0", "0.1"], ["1.0", "1.1"]]'
 
 
 def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
-    """Return the workers of each node, from `workers_per_node` or `node` of a `[topology]` table. Raises JobError."""
+    """Read a `[topology]` table: return the workers of each node, from `workers_per_node` or from lists in `node`.
+
+    Raises JobError.
+    """
     size, listed = table.take_value("workers_per_node"), table.take_value("node")
     table.refuse_unknown_keys()
     if (size is None) == (listed is None):
@@ -42,7 +45,7 @@ def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
 
 
 def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
-    """Return the `[topology]` table of a job. Empty if the job does not say which workers share a node."""
+    """Return the contents of the `[topology]` table of a job file; empty if `nodes` is."""
     if not nodes:
         return {}
     if nodes == _nodes_of_size(len(nodes[0]), pipelines, stages):
@@ -51,7 +54,10 @@ def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
 
 
 def workers_of_nodes(nodes: Nodes, numbers: Iterable[int], option: str) -> tuple[Worker, ...]:
-    """Return all workers of these nodes, ascending. Raises JobError, which names the option, for an unknown node."""
+    """Return all workers of the nodes with these numbers, sorted.
+
+    Raises JobError, which names the command-line `option` that gave the numbers, for an unknown node.
+    """
     chosen = sorted(set(numbers))
     if chosen and not nodes:
         raise JobError(f"{option}: the job file does not say which workers share a node; add [topology] "
@@ -70,13 +76,13 @@ def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> N
 
 
 def _nodes_of_size(size: int, pipelines: int, stages: int) -> Nodes:
-    """Return nodes of `size` workers each, in the order of the grid. The last node may have fewer."""
+    """Return nodes of `size` workers each, filled pipeline by pipeline. The last node may have fewer."""
     workers = _all_workers(pipelines, stages)
     return tuple(tuple(workers[first:first + size]) for first in range(0, len(workers), size))
 
 
 def _read_node_list(listed: Sequence[object], pipelines: int, stages: int) -> Nodes:
-    """Read the nodes that `topology.node` lists. Raises JobError unless they have each worker once."""
+    """Return the workers of each node that `topology.node` lists. Raises JobError unless each worker is listed once."""
     node_of: dict[Worker, int] = {}
     for node, names in enumerate(listed):
         path = f"topology.node[{node}]"
@@ -97,7 +103,7 @@ def _read_node_list(listed: Sequence[object], pipelines: int, stages: int) -> No
 
 
 def _parse_worker(path: str, name: object) -> Worker:
-    """Parse the name of a worker. Raises JobError, which names the key."""
+    """Parse the name of a worker, such as "0.1". Raises JobError, which names the key `path`."""
     if not isinstance(name, str):
         raise JobError(f"{path} has {shorten_repr(name)}; expected a worker as a text, PIPELINE.STAGE")
     try:
@@ -116,14 +122,14 @@ def _all_workers(pipelines: int, stages: int) -> list[Worker]:
 
 MAX_JOB_BYTES = 2**20
 EXTENDS = "extends"
-"""Key that names another job file, whose tables apply wherever this file does not override them."""
+"""Key of a job file that names another job file, whose tables apply wherever the first does not override them."""
 MAX_BASES = 8
 MAX_RANKS = 1024
-"""Most processes of a worker in a plan. A run allows fewer (`runtime.config`)."""
+"""Largest number of processes (ranks) of a worker in a plan. A run allows fewer (`runtime.config`)."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds, one value per virtual stage unless noted otherwise."""
+    """Contents of the `[time]` table: times in seconds, one value per virtual stage unless noted otherwise."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -131,16 +137,17 @@ class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[float, ...]
     all_reduce: tuple[float, ...]
     transfer: float
-    """Time to send one activation or gradient between two workers."""
+    """Seconds to send one activation or gradient between two workers; the same for all stages."""
     slow: tuple[tuple[Worker, float], ...] = ()
     """Slow workers, each with the factor by which its ops take longer."""
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the workers, in any one unit. One value per virtual stage unless noted otherwise."""
+    """Contents of the `[memory]` table, in any one unit of memory. One value per virtual stage unless noted
+    otherwise."""
 
     capacity: tuple[float, ...]
-    """Room for activations on a worker, one value per column."""
+    """Memory of a worker that is free for activations, one value per column."""
     activation: tuple[float, ...]
     weight_stash: tuple[float, ...]
     weights: tuple[float, ...] = ()
@@ -149,19 +156,20 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     A worker that takes over layers loses room by their weights. If empty, layers weigh nothing.
     """
     unit_bytes: float = 1.0
-    """Bytes on a worker that make up one unit."""
+    """Number of bytes in the job's unit of memory, over all GPUs of a worker."""
     recomputed: tuple[float, ...] = ()
-    """Memory from F to I, as in `activation`, if the stage recomputes its activations. Empty if the job does not
+    """Memory held from F to I of a micro-batch if the stage recomputes its activations. Empty if the job does not
     say."""
     state: tuple[float, ...] = ()
-    """Whole optimizer state of a stage that all of its holders share (`[training] shard_optimizer`).
+    """Optimizer state of a stage, whole, if its holders keep parts of it each (`[training] shard_optimizer`).
 
-    It includes undo copies; `weights` include each worker's share while all are alive. Empty if not shared.
+    It includes undo copies; `weights` include each worker's share while all are alive. Empty if not sharded.
     """
     capacity_of: tuple[tuple[Worker, float], ...] = ()
-    """Workers whose capacity differs from that of their column."""
+    """Workers with a `capacity` other than that of their column, each with it."""
     reserve: tuple[float, ...] = ()
-    """Room in `capacity` for a layer that is recomputed, one value per column. Set by `planner.recompute` only."""
+    """Part of `capacity` that is kept for a layer being recomputed, one value per column. Set by `planner.recompute`
+    only."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,17 +203,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[int, ...]
     """Worker column of each virtual stage."""
     chains: int = 1
-    """Number of runs of equal length that the virtual stages form. A micro-batch passes one run (see `Grid`)."""
+    """Number of directions in which micro-batches pass the columns: 2 in bidirectional pipelines, else 1.
+
+    The virtual stages are those of one direction, then as many of the other; a micro-batch passes those of its
+    direction.
+    """
     layers: tuple[int, ...] | None = None
     """Number of model layers of each virtual stage. None if the job does not say."""
     layer_values: LayerValues | None = None
-    """Contents of the `[layers]` table."""
+    """Contents of the `[layers]` table: how values of a stage are divided over its layers."""
     network: Network = Network()
-    """Contents of the `[network]` table."""
+    """Contents of the `[network]` table: the links between workers."""
     nodes: Nodes = ()
     """Workers of each node, which fail together. Empty if the job does not say."""
     model: Mapping[str, Any] = {}
-    """Contents of the `[model]` table, unchecked. The runtime reads it."""
+    """Contents of the `[model]` table, which defines the model that a run trains. Not checked here."""
     training: Mapping[str, Any] = {}
     """Contents of the `[training]` table, unchecked except for `tensor_parallel`. The runtime reads it."""
 
@@ -221,7 +233,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depth(self) -> int:
-        """Number of virtual stages that a micro-batch passes: those of one chain."""
+        """Number of virtual stages that a micro-batch passes, those of its direction."""
         return len(self.columns) // self.chains
 
 
@@ -231,7 +243,7 @@ def read_job(path: Path, settings: Sequence[str] = ()) -> Job:
 
 
 def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
-    """Return the text of a job file, not yet parsed, without a byte-order mark. Raises JobError.
+    """Return the text of a job file without a byte-order mark, with `settings` (KEY=VALUE) applied. Raises JobError.
 
     If it extends another file, or keys are overridden, the text is rewritten as one file that needs no other.
     """
@@ -259,7 +271,11 @@ def extended_files(path: Path) -> tuple[Path, ...]:
 
 
 def _merge_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the tables of a file merged over those of the file that it extends."""
+    """Return the contents of a job file merged over those of the file that it extends, recursively.
+
+    The argument `table` has the file's own contents, and `seen` the files on the way to it. Raises JobError for a
+    cycle.
+    """
     own = {key: value for key, value in table.items() if key != EXTENDS}
     if EXTENDS not in table:
         return own
@@ -369,17 +385,21 @@ _COLUMNS_BY_ORDER: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "v": lambda stages, chunks: tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
                                       for index in range(chunks * stages)),
 }
-"""Functions from stages and chunks to the column of each virtual stage, by name of the order."""
+"""Functions from (number of columns, virtual stages per column) to the column of each virtual stage, by name of the
+order."""
 ORDERS = (*_COLUMNS_BY_ORDER, "bidirectional")
 
 
 def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the column of each virtual stage of a chain. For a bidirectional placement, it is the first chain."""
+    """Return the column of each virtual stage in the placement named `order`, with `chunks` virtual stages per column.
+
+    In a bidirectional placement, these are the stages of the first direction.
+    """
     return _COLUMNS_BY_ORDER["linear" if order == "bidirectional" else order](stages, chunks)
 
 
 def placement_table(job: Job) -> dict[str, Any]:
-    """Return the `[placement]` table of a job. Empty if the job has the default placement."""
+    """Return the contents of a job file's `[placement]` table. Empty if the job has the default placement."""
     table: dict[str, Any] = {}
     chunks = job.depth // job.stages
     if chunks > 1:
@@ -395,7 +415,11 @@ def placement_table(job: Job) -> dict[str, Any]:
 
 
 def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
-    """Read the column of each virtual stage, the number of chains, and the layers of each virtual stage if given."""
+    """Read a `[placement]` table of a job with `stages` columns.
+
+    Return the column of each virtual stage, the number of directions (2 in a bidirectional placement, else 1), and the
+    number of layers of each virtual stage, None if not given.
+    """
     layers = None
     if isinstance(layout := table.peek_value("layers"), str):
         columns, layers = _read_megatron_layout(table, layout, stages)
@@ -410,7 +434,7 @@ def _read_placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int
 
 
 def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read the column and the number of layers of each stage from the text of a Megatron-LM pipeline layout.
+    """Return the column and the number of layers of each stage of a Megatron-LM pipeline layout, the text `layout`.
 
     Megatron-LM assigns stages to columns round-robin.
     """
@@ -427,7 +451,8 @@ def _read_megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[t
 
 
 def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
-    """Read the column of each virtual stage, and the number of chains."""
+    """Read the placement's order: return the column of each virtual stage, and the number of directions of
+    micro-batches."""
     given = table.has_key("chunks")
     chunks = table.take_count("chunks", 1, high=64)
     order = table.take_value("order", "linear")
@@ -450,7 +475,8 @@ def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 
 
 def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
-    """Read the `[time]` table. Raises JobError."""
+    """Read the `[time]` table of a job with `virtual` virtual stages in each of `chains` directions. Raises
+    JobError."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
@@ -464,7 +490,10 @@ def _read_times(table: TomlTable, virtual: int, chains: int, pipelines: int, sta
 
 
 def _read_slow_workers(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
-    """Read the factors of slow workers. Raises JobError unless they are whole thousandths up to 1000."""
+    """Return the slow workers, each with the factor by which its ops take longer.
+
+    Raises JobError unless factors are whole thousandths up to 1000.
+    """
     slow = _read_numbers_by_worker(table, "slow", pipelines, stages, 0.001)
     for worker, factor in slow:
         if factor > 1000:
@@ -477,7 +506,11 @@ def _read_slow_workers(table: TomlTable, pipelines: int, stages: int) -> tuple[t
 
 def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
                             ) -> tuple[tuple[Worker, float], ...]:
-    """Read numbers by worker, sorted by worker. Empty if the key is missing."""
+    """Return pairs of a worker and its number from the table under `key`, sorted by worker; empty if the key is
+    missing.
+
+    Raises JobError for a number less than `low`.
+    """
     path, values = table.key_path(key), table.take_value(key, {})
     if not isinstance(values, dict):
         raise JobError(f"{path} is {shorten_repr(values)}; expected a table of workers and numbers, such as "
@@ -494,7 +527,8 @@ def _read_numbers_by_worker(table: TomlTable, key: str, pipelines: int, stages: 
 
 
 def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
-    """Read the `[memory]` table. Raises JobError."""
+    """Read the `[memory]` table of a job with `virtual` virtual stages in each of `chains` directions. Raises
+    JobError."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.take_numbers("capacity", stages, "stage"),
@@ -510,7 +544,7 @@ def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, i
 
 
 def _read_layer_values(table: TomlTable, layers: int) -> LayerValues:
-    """Read the `[layers]` table. Raises JobError."""
+    """Read the `[layers]` table of a job whose model has this number of layers. Raises JobError."""
     values = {key: table.take_numbers(key, layers, "layer") for key in LayerValues.__struct_fields__
               if table.has_optional(key)}
     table.refuse_unknown_keys()

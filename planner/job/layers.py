@@ -25,18 +25,19 @@ class ExactLayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: tuple[Fraction, ...]
     all_reduce: tuple[Fraction, ...]
     activation: tuple[Fraction, ...]
-    """Activation memory of each layer. `activation` and `weight_stash` are 0 without `[memory]`."""
+    """Memory held from F to I of a micro-batch, by layer. Like `weight_stash`, 0 in a job without `[memory]`."""
     weight_stash: tuple[Fraction, ...]
     weights: tuple[Fraction, ...]
-    """Memory of each layer's parameters and state. `weights` and `recomputed` are 0 if the job does not say."""
+    """Memory of parameters, gradients, optimizer state and undo copies, by layer. Like `recomputed`, 0 if not in the
+    job."""
     recomputed: tuple[Fraction, ...]
 
 
 def layer_costs(job: Job) -> ExactLayerCosts:
-    """Return the exact cost of each layer, 0..L-1, so that the layers of a stage add up to the stage.
+    """Return the exact cost of each layer of a job, in the order of the model; those of a stage add up to the stage's.
 
-    Without `placement.layers`, every stage of a chain is one layer. Raises JobError if a stage has no layer,
-    because its costs then belong to none.
+    Without `placement.layers`, every stage counts as one layer. Raises JobError if a stage has no layer, because its
+    costs then belong to none.
     """
     counts = layer_counts(job)
     if not all(counts):
@@ -57,32 +58,36 @@ def layer_costs(job: Job) -> ExactLayerCosts:
 
 
 def layer_counts(job: Job) -> tuple[int, ...]:
-    """Return the number of layers of each stage of a chain."""
+    """Return the number of layers of each virtual stage that a micro-batch passes; 1 each if the job does not say."""
     return (1,) * job.depth if job.layers is None else job.layers[:job.depth]
 
 
 @lru_cache(maxsize=4096)
 def exact_decimal(value: float) -> Fraction:
-    """Return the decimal number that the user wrote, not the binary number that approximates it."""
+    """Return a float as an exact fraction of the decimal number that was written for it, such as 1/10 for 0.1."""
     return Fraction(repr(value))
 
 
 def limited_ratio(one: float, other: float) -> Fraction:
-    """Return `one` / `other`, two ticks or units that were rounded to floats, as a fraction that a file can hold."""
+    """Return `one` / `other`, two lengths of ticks or sizes of units, as a fraction of numbers small enough for a
+    file."""
     if one < other:
         return 1 / limited_ratio(other, one)
     return Fraction(one / other).limit_denominator(10**6)
 
 
 def add_exactly(one: float, other: float) -> float:
-    """Return the sum of two numbers as decimals, as the user wrote them, so that ticks and units stay coarse."""
+    """Return the sum of two numbers added as decimals (0.1 + 0.2 is 0.3), so that ticks and units stay coarse."""
     return float(exact_decimal(one) + exact_decimal(other))
 
 
 @lru_cache(maxsize=256)
 def _divide_over_layers(stages: tuple[float, ...], counts: tuple[int, ...],
                         values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
-    """Divide each stage's value over its layers, in proportion to `values` of the layers, or evenly if these are 0."""
+    """Divide a value of each stage over its layers (`counts` of them), in proportion to `values` of the layers.
+
+    It is divided evenly if `values` is None, or has only zeros for the layers of that stage.
+    """
     divided: list[Fraction] = []
     for stage, count in zip(stages, counts, strict=True):
         first = len(divided)
@@ -98,9 +103,10 @@ def _divide_over_layers(stages: tuple[float, ...], counts: tuple[int, ...],
 
 
 STATE_COPIES = 2
-"""Copies of each part of sharded state: the owner's and its buddy's."""
+"""Number of members that hold each part of sharded optimizer state: its owner and its buddy."""
 ROUNDING_PARTS = 1000
-"""Fractions of the job's unit to which added memory is rounded up: thirds of a byte would need a very fine unit."""
+"""Number of steps of a unit of memory to which added memory is rounded up: thirds of a byte would need a very fine
+unit."""
 
 
 def held_state_share(holders: int) -> Fraction:
@@ -109,7 +115,8 @@ def held_state_share(holders: int) -> Fraction:
 
 
 def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
-    """Return the job while some workers are down: holders of their stages keep more state and have that much less room.
+    """Return a copy of the job in which workers have less room, because they keep more sharded state for the failed
+    ones.
 
     A layer that moves is assumed to have as many holders as its stage has left.
     """

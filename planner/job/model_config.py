@@ -32,18 +32,18 @@ from slipstream.schedules.files import read_at_most
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS = 1000
 MAX_VALUE = 2**24
-"""Largest number that a key of a config.json may have."""
+"""Largest number that is accepted for a key of a model's config.json."""
 
 
 class ModelKeys:
-    """Keys of a config.json, each read with a check. Raises JobError, which names the key."""
+    """Reader of the keys of a model's config.json, with checks. Raises JobError, which names the key."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
         self._source = source
 
     def has_value(self, key: str) -> bool:
-        """Return whether the key has a value."""
+        """Return whether the key is given and not null."""
         return self._values.get(key) is not None
 
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
@@ -56,7 +56,7 @@ class ModelKeys:
         return value
 
     def read_flag(self, key: str, *, default: bool) -> bool:
-        """Return the value of a key, true or false."""
+        """Return the value of a key, a boolean."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -85,12 +85,15 @@ class ModelKeys:
         return self._values.get(key) in (None, "auto")
 
     def make_error(self, key: str, expected: str) -> JobError:
-        """Build an error that names the key and what was expected."""
+        """Build a JobError that names the key, its value and what was expected."""
         return JobError(f"{self._source}: {key} is {shorten_repr(self._values.get(key))}; expected {expected}")
 
 
 def read_model(path: Path, sequence: int) -> ModelLayers:
-    """Read the layers of a model from its config.json, or from the folder that has it. Raises JobError."""
+    """Read the layers of a model from its config.json, or the folder that has it, for sequences of this many tokens.
+
+    Raises JobError.
+    """
     source = path / "config.json" if path.is_dir() else path
     try:
         document = json.loads(read_at_most(source, MAX_CONFIG_BYTES, JobError, "; a config.json is a page of JSON"))
@@ -102,7 +105,10 @@ def read_model(path: Path, sequence: int) -> ModelLayers:
 
 
 def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
-    """Return the layers of a model, given the content of its config.json. Raises JobError."""
+    """Return the layers of a model for sequences of this many tokens, given the parsed content of its config.json.
+
+    The argument `source` names the file in errors. Raises JobError.
+    """
     if not isinstance(document, dict):
         raise JobError(f"{source}: not a JSON object; expected a model's config.json")
     if isinstance(document.get("text_config"), dict):  # the language part of a model that also sees images
@@ -145,10 +151,10 @@ def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = Non
 
 def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
                     output_bias: bool | None = None) -> LayerShape:
-    """Read the shape of an attention layer from the key names that most models use.
+    """Read the shape of an attention layer from the key names that most models use; `hidden` is the model's width.
 
     If `bias` is None, the file decides whether there are biases. The argument `tokens` is the result of
-    `attended_tokens`.
+    `attended_tokens`, and with `head_norms` queries and keys are normalized.
     """
     heads = keys.read_count("num_attention_heads")
     kv_heads, width = keys.read_count("num_key_value_heads", heads), keys.read_count("head_dim",
@@ -163,14 +169,19 @@ def _read_attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool |
 
 
 def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
-    """Return `attended_tokens` for a layer of this kind: twice the mean number of tokens that a token attends to."""
+    """Return twice the mean number of tokens that a token attends to, in a layer of this kind: full or windowed
+    attention."""
     window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
     return attended_tokens(sequence, window)
 
 
 def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
                         ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader for Llama and similar models. `bias`, if given, is that of queries, keys and values only."""
+    """Return a function that reads the decoder layers of Llama and similar models from a config.json.
+
+    If given, `bias` is whether queries, keys and values have biases; with `head_norms`, queries and keys are
+    normalized.
+    """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         window = keys.read_count("sliding_window") if keys.has_value("sliding_window") \
             and keys.read_flag("use_sliding_window", default=bias is None and not head_norms) else None
@@ -185,7 +196,10 @@ def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
 
 def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
                   ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader for Gemma: all layers except every `pattern`-th attend to a window only."""
+    """Return a function that reads the decoder layers of a Gemma model from a config.json.
+
+    A layer has `norms` norms. All layers except every `pattern`-th attend to a window only.
+    """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         every = keys.read_count("sliding_window_pattern", pattern)
         default = ["sliding_attention" if (layer + 1) % every else "full_attention"
@@ -201,9 +215,10 @@ def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
 
 def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
                     ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader for Mixtral and Qwen's mixtures, whose layers mostly have experts.
+    """Return a function that reads the decoder layers of Mixtral and Qwen's mixtures, most of which have experts.
 
-    The arguments `number` and `width` are the keys for the number of experts and their width.
+    The arguments `number` and `width` are the keys for the number of experts and their width; with `shared`, each layer
+    also has an expert that all tokens use.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _read_attention(keys, hidden, attended_tokens(sequence, None), bias=bias, head_norms=head_norms,
@@ -227,7 +242,10 @@ def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_n
 
 
 def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader for DeepSeek-V2 and V3: latent attention; dense layers first, then experts with shared ones."""
+    """Return a function that reads the decoder layers of DeepSeek-V2 and V3 from a config.json.
+
+    They have latent attention; the first ones are dense, and the others have experts, some of which all tokens use.
+    """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = latent_attention_shape(
             hidden, keys.read_count("num_attention_heads"), attended_tokens(sequence, None),
@@ -279,7 +297,7 @@ def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerS
 
 def _read_mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str,
                 chunk: str, convolution_bias: str) -> LayerShape:
-    """Read a Mamba-2 mixer. The arguments are the keys of its sizes."""
+    """Read the shape of a Mamba-2 mixer. The arguments after `hidden` are the keys of its sizes in the config.json."""
     number = keys.read_count(heads)
     each = hidden * keys.read_count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.read_count(width)
     return mamba_2_shape(hidden, heads=number, head_width=each, groups=keys.read_count(groups, 1),

@@ -18,47 +18,47 @@ VALUE_BYTES = 2
 LOGIT_BYTES = 4
 """Bytes of a logit that the loss keeps: float32."""
 MUON_STEPS = 5
-"""Number of steps of the polynomial with which Muon orthogonalizes a matrix, by its default options."""
+"""Number of Newton-Schulz steps with which Muon orthogonalizes a matrix, by its default options."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a layer, and its work and memory per token."""
 
     kind: str
-    """Description in words."""
+    """Words that name the kind of layer, such as "decoder layer"."""
     parameters: int = 0
     """Number of parameters that the layer holds."""
     matrices: int = 0
-    """Number of parameters in matrix products."""
+    """Number of parameters in weights of matrix products; those of embeddings and norms do not count."""
     used: int = 0
-    """Number of parameters by which a token is multiplied in products.
+    """Number of weights by which a token is multiplied in matrix products.
 
     Of experts, only the chosen ones count. A matrix that is used twice counts twice.
     """
     mixing: float = 0.0
-    """Floating-point operations of the forward besides products with parameters: attention, scans.
+    """Floating-point operations per token of F besides matrix products with weights: those of attention and scans.
 
-    The backward for the input has twice as many.
+    I has twice as many.
     """
     loss_bytes: int = 0
-    """Bytes that the loss reads and writes in the forward, and again in the backward for the input."""
+    """Bytes per token that the loss reads and writes in F, and again in I."""
     activation: int = 0
-    """Bytes held from F to I. `stash` and `recomputed` are in bytes, too."""
+    """Bytes per token that are held from F to I. `stash` and `recomputed` are in bytes per token, too."""
     stash: int = 0
-    """Bytes held from I to W."""
+    """Bytes per token that are held from I to W."""
     recomputed: int = 0
-    """Value of `activation` if activations are recomputed."""
+    """Bytes per token that are held from F to I if activations are recomputed."""
     experts: int = 0
-    """Number of experts, of which a token uses some. 0: a token uses the whole layer."""
+    """Number of experts of the layer, of which a token uses some; 0 for a layer without experts."""
     chosen: int = 0
     """Number of experts that a token uses."""
     expert_activation: int = 0
-    """Bytes of `activation` of each chosen expert. `expert_stash` is that of `stash`."""
+    """Bytes of `activation` per token due to each expert that it uses. `expert_stash` is the share of `stash`."""
     expert_stash: int = 0
     by_muon: int = 0
     """Number of parameters that Muon steps if it is used: matrices of all layers except embedding and head."""
     orthogonal: float = 0.0
-    """Floating-point operations of a Muon step."""
+    """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's matrices."""
 
     def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
         """Return the bytes of activation and stash per token on all GPUs of a worker, in the worst case of routing.
@@ -70,21 +70,22 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.activation + extra * self.expert_activation, self.stash + extra * self.expert_stash
 
     def __add__(self, other: "LayerShape") -> "LayerShape":
-        """Return both layers, one after the other, as one layer."""
+        """Return one layer that has the sizes, work and memory of both."""
         return LayerShape(kind=f"{self.kind} and {other.kind}", **{
             key: getattr(self, key) + getattr(other, key) for key in self.__struct_fields__ if key != "kind"})
 
 
 class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a decoder-only model."""
+    """Layers of a decoder-only model, with the sizes of what passes between them."""
 
     layers: tuple[LayerShape, ...]
     hidden: int
-    """Width of the activation that one layer passes to the next."""
+    """Number of values per token that one layer passes to the next."""
     sequence: int
     """Length of a sequence in tokens."""
     copies: int = 0
-    """Number of parameters that several layers hold although the model has them once."""
+    """Number of parameters that are counted in a second layer although the model has them once, such as tied
+    embeddings."""
     ends_merged: bool = False
     """True if embedding and head are part of the first and the last layer, instead of layers of their own."""
 
@@ -95,11 +96,12 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_parameters(self) -> int:
-        """Number of parameters by which a token is multiplied in products, counted once per use."""
+        """Number of weights by which a token is multiplied in matrix products, each counted once per use."""
         return sum(layer.used for layer in self.layers)
 
     def describe_kinds(self) -> str:
-        """Describe how many layers there are of each kind, in the order of first appearance."""
+        """Return text such as "embedding, 30 x decoder layer, head": the number of layers of each kind, by first
+        appearance."""
         kinds = Counter(layer.kind for layer in self.layers)
         return ", ".join(kind if number == 1 else f"{number} x {kind}" for kind, number in kinds.items())
 
@@ -127,12 +129,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _matrix_sides(self) -> list[int]:
-        """Size of the dimension of each matrix of a layer that is not `hidden`."""
+        """Length of the side other than `hidden` of each matrix of a decoder layer."""
         keys, wide = self.hidden // self.heads * (self.kv_heads or self.heads), self.ffn or 4 * self.hidden
         return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
 
     def by_layer(self) -> ModelLayers:
-        """Return the decoder layers. Embedding and head are separate parameters, in the first and the last layer.
+        """Return the shapes of the decoder layers; embedding and head are merged into the first and the last one.
 
         Raises ValueError with a message of one line if the number of heads does not divide the width.
         """
@@ -166,7 +168,7 @@ def muon_operations(one: int, other: int) -> float:
 
 
 def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
-    """Return the shape of matrix products of one input of width `inputs` with weights for each of `outputs`.
+    """Return size, work and memory of matrix products that take one input of width `inputs` to each width of `outputs`.
 
     The input and the gradients of the outputs are held from I to W.
     """
@@ -177,25 +179,31 @@ def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape
 
 
 def norm_shape(width: int) -> LayerShape:
-    """Return the shape of a norm with scales of this width, whose input the backward reads."""
+    """Return size and memory of a norm over `width` values with a scale for each; the backward reads its input."""
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
 def held_values_shape(number: int) -> LayerShape:
-    """Return the shape of `number` values per token that the backward reads besides the inputs of products and
-    norms."""
+    """Return the memory of `number` values per token that are held for the backward, as a layer without work."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
 def attended_tokens(sequence: int, window: int | None) -> float:
-    """Return twice the mean number of tokens attended to with a causal mask: s, or 2 w - w^2 / s in a window."""
+    """Return twice the mean number of tokens that a token attends to under a causal mask.
+
+    For a sequence of s tokens it is s, or 2 w - w^2 / s if attention is limited to a window of w tokens.
+    """
     width = min(window or sequence, sequence)
     return 2 * width - width**2 / sequence
 
 
 def attention_shape(hidden: int, heads: int, kv_heads: int, head_width: int, tokens: float, *, bias: bool = False,
                     output_bias: bool = False, head_norms: int = 0) -> LayerShape:
-    """Return the shape of attention with grouped heads. Queries and keys have a norm of width `head_norms` if not 0."""
+    """Return size, work and memory of attention, grouped-query if `kv_heads` is less than `heads`.
+
+    The argument `tokens` is the result of `attended_tokens`. Each head of queries and keys has a norm of width
+    `head_norms`, if that is not 0.
+    """
     queries, keys = heads * head_width, kv_heads * head_width
     together = products_shape(hidden, queries, keys, keys, bias=bias) + products_shape(queries, hidden,
                                                                                        bias=output_bias) \
@@ -207,7 +215,12 @@ def attention_shape(hidden: int, heads: int, kv_heads: int, head_width: int, tok
 
 def latent_attention_shape(hidden: int, heads: int, tokens: float, *, query_rank: int | None, kv_rank: int, rotary: int,
                            plain: int, value: int) -> LayerShape:
-    """Return the shape of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values expanded."""
+    """Return size, work and memory of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values
+    expanded.
+
+    The argument `tokens` is the result of `attended_tokens`. A head has `plain` + `rotary` query channels and `value`
+    value channels.
+    """
     query = heads * (plain + rotary)
     if query_rank is None:
         part = products_shape(hidden, query, kv_rank + rotary)
@@ -221,7 +234,7 @@ def latent_attention_shape(hidden: int, heads: int, tokens: float, *, query_rank
 
 
 def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
-    """Return the shape of a feed-forward part.
+    """Return size, work and memory of a feed-forward part of this hidden width.
 
     It has two matrices with a function between them or, if gated, three, of which the outputs of two are multiplied.
     """
@@ -232,7 +245,7 @@ def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = Fal
 
 def experts_shape(hidden: int, width: int, *, number: int, chosen: int, gated: bool,
                   router_bias: bool = False) -> LayerShape:
-    """Return the shape of experts, of which each token uses some.
+    """Return size, work and memory of `number` experts, of which each token uses `chosen`, and their router.
 
     The experts' outputs are held, because the backward of their weights in the sum reads them.
     """
@@ -248,10 +261,11 @@ def experts_shape(hidden: int, width: int, *, number: int, chosen: int, gated: b
 
 def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,
                   convolution_bias: bool = True, bias: bool = False) -> LayerShape:
-    """Return the shape of a Mamba-2 mixer: products as in attention in chunks of q tokens, states between chunks.
+    """Return size, work and memory of a Mamba-2 mixer, whose scan works in chunks of `chunk` tokens.
 
-    Operations per token: 2 q g n for the scores, 2 q p for their values, 4 p n into states and out, with g groups and
-    states of n and p channels. The fused op keeps its inputs and its output, and recomputes the convolution.
+    With q tokens in a chunk, g groups, and states of n x p: per token 2 q g n operations for the scores, 2 q p for
+    their values, 4 p n into states and out. The fused op keeps its inputs and its output, and recomputes the
+    convolution.
     """
     inner = heads * head_width
     convolved = inner + 2 * groups * state
@@ -264,12 +278,13 @@ def mamba_2_shape(hidden: int, *, heads: int, head_width: int, groups: int, stat
 
 
 def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """Return the shape of a lookup: it has no product, and a gradient for only a few of its rows."""
+    """Return the size of an embedding lookup, which has no matrix product, and a gradient for only a few of its
+    rows."""
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 
 
 def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
-    """Return the shape of the last norm, the logits of `predicted` tokens per position, and their loss.
+    """Return size, work and memory of the last norm, the logits of `predicted` tokens per position, and their loss.
 
     The loss reads bf16 logits and keeps float32.
     """
@@ -284,10 +299,11 @@ def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> 
 
 
 def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """Combine parts into one layer that `kind` names. It holds `recomputed` bytes if activations are recomputed."""
+    """Return one layer named `kind` that has the sizes of all parts, and holds `recomputed` bytes per token if
+    recomputed."""
     return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 
 def combine_parts(parts: Sequence[LayerShape]) -> LayerShape:
-    """Combine parts into one layer."""
+    """Return one layer that has the sizes, work and memory of all parts."""
     return sum(parts[1:], start=parts[0])

@@ -8,28 +8,30 @@ from slipstream.planner.job.toml import JobError, TomlTable, shorten_repr
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Links of the workers, all alike, one in each direction."""
+    """Contents of the `[network]` table: the links of the workers, all alike, one in each direction."""
 
     overlap: bool = False
-    """True if reductions occupy links, but not compute."""
+    """True if gradient reductions run while the worker computes."""
     latency: float = 0.0
     """Seconds from one worker to another, independent of the size of a message."""
     bandwidth: float | None = None
     """Bandwidth of a link, in bytes per second; None if the times of reductions and transfers are those of `[time]`."""
     gradients: tuple[float, ...] = ()
-    """Bytes of a stage's gradients, by virtual stage. With a bandwidth, the times of reductions follow from these."""
+    """Bytes of a stage's gradients, by virtual stage. With `bandwidth`, they decide the times of reductions."""
     slowdown: float = 0.0
-    """Share of a reduction's time by which overlapped compute is delayed, because they share memory and cores."""
+    """Delay of compute by a reduction that overlaps it, as a share of the reduction's time: they share memory and
+    cores."""
     activation: float | None = None
-    """Bytes of an activation. With a bandwidth, the time of transfers follows from it."""
+    """Bytes of the activation that one stage sends to the next. With `bandwidth`, it decides the time of transfers."""
 
     def reduction_latency(self, holders: int) -> float:
-        """Return the latency of a reduction in seconds: messages pass around a ring of holders twice (Patarasuk and
-        Yuan, J. Parallel Distrib. Comput. 69, 2009)."""
+        """Return the part of a gradient reduction's seconds that does not depend on its size: messages pass twice
+        around a ring of holders (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009)."""
         return 2 * (holders - 1) * self.latency
 
     def reduction_seconds(self, size: float, holders: int) -> float:
-        """Return the seconds of a reduction of `size` bytes, of which each worker of a ring sends 2 (n - 1) / n."""
+        """Return the seconds of a ring all-reduce of `size` bytes among n holders, each of which sends 2 (n - 1) / n of
+        them."""
         assert self.bandwidth is not None
         return round_to_four_digits(self.reduction_latency(holders) + 2 * (holders - 1) / holders * size
                                     / self.bandwidth)
@@ -43,8 +45,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured: Sequence[str]) -> Network:
     """Read a `[network]` table. Raises JobError.
 
-    There are `virtual` virtual stages in each of `chains` chains; messages call them `per`. The keys in `measured` are
-    those of `[time]` that are given.
+    There are `virtual` virtual stages in each of `chains` directions of micro-batches; messages call them `per`. The
+    keys in `measured` are those of `[time]` that are given.
     """
     overlap = table.take_value("overlap", False)
     if not isinstance(overlap, bool):
@@ -71,7 +73,7 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
 
 
 def network_table(network: Network, latency: float, bandwidth: float, slowdown: float) -> dict[str, bool | float]:
-    """Return the `[network]` table for a job file whose reductions and transfers have been measured.
+    """Return the contents of a job file's `[network]` table, from measured latency, bandwidth and slowdown of compute.
 
     The units are those of `Network`. A `bandwidth` of 0 means that no links were measured: the latency of `network` is
     kept.
@@ -84,5 +86,5 @@ def network_table(network: Network, latency: float, bandwidth: float, slowdown: 
 
 
 def round_to_four_digits(seconds: float) -> float:
-    """Round a number to four significant digits, so that ticks stay coarse."""
+    """Return a number of seconds (or other units) rounded to four significant digits, so that ticks stay coarse."""
     return float(f"{seconds:.4g}")

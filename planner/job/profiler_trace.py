@@ -22,7 +22,7 @@ MAX_BYTES = 2**30
 PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"
 OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
 GPU = "gpu_user_annotation"
-"""Category under which the PyTorch profiler repeats ranges with their times on the GPU."""
+"""Category of trace events in which the PyTorch profiler repeats named ranges with their times on the GPU."""
 
 
 class ProfilerTraceError(ValueError):
@@ -46,7 +46,7 @@ _OBJECT = msgspec.json.Decoder(_ChromeTrace)
 
 
 class OpRange(NamedTuple):
-    """One run of an op."""
+    """Event of a trace in which an op of one micro-batch ran once."""
 
     kind: OpKind
     stage: int
@@ -111,7 +111,8 @@ def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[
 
 def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
                transfer: float) -> dict[str, Any]:
-    """Return the tables of a job file with these stage times, one stage on each worker."""
+    """Return the tables of a job file with these times of each stage, one stage per column. `transfer` is in
+    seconds."""
     return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
             "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
 
@@ -134,7 +135,8 @@ def _read_events(path: Path) -> list[_Event]:
 
 
 def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
-    """Return the run of an op that an event records; None if the event is not an op of a micro-batch."""
+    """Return the op that a trace event records if its name matches `wanted` and it is an op of a micro-batch, else
+    None."""
     if not isinstance(event.name, str):
         return None
     seconds = event.dur / 1e6
@@ -150,7 +152,10 @@ def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern. Raises ProfilerTraceError if it is invalid or lacks a group."""
+    """Compile a regular expression for names of ops.
+
+    Raises ProfilerTraceError if it is invalid or lacks a group of `read_ranges`.
+    """
     try:
         compiled = re.compile(pattern)
     except re.error as error:

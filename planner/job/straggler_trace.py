@@ -20,11 +20,11 @@ KINDS = ("forward-compute", "backward-compute")
 HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
 """Transfers, as (kind of the send, kind of the receive, offset from the sending to the receiving stage)."""
 SLOW_FACTOR = 1.15
-"""Factor above which a worker is slow: its time relative to the median of its stage."""
+"""Ratio of a worker's time to the median of its stage above which the worker counts as slow."""
 
 
 class StragglerTrace(NamedTuple):
-    """Measured op times of a job."""
+    """Op times of a real job, measured over several iterations."""
 
     seconds: npt.NDArray[np.float64]
     """Seconds of F and of the whole backward, [iterations, pipelines, stages, micro-batches, 2]."""
@@ -39,10 +39,11 @@ class StragglerTrace(NamedTuple):
     Of both ends of a transfer, the shorter one counts, which waits less for the other.
     """
     measured: npt.NDArray[np.float64]
-    """Seconds from the start of the first op to the end of the last, [iterations]."""
+    """Seconds of each iteration, from the start of its first op to the end of its last, [iterations]."""
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
-        """Return mean seconds over iterations, micro-batches and the workers that are not slow, [stages, 2]."""
+        """Return the mean seconds of F and of the whole backward of each stage, over workers that are not slow,
+        [stages, 2]."""
         usual = self._worker_factors() == 1
         totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
         means: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
@@ -50,14 +51,15 @@ class StragglerTrace(NamedTuple):
         return means
 
     def slow_factors(self) -> dict[str, float]:
-        """Return the time of each slow worker relative to the median of its stage, by worker."""
+        """Return the ratio of each slow worker's op times to the median of its stage, by the worker's name."""
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
         return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
                 for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()}
 
     def sample_costs(self) -> npt.NDArray[np.float64]:
-        """Return F, I and W of samples as multiples of the usual time of their stage, [iterations, samples, stages, 3].
+        """Return F, I and W of each sample as multiples of the usual time of its stage, [iterations, samples, stages,
+        3].
 
         The factor of a slow worker applies to all of its samples, so it is not part of their costs. A replay of the job
         with these costs reproduces the traced times.
@@ -69,7 +71,7 @@ class StragglerTrace(NamedTuple):
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
 
     def _worker_factors(self) -> npt.NDArray[np.float64]:
-        """Return the factor of each worker as in `slow_factors`, or 1, [pipelines, stages]."""
+        """Return the factor by which each worker's ops take longer, 1 if it is not slow, [pipelines, stages]."""
         factors = np.ones(self.seconds.shape[1:3])
         for worker, factor in self.slow_factors().items():
             pipeline, stage = map(int, worker.split("."))
@@ -78,7 +80,7 @@ class StragglerTrace(NamedTuple):
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
-    """Read a trace file. Raises ProfilerTraceError, also if pyarrow is not installed."""
+    """Read a parquet file of StragglerAnalysis. Raises ProfilerTraceError, also if pyarrow is not installed."""
     column = read_columns(path, COLUMNS)
     kinds = column["optype"]
     computing = np.isin(kinds, KINDS)
@@ -106,7 +108,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Read columns of equal length from a file. Raises ProfilerTraceError, also if pyarrow is not installed."""
+    """Read the named columns of a parquet file. Raises ProfilerTraceError, also if pyarrow is not installed."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -138,7 +140,10 @@ def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64],
 
 
 def _median_transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Return the median seconds of a transfer. The n-th send between two workers is matched with the n-th receive."""
+    """Return the median seconds to send a tensor from stage to stage, 0 if the trace has none.
+
+    The n-th send between two workers is matched with the n-th receive.
+    """
     seconds = []
     for send, receive, towards in HOPS:
         ends: list[dict[tuple[int, int, int], list[float]]] = []

@@ -34,15 +34,15 @@ class TomlTable:
         self._known: list[str] = []
 
     def key_path(self, key: str) -> str:
-        """Return the path of a key in the file, for messages."""
+        """Return the full dotted path of a key of this table, for messages."""
         return f"{self._name}.{key}" if self._name else key
 
     def has_key(self, key: str) -> bool:
-        """Return whether the key is given and not yet taken."""
+        """Return whether the table has this key and no method has taken it yet."""
         return key in self._left
 
     def has_optional(self, key: str) -> bool:
-        """Return whether an optional key is given. Messages about unknown keys name it in both cases."""
+        """Return whether an optional key is given, and record that it is a known key."""
         self._known.append(key)
         return key in self._left
 
@@ -51,27 +51,29 @@ class TomlTable:
         return self._left.get(key)
 
     def take_value(self, key: str, default: Any = None) -> Any:
-        """Take a value without checking it; `default` if it is missing."""
+        """Take a key and return its value unchecked; `default` if it is missing."""
         self._known.append(key)
         return self._left.pop(key, default)
 
     def take_table(self, key: str, *, required: bool = False) -> "TomlTable":
-        """Take a nested table. If it is missing, return an empty one, or raise JobError if it is required."""
+        """Take a key and return its nested table. If it is missing, return an empty one, or raise JobError if it is
+        required."""
         given = self._take_required(key, None if required else {})
         if given is None:
             raise JobError(f"key {self.key_path(key)!r} is missing; expected a table")
         return TomlTable(self.key_path(key), given)
 
     def take_number(self, key: str, default: float | None = None) -> float:
-        """Take a number of at least 0."""
+        """Take a key and return its value, a number of at least 0."""
         return checked_number(self.key_path(key), self._take_required(key, default))
 
     def take_count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
-        """Take an integer from `low` to `high`."""
+        """Take a key and return its value, an integer from `low` to `high`."""
         return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
     def take_counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
-        """Take a list of `length` integers from `low` to `high`, or a single integer that is used for all.
+        """Take a key and return `length` integers from `low` to `high`: its value is a list of them, or one integer for
+        all.
 
         The argument `per` names what has one value each, such as a stage, in messages.
         """
@@ -79,21 +81,24 @@ class TomlTable:
                           lambda name, value: checked_count(name, value, low, high))
 
     def take_numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
-        """Take a list of `length` numbers of at least 0, or a single number that is used for all.
+        """Take a key and return `length` numbers of at least 0: its value is a list of them, or one number for all.
 
         The argument `per` names what has one value each, such as a stage, in messages.
         """
         return _read_list(self.key_path(key), self._take_required(key, default), length, per, checked_number)
 
     def _take_required(self, key: str, default: object) -> object:
-        """Take a value. Raises JobError if it is missing and a similar key, probably a misspelling, is given."""
+        """Take a key and return its value, or `default` if it is missing.
+
+        Raises JobError if neither exists and a similar key, probably a misspelling, is given.
+        """
         value = self.take_value(key, default)
         if value is None and (near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)):
             raise JobError(f"key {self.key_path(key)!r} is missing; is {near[0]!r} a misspelling of it?")
         return value
 
     def refuse_unknown_keys(self) -> None:
-        """Refuse keys that were not taken. Raises JobError, which names the most similar known key."""
+        """Raise JobError if the table has a key that was not taken. The message names the most similar known key."""
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
             hint = f"did you mean {self.key_path(near[0])!r}?" if near \
@@ -113,7 +118,7 @@ def checked_number(path: str, value: object, low: float = 0.0) -> float:
 
 
 def checked_count(path: str, value: object, low: int, high: int) -> int:
-    """Return an integer. Raises JobError, which names `path`, unless it is from `low` to `high`."""
+    """Return a value if it is an integer from `low` to `high`; else raise JobError, which names the key `path`."""
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -128,9 +133,10 @@ def shorten_repr(value: object) -> str:
 
 
 def _read_list(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
-    """Read a list of `length` values with the function `read`, or a single value that is used for all.
+    """Return `length` values of the key `path`, from a list of them or from a single value that is used for all.
 
-    The argument `per` names what has one value each in the message of JobError.
+    Each is checked by the function `read`. The argument `per` names what has one value each, such as a stage, in
+    messages.
     """
     if not isinstance(value, list):
         return (read(path, value),) * length
@@ -149,7 +155,7 @@ planner."""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of a job file. `comments` are the lines above each table by its name; "" is the top."""
+    """Return the text of a job file. `comments` has the lines to put above each table, by its name ("" for the top)."""
     lines = [f"# {line}" for line in comments.get("", ())]
     lines += [f"{key} = {_value_text(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
@@ -160,7 +166,7 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
 
 
 def table_comments(text: str) -> dict[str, list[str]]:
-    """Return the comment lines of a job file, by the table that they are above or in, as `job_text` takes them."""
+    """Return the comment lines of a job file by the name of the table above or in which they stand ("" for the top)."""
     comments: dict[str, list[str]] = {"": []}
     table, above = "", list[str]()
     for line in map(str.strip, text.splitlines()):
@@ -176,7 +182,8 @@ def table_comments(text: str) -> dict[str, list[str]]:
 
 
 def round_times(seconds: Sequence[float], longest: float | None = None) -> list[float]:
-    """Round times to a common step, so that ticks stay coarse: `DIGITS` digits of `longest` (default: of these)."""
+    """Round times to a common step, so that ticks stay coarse: the step gives `longest` (default: the longest) `DIGITS`
+    digits."""
     longest = max(seconds) if longest is None else longest
     if not longest:
         return [0.0] * len(seconds)

@@ -29,10 +29,11 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 
 
 def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
-    """Divide the live workers into replicas that can hold all layers: pipelines, or what is left of several.
+    """Divide the live workers into replicas, rows of workers that can hold all layers: pipelines, or the rests of
+    several.
 
     A pipeline that lost no worker and has no slow one keeps its stages, unless `anew` re-cuts all pipelines. Re-cut
-    replicas come first. Raises LookupError if no replica of all workers can hold all layers.
+    replicas, whose layers are divided again, come first. Raises LookupError if the workers have no room for all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -56,11 +57,10 @@ def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
 
 
 def cut_all_pipelines(problem: Problem) -> Layout | None:
-    """Return a layout with one cut for all pipelines, by the live workers left in each column; None if no such cut
-    fits.
+    """Return a layout that divides the layers over columns in the same way for all pipelines; None if no division fits.
 
-    This follows ElasWave (arXiv 2510.00606), which re-balances layers between stages equally for all replicas. A worker
-    stays in its column, and the workers of a column share all micro-batches.
+    A column gets layers by its live workers. This follows ElasWave (arXiv 2510.00606), which re-balances layers between
+    stages equally for all replicas. A worker stays in its column, and its workers share all micro-batches.
     """
     columns = sorted({column for path in problem.path_by_chain for _, column in path})
     rates = [sum(1000 / problem.slowness(worker) for worker in problem.live_workers if worker.column == column)
@@ -110,7 +110,7 @@ def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[flo
 
 
 def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
-    """Sort workers by the layers that they hold at first, so that few layers move."""
+    """Return workers sorted by column, that is, by the layers that they hold at first, so that few layers move."""
     return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
 
 
@@ -125,7 +125,7 @@ def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 
 def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether a replica of these workers has room for all layers."""
+    """Return whether the memory of these workers together, in order of columns, suffices for all layers."""
     return pack_workloads(problem, _sorted_by_layers(workers), [1] * problem.grid.layer_count,
                           problem.ample_ticks * 4) is not None
 
@@ -135,9 +135,10 @@ def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
                    make: Callable[[Problem], Layout | None]) -> Layout | None:
-    """Make a layout of a problem from layouts of its groups of pipelines; return None if some group has no layout.
+    """Make a layout of a problem from layouts of groups of pipelines that share work; None if some group has no layout.
 
-    `make` is called once for all groups that are equal. Raises LookupError if the live workers cannot hold all layers.
+    The function `make` is called once for all groups that are equal. Raises LookupError if the live workers cannot hold
+    all layers.
     """
     if len(groups) == 1:
         return make(problem)
@@ -160,8 +161,8 @@ def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
 
 
 def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
-    """Iterate over the groups of pipelines: those that lost workers or speed with their helpers; each other one by
-    itself.
+    """Iterate over groups of pipelines that share work: weak ones (that lost workers or speed) with helpers; others
+    alone.
 
     A group that lost more may have more helpers. All pipelines are in one group if they are few. Raises LookupError if
     the live workers cannot hold all layers.
@@ -202,9 +203,10 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 
 
 def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
-    """Return the fewest healthy pipelines that help a group to about as short a longest load as all of `most` would.
+    """Return how many of the healthy pipelines `most` must help a group so that its longest load is about as short as
+    with all.
 
-    The load may be longer by the share `tolerance`.
+    The longest load, that of the group's busiest worker, may be longer by the share `tolerance`.
     """
     def longest_load(count: int) -> float:
         part = extract_pipelines(problem, (*group, *most[:count]))
@@ -298,7 +300,8 @@ def _moving_makers(problem: Problem, largest_fine: float,
 
 
 def _require_layers(problem: Problem) -> None:
-    """Raise LookupError if no live worker holds some layer and it may not be loaded from a checkpoint."""
+    """Raise LookupError if a layer is held by no live worker and the problem does not allow a checkpoint to be
+    loaded."""
     held = layers_in(itertools.chain.from_iterable(worker.holds for worker in problem.workers.values()))
     missing = sorted(set(range(problem.grid.layer_count)) - held)
     if missing and not (problem.question.layers == "move" and problem.question.from_checkpoint):

@@ -37,15 +37,16 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Tasks of one worker: layer -> micro-batches. The layers are consecutive and ascending."""
+"""Work of one worker in an iteration: the number of micro-batches for each layer. Layers are consecutive and
+ascending."""
 
 
 class Replica(NamedTuple):
-    """Live workers that run whole micro-batches, in order of layers."""
+    """Row of live workers that together run all layers of whole micro-batches, sorted by the layers that they run."""
 
     workers: tuple[Worker, ...]
     is_recut: bool
-    """True if the layers are re-cut; otherwise its workers keep the stages that they hold."""
+    """True if the layers are divided anew over the workers; otherwise these keep the stages that they hold."""
 
 
 def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
@@ -73,12 +74,12 @@ def make_idle_function(problem: Problem, worker: Worker, hops: int) -> Callable[
 
 def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
                    floating: bool = True, staggered: bool = False) -> list[Workload] | None:
-    """Divide counts[layer] tasks of every layer into one workload of at most `limit` ticks for each worker.
+    """Divide the tasks of a replica, counts[layer] micro-batches of each layer, over its workers in order of layers.
 
-    Return None if there are too few workers. The ticks of a workload are its load and the least idle time for lack of
-    memory (`make_idle_function`). From the first worker on, each takes as many tasks as fit. If not `floating`, workers
-    take whole layers only. With `staggered`, a worker also loses the time between the reductions of the first and the
-    last stage of its layers, as between their first F.
+    No worker gets more than `limit` ticks, which count its work and the least idle time for lack of memory
+    (`make_idle_function`). From the first worker on, each takes as many tasks as fit; None if there are too few
+    workers. If not `floating`, workers take whole layers only. With `staggered`, a worker also loses the time between
+    the reductions of the first and the last stage of its layers, as between their first F.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.prefix_sums, problem.costs.work
@@ -115,9 +116,9 @@ def pack_workloads(problem: Problem, workers: Sequence[Worker], counts: Sequence
 
 def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T,
                      within: float = 0.0) -> tuple[int, T]:
-    """Return the least limit from `low` + 1 to `high` for which `attempt` has a result (not None), and the result.
+    """Return the least limit above `low`, at most `high`, for which `attempt(limit)` is not None, and that result.
 
-    `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
+    The argument `best` is the result for `high`. The answer may exceed the least limit by the share `within` of it.
     """
     while high - low > max(1, within * high):
         middle = (low + high) // 2
@@ -133,13 +134,14 @@ def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, be
 
 
 Task = tuple[int, int]
-"""Layer of a micro-batch that runs on no replica as a whole: (item, layer)."""
+"""One layer of one shared micro-batch, which no replica runs as a whole: (number among the shared ones, layer)."""
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a micro-batch that runs on no replica as a whole; a replica or a worker runs them.
+    """Layers [first, end) of a shared micro-batch, which no replica runs as a whole, with the replica or worker that
+    runs them.
 
-    The field `item` is the number of the micro-batch among those.
+    The field `item` is the number of the micro-batch among the shared ones; `worker` is None for re-cut replicas.
     """
 
     item: int
@@ -150,19 +152,20 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of the work of an iteration."""
+    """Division of the work of an iteration over replicas (rows of workers that together hold all layers)."""
 
     whole: tuple[int, ...]
-    """Number of whole micro-batches of each replica."""
+    """Number of micro-batches that each replica runs as a whole."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Workloads of each re-cut replica, one for each worker; () for other replicas."""
+    """Number of micro-batches per layer of each worker of each re-cut replica; () for replicas that keep their
+    stages."""
     slices: tuple[Slice, ...]
     items: int
-    """Number of micro-batches that run on no replica as a whole."""
+    """Number of shared micro-batches, which no replica runs as a whole."""
 
 
 class Divider:
-    """Divider of the work of a problem over given replicas, for a given longest load."""
+    """Divider of the work of a problem over given replicas such that the busiest worker has the least load."""
 
     def __init__(self, problem: Problem, replicas: Sequence[Replica], *, floating: bool = True,
                  spread: bool = True, anywhere: bool = False, separate: bool = False, staggered: bool = False,
@@ -180,8 +183,10 @@ class Divider:
         self._known: dict[tuple[object, int], int] = {}
 
     def find_division(self, within: float = 0.0) -> tuple[int, Division] | None:
-        """Return the least longest load, to this relative precision, and a division that has it; None if nothing
-        fits."""
+        """Return the least possible load of the busiest worker, in ticks, and a division with it; None if nothing fits.
+
+        The load may exceed the least one by the share `within`.
+        """
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
         while (best := self._divide_within(high)) is None:
@@ -192,7 +197,8 @@ class Divider:
         return limit, self._with_workloads(division, limit)
 
     def _divide_within(self, limit: int) -> Division | None:
-        """Return a division without workloads in which no load exceeds `limit` ticks; None if there is none."""
+        """Return a division in which no load exceeds `limit` ticks, its `workloads` left empty; None if there is
+        none."""
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
@@ -207,20 +213,22 @@ class Divider:
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return the division with a workload for each worker of the re-cut replicas."""
+        """Return a copy of the division with the work of each worker of re-cut replicas, none with more than `limit`
+        ticks."""
         counts = self._task_counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
         return division._replace(workloads=tuple(
             tuple(self._balance_workloads(replica, of, limit)) if replica.is_recut else ()
             for replica, of in zip(self._replicas, counts, strict=True)))
 
     def _capacity_key(self, replica: Replica) -> tuple[object, ...]:
-        """Return a key that is equal for replicas with equal capacity to run micro-batches."""
+        """Return a key that is equal for replicas that can run the same number of micro-batches in any time."""
         problem = self._problem
         return (replica.is_recut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
                             for worker in replica.workers))
 
     def _max_microbatches(self, index: int, limit: int) -> int:
-        """Return the largest number of whole micro-batches that a replica runs within the limit."""
+        """Return how many micro-batches replica number `index` can run as a whole if no worker has more than `limit`
+        ticks."""
         key = self._kinds[index], limit
         if key not in self._known:
             replica, low, step = self._replicas[index], 0, 0
@@ -235,8 +243,8 @@ class Divider:
         return self._known[key]
 
     def _microbatch_limit(self, replica: Replica, limit: int) -> int:
-        """Return an upper bound on the micro-batches of a replica: the number that takes all the time of all its
-        workers."""
+        """Return an upper bound on the micro-batches that a replica runs in `limit` ticks: as if no worker were ever
+        idle."""
         rate = sum(1000 / self._problem.slowness(worker) for worker in replica.workers)
         work = sum(self._problem.costs.work)
         return min(self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
@@ -248,7 +256,8 @@ class Divider:
                    for position in range(len(replica.workers)))
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return the ticks of a worker that keeps its layers and runs `count` micro-batches.
+        """Return the ticks of worker number `position` of a replica that keeps its stages and runs `count`
+        micro-batches.
 
         They are those of its ops at its speed, of the closing ops (reductions and optimizer step), and of the least
         idle time.
@@ -260,8 +269,11 @@ class Divider:
         return -(-compute * problem.slowness(worker) // 1000) + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the slices that re-cut replicas take, within the limit, of micro-batches that no replica runs
-        whole."""
+        """Return the slices of the `items` shared micro-batches that re-cut replicas run in the rest of their `limit`
+        ticks.
+
+        Each replica also runs the number of whole micro-batches in `whole`.
+        """
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
@@ -282,8 +294,8 @@ class Divider:
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return the ticks that workers of replicas that keep their stages have left after their whole
-        micro-batches."""
+        """Return, for each worker that keeps its stages, the ticks of `limit` that its replica's whole micro-batches
+        leave."""
         return {worker: limit - self._unchanged_load(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
@@ -298,8 +310,10 @@ class Divider:
 
     def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
                              limit: int) -> list[Slice] | None:
-        """Spread the tasks that no segment covers over the workers that keep their stages; return None if they do not
-        fit."""
+        """Spread the parts of shared micro-batches that are not in `segments` over the workers that keep their stages.
+
+        Return their slices, or None if they do not fit into `limit` ticks.
+        """
         problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
         slices: list[Slice] = []
         free = self._free_ticks(whole, limit) if items else {}
@@ -326,8 +340,12 @@ class Divider:
         return slices
 
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
-        """Spread the remaining micro-batches over sets of replicas that keep their stages, the same number for each
-        set. The workers of a stage in a set take even shares of it. Return None if they do not fit."""
+        """Spread `items` shared micro-batches over sets of replicas that keep their stages, the same number for each
+        set.
+
+        The workers of a stage in a set take even shares of it. Return their slices, or None if they do not fit into
+        `limit` ticks.
+        """
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):
             for layers, column in self._problem.path_by_chain[0]:
@@ -343,9 +361,10 @@ class Divider:
         return slices if slices or not items else None
 
     def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """Iterate over sets of replicas that share no micro-batch, as (numbers of micro-batches, replicas).
+        """Iterate over sets of replicas that keep their stages and share micro-batches with no other set.
 
-        There are as many sets as possible with hardly longer loads, each of few replicas that keep their stages.
+        Each is yielded as (numbers of its micro-batches among the `items` shared ones, numbers of its replicas). There
+        are as many sets, and each has as few replicas, as is possible with hardly longer loads.
         """
         kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
@@ -369,7 +388,7 @@ class Divider:
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
     def _even_shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
-        """Divide the tasks of a stage into this many consecutive parts of even work."""
+        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even work."""
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Task]] = [[] for _ in range(count)]
@@ -380,7 +399,8 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return the number of tasks of each layer on each replica, without those spread over single workers."""
+        """Return, for each replica, the number of micro-batches of each layer: its whole ones and those of its
+        segments."""
         counts = [[most] * self._problem.grid.layer_count for most in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -388,9 +408,10 @@ class Divider:
         return counts
 
     def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """Divide the tasks of a re-cut replica over its workers such that the longest load is shortest.
+        """Divide the work of a re-cut replica over its workers such that the busiest one has the least load.
 
-        The argument `counts` has the number of tasks of each layer. Layers do not float if that keeps within the limit.
+        The argument `counts` has the number of micro-batches for each layer. No layer is held by two workers if that
+        keeps within `limit` ticks.
         """
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
@@ -411,7 +432,7 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join tasks, sorted by items and layers, to slices of consecutive layers."""
+    """Join (micro-batch, layer) tasks, sorted, to slices of consecutive layers that this replica or worker runs."""
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -425,11 +446,11 @@ def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> l
 
 
 GOLDEN_FRACTION = 0.6180339887498949
-"""Golden ratio minus 1. The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
+"""Golden ratio minus 1. The fractional parts of its first n multiples lie evenly in [0, 1) for any n."""
 
 
 def build_layout(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
-    """Return the layout of a division: name its micro-batches, and choose the cuts of each."""
+    """Return the layout of a division, with the route of each micro-batch; `kind` describes it in words."""
     whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
     for index, replica in enumerate(replicas):
@@ -451,9 +472,10 @@ def build_layout(problem: Problem, replicas: Sequence[Replica], division: Divisi
 
 def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
                        division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Choose which micro-batches each replica runs as a whole, its own first, and which run on no replica as a whole.
+    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several.
 
-    Those that leave their own replica are evenly spread over the iteration.
+    Return a list for each replica, and the shared ones. Those that leave their own replica are evenly spread over the
+    iteration.
     """
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
@@ -481,11 +503,12 @@ def _turn_key(batch: MicroBatch) -> tuple[int, int]:
 
 def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
                  parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
-    """Choose the layers after which each micro-batch of a re-cut replica goes to the next worker; fill `where`.
+    """Choose the worker of each layer of each micro-batch of a re-cut replica, and store them in `where`.
 
-    With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
-    cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give
-    or take one; and phases of successive micro-batches are spread evenly.
+    Micro-batches in `batches` run on the replica as a whole, those in `parts` from one layer to before another. With
+    x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All cuts
+    of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give or
+    take one; and phases of successive micro-batches are spread evenly.
     """
     phase = {batch: GOLDEN_FRACTION * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
@@ -507,7 +530,8 @@ def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches:
 
 
 def build_route(layers: dict[int, Worker]) -> Route:
-    """Join consecutive layers on one worker to slices, and return the route."""
+    """Return the route of a micro-batch from the worker of each layer, with consecutive layers on one worker as one
+    slice."""
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
@@ -520,8 +544,8 @@ def build_route(layers: dict[int, Worker]) -> Route:
 
 def _layers_held(problem: Problem, replicas: Sequence[Replica],
                  routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Return the layers of each worker: in re-cut replicas the layers that it runs, in all others those that it
-    held."""
+    """Return the layers that each worker holds: those that it runs in re-cut replicas, those that it held in all
+    others."""
     anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():

@@ -14,10 +14,10 @@ from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
-    """Return the layout with the shortest longest load for the present holders, and as few slices as that needs.
+    """Return the layout for the layers that workers hold now whose busiest worker has the least load, with few slices.
 
-    With `sliced`, a micro-batch may be cut within a part. The longest load may exceed the shortest one by the share
-    `within` of it; then fewer micro-batches are cut. Raises LookupError if no worker holds a layer.
+    With `sliced`, a micro-batch may be cut within a part. The load may exceed the least one by the share `within` of
+    it; then fewer micro-batches are cut. Raises LookupError if no worker holds a layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
@@ -32,7 +32,8 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
 
 
 class _Sharing:
-    """Distribution of the work of every part among its holders, for a given longest load."""
+    """Distribution of the work of every part (layers with the same holders) over its holders, for a given longest
+    load."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
@@ -41,8 +42,10 @@ class _Sharing:
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """Return the worker of each layer of every micro-batch, with no load above `limit` ticks; None if none is
-        found."""
+        """Return the worker of each layer of every micro-batch such that no worker has more than `limit` ticks of work.
+
+        Return None if no such distribution is found.
+        """
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
@@ -53,8 +56,10 @@ class _Sharing:
         return where if all(self._share_rest(part, batches, free, where) for part, batches in away) else None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by their own worker; None is the key of those of pipelines in which no worker holds
-        the part."""
+        """Group all micro-batches by the worker of their own pipeline that holds the part (a range of layers).
+
+        Those of pipelines without such a worker have the key None.
+        """
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
@@ -64,7 +69,11 @@ class _Sharing:
 
     def _keep_own(self, part: HeldRange, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
                   where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
-        """Assign as many micro-batches to their own workers as these have time for; return the others, in order."""
+        """Assign to each worker as many micro-batches of its own pipeline as it has free ticks for; return the others,
+        in order.
+
+        The layers are those of `part`, whose assignment is stored in `where`; `free` has the ticks left to each worker.
+        """
         away = list[MicroBatch]()
         for worker, batches in own.items():
             if worker is None:
@@ -82,7 +91,8 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline in the part's column if it holds the part.
+        """Return the worker of the micro-batch's own pipeline that runs a part: that of its column if it holds the
+        part.
 
         Otherwise return another holder in that pipeline, or None.
         """
@@ -95,8 +105,8 @@ class _Sharing:
 
     def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
                     where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Assign micro-batches that have left their own worker to other holders; return False if these have no time for
-        them."""
+        """Assign micro-batches that cannot run on their own worker to other holders of a part; return False if these
+        lack time."""
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.

@@ -26,7 +26,8 @@ Ints = NDArray[np.int64]
 
 
 class ProblemArrays:
-    """Arrays of a problem with an assignment, built once and read by everything that times, orders or improves its ops.
+    """Integer arrays of a problem and the worker of each unit, read by everything that times, orders or improves its
+    ops.
 
     Workers are numbered by row: their index among the live workers.
     """
@@ -34,23 +35,24 @@ class ProblemArrays:
     def __init__(self, problem: Problem, hosts: Mapping[Unit, Worker]) -> None:
         self.problem = problem
         self.hosts = hosts
-        """Worker that runs each unit: the assignment."""
+        """Assignment: the worker that runs each unit."""
         self.units = list(problem.iterate_units())
         self.unit_numbers = to_ints(self.units)
         """Slice, pipeline and micro-batch of each unit: shape [units, 3]."""
         self.workers = problem.live_workers
-        """Worker of each row."""
+        """Live workers by row (their number in all arrays)."""
         self.group = to_ints([problem.group_number(worker) for worker in self.workers])
-        """Number of the group of each row: of the workers that hold the same layers."""
+        """Number of the worker's reduce group (the workers that hold the same layers), by row."""
         self.ticks_after_group = to_ints([problem.ticks_after_group(worker) for worker in self.workers])
-        """Ticks from the end of its group to the end of its window, by row."""
+        """Ticks from the end of the worker's group to the end of its busy window, by row; see
+        `Problem.ticks_after_group`."""
         self.reductions = build_reduction_arrays(problem)
         self.ops = self._build_ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
-        """Number of units that each row runs."""
+        """Number of units that the worker runs, by row."""
 
     def with_assignment(self, worker: Ints) -> "ProblemArrays":
-        """Return these arrays under another assignment; `worker` has the row of each unit's worker.
+        """Return a copy of these arrays in which `worker` has the row of the worker that runs each unit.
 
         Arrays that do not depend on the assignment are shared.
         """
@@ -64,12 +66,12 @@ class ProblemArrays:
 
     @cached_property
     def row_of(self) -> Mapping[Worker, int]:
-        """Row of each live worker."""
+        """Row (number in all arrays) of each live worker."""
         return {worker: row for row, worker in enumerate(self.workers)}
 
     @cached_property
     def home_rows(self) -> Ints:
-        """Row of the worker of its own pipeline that holds the stage, for each unit; -1 if that worker is down."""
+        """Row of the worker that runs a unit if its pipeline is healthy, by unit; -1 if that worker is down."""
         return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
                         for unit in self.units])
 
@@ -91,7 +93,7 @@ class ProblemArrays:
                    predecessors=predecessors, successors=successors)
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op. The cost of every (slice, worker) is computed once."""
+        """Return the ticks of each op if unit i is of slice `number[i]` and runs on the worker in row `worker[i]`."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = [[problem.op_ticks(kind, pair // rows, self.workers[pair % rows]) for kind in problem.op_kinds]
@@ -99,23 +101,24 @@ class ProblemArrays:
         return to_ints(costs)[inverse].ravel()
 
     def make_solution(self, order: Ints, start: Ints) -> "Solution":
-        """Return the solution with these start ticks. Simultaneous ops keep their places in the order."""
+        """Return the solution in which ops have these start ticks. Ops that start together keep their sequence in
+        `order`."""
         return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
     def iterate_op_keys(self) -> Iterator[OpKey]:
-        """Yield the key of each op: its kind and its unit."""
+        """Iterate over the keys (kind, slice, pipeline, micro-batch) of all ops, in the order of their numbers."""
         return ((kind, *unit) for unit in self.units for kind in self.problem.op_kinds)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Workers and start times of all compute ops. `assemble` adds all-reduces and optimizer steps."""
+    """Solution of a problem: workers and start times of all compute ops, without all-reduces and optimizer steps."""
 
     arrays: ProblemArrays
-    """Problem with its assignment."""
+    """Arrays of the problem with the worker of each unit."""
     order: Ints
-    """All ops in order of start. Ops without duration may share an instant: they run in this order."""
+    """Numbers of all ops, sorted by start. Ops without duration may share an instant: they run in this order."""
     start: Ints
-    """Start tick of each op."""
+    """Start tick of each op, by its number."""
 
     def with_starts(self, start: Ints) -> "Solution":
         """Return the solution with the same order and other start ticks."""
@@ -123,7 +126,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def end(self) -> Ints:
-        """End tick of each op."""
+        """End tick of each op, by its number."""
         return self.start + self.arrays.ops.duration
 
     @property
@@ -133,13 +136,13 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def start_by_key(self) -> Mapping[OpKey, int]:
-        """Start tick of each compute op by its key, in order."""
+        """Start tick of each compute op by its key (kind, slice, pipeline, micro-batch), in order of start."""
         keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
 
 def build_reduction_arrays(problem: Problem) -> "Reductions":
-    """Return the shared reductions of a problem as arrays.
+    """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part.
 
     They are empty if no groups share any: `Problem.ticks_after_group` then includes the reductions.
     """
@@ -159,7 +162,7 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:
-    """Return the rows as one array, with -1 after the end of each row."""
+    """Return lists of unequal length as the rows of one array, with -1 after the end of each."""
     width = max([1, *map(len, rows)])
     return to_ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
@@ -179,7 +182,11 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 
 
 def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
-    """Return the arcs of `RULES`: from each op to the ops it waits for, and to the ops that wait for it."""
+    """Return the precedences of `RULES` between all ops as two sets of arcs: to the ops awaited, and to the ops that
+    wait.
+
+    The arguments have the index of each unit's slice in its route, the route's number of slices, and the unit's worker.
+    """
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
@@ -199,13 +206,14 @@ def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) ->
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return the arcs with the transfer times of another assignment."""
+    """Return a copy of the arcs with the transfer times for another assignment, whose rows are in `worker`."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
 
 
 def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Group arcs by the op at one end. The arcs of an op stay in the order of the rules."""
+    """Build arcs in compressed form, grouped by the op `own` at one end. The arcs of an op stay in the order of the
+    rules."""
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(own, kind="stable")

@@ -26,12 +26,12 @@ ForeignNames = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 def align_pieces(problem: Problem, solutions: Sequence[Solution],
                  deadlines: Sequence[int] | None = None) -> list[Solution]:
-    """Shift the solutions of all pieces onto one clock, on which the first op of all starts at 0.
+    """Return the solutions of all subproblems shifted onto one clock, on which the first op of all starts at tick 0.
 
-    With a staggered optimizer and several pieces, each op then starts as late as the common group ends allow, so that
-    the windows of all pieces are as short as their orders permit. The common ends are `deadlines` if given. Otherwise
-    they are those of the longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter
-    period.
+    With a staggered optimizer and several subproblems, each op then starts as late as the common ends of groups allow
+    (workers that hold the same layers), so that busy windows are as short as the orders permit. The common ends are
+    `deadlines` if given. Otherwise they are those of the longest subproblem, or the latest of all when each begins at
+    0, whichever gives the shorter period.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
@@ -69,7 +69,10 @@ def _aligned_period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
-    """Build the schedule of one solution, or of the solutions of all pieces; see `align_pieces`."""
+    """Build the schedule of one solution, or of the solutions of all subproblems, which are put on one clock.
+
+    The schedule names the search `method` and the proven `bound`. For `deadlines` see `align_pieces`.
+    """
     if isinstance(solved, Solution):
         solved = [(make_whole_piece(problem), solved)]
     aligned = align_pieces(problem, [solution for _, solution in solved], deadlines)
@@ -97,7 +100,10 @@ def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) 
 
 
 def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
-    """Return the program of every role in all copies of a piece. Equal programs of several copies are one object."""
+    """Return the programs of the roles in all copies of a subproblem. Equal programs of several copies are one object.
+
+    The programs in `closing` are the reductions and optimizer step of each group of workers that hold the same layers.
+    """
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
@@ -125,9 +131,10 @@ def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]
 
 
 def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
-    """Return the micro-batches that a pipeline's workers run under another name in the whole problem, with that name.
+    """Return pairs (micro-batch in the subproblem, its name in the whole problem) where the name is not the same.
 
-    A name is (pipeline, number). The pipeline is None if it is the worker's own.
+    Only micro-batches that run on workers of `pipeline` of the subproblem are in `ran`. A name is (pipeline, number),
+    where the pipeline is None if it is the worker's own.
     """
     names = []
     for batch in sorted(ran):
@@ -140,7 +147,8 @@ def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: I
 
 def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
                         closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return the program of a worker with its closing ops, and the indices of its compute ops in it.
+    """Return a worker's program of its compute ops `body` and its closing ops, and the indices of the compute ops in
+    it.
 
     The closing ops are the reductions and the optimizer step. They follow the compute ops, or lie between them if
     `problem.can_reduce_early`.
@@ -161,9 +169,9 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
 
 def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return the program with micro-batches named as in the whole problem.
+    """Return a worker's program with micro-batches named as in the whole problem.
 
-    `places` are the indices of the compute ops in the program, `owners` their micro-batches in the piece.
+    `places` are the indices of the compute ops in the program, `owners` their micro-batches in the subproblem.
     """
     if not names:
         return program
@@ -193,7 +201,8 @@ def _share_programs(problem: Problem, programs: Mapping[Worker, Program]) -> tup
 
 
 def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
-    """Return the closing ops of each group: its reductions in the order of their starts, then the optimizer step.
+    """Return the closing ops of each group (workers that hold the same layers): reductions by start, then optimizer
+    step.
 
     The order of shared reductions is the same on all workers that share them. Among reductions that start together,
     those that take no time come first. `ends` has the end of the last compute op of each group, `begins` the start of
@@ -213,7 +222,11 @@ def build_closing_programs(problem: Problem, ends: Sequence[int], begins: Sequen
 
 
 def _place_reductions(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the start of each reduction, and the end of each group's last one, if none is shared."""
+    """Return the start tick of each reduction and the end of each group's last one, if no reduction is shared by
+    groups.
+
+    The argument `ends` has the end of each group's compute ops, and `ticks` the duration of each reduction.
+    """
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
         begins.append(clock[group])

@@ -21,7 +21,7 @@ from slipstream.planner.model.problem import Bound, Problem, iterate_held_ranges
 from slipstream.schedules.schedule import OpKind, Scope, Worker
 
 NamedBound = tuple[Fraction, str]
-"""Bound in ticks, and a description of what it counts."""
+"""Lower bound on the period in ticks, and words that say what it counts."""
 
 
 def lower_bound(problem: Problem) -> int:
@@ -30,7 +30,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 def strongest_bound(problem: Problem) -> Bound:
-    """Return the best proven lower bound on the period, for the scope of the problem.
+    """Return the best proven lower bound on the period of the schedules that the problem's scope allows.
 
     The bound is 0 if a layout is given: the problem that the layout was made for has its own bound
     (`layout_lower_bound`).
@@ -50,7 +50,7 @@ def exact_bound(problem: Problem) -> NamedBound:
 
 
 def _bounds_in_place(problem: Problem) -> list[NamedBound]:
-    """Return all bounds for layers in place.
+    """Return all lower bounds on the period for layers in place, each with words that say what it counts.
 
     Each holds if any live holder of a stage may run any micro-batch of it, and so also if workers keep their own.
     """
@@ -83,7 +83,8 @@ def _bounds_in_place(problem: Problem) -> list[NamedBound]:
 
 
 def _find_single_stages(problem: Problem) -> Sequence[int]:
-    """Return the stages whose workers hold no other layers, and whose layers are equal if micro-batches may be cut."""
+    """Return the numbers of the stages whose workers hold no other stage and, if micro-batches may be cut, equal
+    layers."""
     grid = problem.grid
     if grid.chains > 1:
         return ()
@@ -110,7 +111,7 @@ def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
 
 
 def _busiest_own_work(problem: Problem, column: int) -> Fraction:
-    """Return the longest time that a live worker of a column takes for the micro-batches of its own pipeline."""
+    """Return the longest time, in ticks, that a live worker of a column needs in an iteration for its own pipeline."""
     stages, counts, grid = problem.grid.stages_of_column(column), problem.grid.microbatches, problem.grid
     return Fraction(problem.column_closing_ticks(column) + max(
         sum(problem.op_ticks(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
@@ -128,10 +129,13 @@ def _microbatches_at(problem: Problem, stage: int) -> int:
 
 
 class StageShares(NamedTuple):
-    """Shares of a stage on one of its holders. Times are in ticks / p."""
+    """Shares of a stage on one of its holders: one of p equal layers of the stage for one micro-batch is a share.
+
+    Times are in ticks / p.
+    """
 
     parts: int
-    """Number of shares of a micro-batch, p."""
+    """Number p of equal layers of the stage, into which a micro-batch may be cut there."""
     forward: int
     gradient: int
     """Time of an I, or of a B when fused."""
@@ -140,13 +144,13 @@ class StageShares(NamedTuple):
     round_trip: int
     """Time from the end of an F to the start of its I: to the last stage and back."""
     activation: int
-    """Memory of a share, times p, from the start of F to the end of I."""
+    """Memory units, times p, that a share takes from the start of its F to the end of its I."""
     stash: int
-    """Memory of a share, times p, from the end of I to the end of W."""
+    """Memory units, times p, that a share takes from the end of its I to the end of its W."""
     room: int
-    """Memory of the holder for activations, times p."""
+    """Memory units, times p, that the holder has for activations."""
     most: int
-    """Number of shares of all micro-batches of an iteration."""
+    """Number of shares of the stage in an iteration, over all micro-batches."""
     late: int = 0
     """Time by which the first I begins later than its round trip requires."""
 
@@ -156,12 +160,12 @@ class StageShares(NamedTuple):
         return self.forward + self.gradient + self.weight
 
     def capacity_for(self, amount: int) -> int:
-        """Return the number of shares that fit in memory at once if each takes `amount`."""
+        """Return how many shares fit in the holder's memory at once if each takes `amount` (memory units times p)."""
         return self.room // amount if amount else self.most
 
     @property
     def max_waiting(self) -> int:
-        """Number of shares that memory can hold between F and I."""
+        """Number of shares that can be between F and I at once in the holder's memory."""
         return self.capacity_for(self.activation)
 
     def fill_idle(self, count: int) -> int:
@@ -213,18 +217,22 @@ class StageShares(NamedTuple):
         return max(waiting * self.gradient + self._remaining_weight_ticks(waiting, count) for waiting in ends)
 
     def _remaining_weight_ticks(self, waiting: int, count: int) -> int:
-        """Return the ticks of W that are due while `waiting` shares wait for their I; y need not be whole."""
+        """Return the most ticks of W that can be due while `waiting` shares wait for their I and memory is full.
+
+        The number of shares that wait for their W only need not be whole.
+        """
         if not self.stash:
             return count * self.weight
         free = self.room - waiting * self.activation
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
     def min_window(self, count: int) -> int:
-        """Return the shortest time from the first to the last op of a worker that runs `count` shares."""
+        """Return the shortest time, in ticks / p, from the first to the last op of a worker that runs `count`
+        shares."""
         return count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True) if count else 0
 
     def min_gradient_window(self, count: int) -> int:
-        """Return the shortest time from the first F to the end of the last I.
+        """Return the shortest time, in ticks / p, from the first F to the last I of a worker that runs `count` shares.
 
         All W must be done in it except those that memory can hold until later.
         """
@@ -246,7 +254,7 @@ def _make_shares(problem: Problem, stage: int, worker: Worker, parts: int) -> St
 
 
 def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
-    """Return the different `StageShares` of a stage's holders, with the number of holders of each."""
+    """Return how many live holders of a stage have the same speed and memory, by their `StageShares`."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_pipelines_by_column[column]]
     example = {problem.workers[worker]: worker for worker in workers}
@@ -257,11 +265,11 @@ def _count_holder_kinds(problem: Problem, stage: int) -> Counter[StageShares]:
 
 
 def _busiest_window(problem: Problem, stage: int) -> Fraction:
-    """Return the least T such that the holders of a stage can run all of its shares in windows of T ticks.
+    """Return a bound for a stage: the least T such that its holders can run all its work in windows of T ticks.
 
-    T is a whole number of ticks / p, as all times of shares are. A worker that runs n shares has a window of at least n
-    (F + I + W) plus the idle time of filling and draining, which does not fall with n. So in T it runs at most the n
-    whose window fits.
+    The work is counted in shares (equal layers for one micro-batch). T is a whole number of ticks / p, as all times of
+    shares are. A worker that runs n shares has a window of at least n (F + I + W) plus the idle time of filling and
+    draining, which does not fall with n. So in T it runs at most the n whose window fits.
     """
     least = _least_window(tuple(_count_holder_kinds(problem, stage).items()),
                           _microbatches_at(problem, stage) * problem.count_parts(stage))
@@ -270,7 +278,10 @@ def _busiest_window(problem: Problem, stage: int) -> Fraction:
 
 @lru_cache(4096)  # failures that come and go repeat most columns
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
-    """Return the least T such that these numbers of holders can run `total` shares in windows of T ticks / p."""
+    """Return the least T, in ticks / p, such that holders can run `total` shares of a stage if each has a window of T.
+
+    The argument `holders` has the number of holders of each kind.
+    """
     def is_enough(ticks: int) -> bool:
         return sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
 
@@ -278,17 +289,19 @@ def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int
 
 
 def window_bound(problem: Problem, column: int) -> int:
-    """Return the shortest possible window of the busiest worker of a column, in ticks."""
+    """Return a lower bound, in ticks, on the busy window of the busiest worker of a column."""
     stages = [stage for stage in _find_single_stages(problem) if problem.column_of[stage] == column]
     return math.ceil(_busiest_window(problem, stages[0]) if stages else column_work(problem, [column]))
 
 
 def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
-    """Return the bound of `_busiest_window` for a stage before one that has fewer live workers. It is 0 with slices.
+    """Return a lower bound on the period from a stage whose micro-batches wait for a later stage with fewer live
+    workers.
 
-    The I that come first on the n holders are of n micro-batches. At a stage with k < n holders at most k of these have
-    the first F of their worker; the others get it at least one F later, and n - k holders idle that much longer. If
-    fewer holders are in use, fewer idle longer, but those in use do not run more than with all.
+    It is 0 if micro-batches may be cut or workers differ. The I that come first on the n holders are of n
+    micro-batches. At a stage with k < n holders at most k of these have the first F of their worker; the others get it
+    at least one F later, and n - k holders idle that much longer. If fewer holders are in use, fewer idle longer, but
+    those in use do not run more than with all.
     """
     kinds = _count_holder_kinds(problem, stage)
     if problem.can_cut_stages or len(kinds) > 1:
@@ -305,7 +318,7 @@ def _scarce_stage_bound(problem: Problem, stage: int) -> Fraction:
 
 
 def _max_shares_within(shares: StageShares, ticks: int) -> int:
-    """Return the number of shares, up to all, that fit in a window."""
+    """Return how many shares of a stage a holder can run, at most all, in a window of `ticks` ticks / p."""
     return bisect_right(range(1, shares.most + 1), ticks, key=shares.min_window)
 
 
@@ -345,11 +358,11 @@ def _round_trip_bound(problem: Problem, stage: int, shares: StageShares, count: 
 
 
 MAX_PASSAGE_STEPS = 20_000
-"""Maximum of stages squared times micro-batches for which passages are counted."""
+"""Largest size of a problem (stages squared times micro-batches) for which `_passage_bounds` are computed."""
 
 
 def _passage_bounds(problem: Problem) -> list[int]:
-    """Return the least period of the workers of each stage, in ticks.
+    """Return, for each stage, a lower bound on the period from how its micro-batches pass this and later stages.
 
     The list is empty if micro-batches may be cut or workers hold several stages.
 
@@ -377,7 +390,10 @@ def _passage_bounds(problem: Problem) -> list[int]:
 
 
 def _passage_bound(problem: Problem, first: int, count: int) -> int:
-    """Return the least period of workers of stage `first`, from how micro-batches pass it and later stages."""
+    """Return a lower bound, in ticks, on the period of the workers of stage `first`; see `_passage_bounds`.
+
+    The argument `count` is the number of micro-batches.
+    """
     stages = range(first, len(problem.grid.stages))
     forward, gradient = ({stage: problem.fastest_ticks(kind, stage) for stage in stages}
                          for kind in problem.op_kinds[:2])
@@ -420,12 +436,12 @@ def _max_waiting(problem: Problem, stage: int, count: int) -> int:
 
 
 class StageFill(NamedTuple):
-    """Properties of a stage that matter before its first I."""
+    """Times and memory of a stage that decide how long its worker idles before its first I."""
 
     forward: int
     """Ticks of an F."""
     max_forwards: int
-    """Number of forwards that memory holds."""
+    """Number of micro-batches whose F can run before the first I, for lack of memory or of micro-batches."""
     return_ticks: int
     """Ticks of the I of the next stage, with the transfers to it and back; 0 at the last stage."""
 
@@ -436,11 +452,13 @@ class WholeFill(NamedTuple):
     period: int
     """Lower bound on the period, in ticks."""
     idle: tuple[int, ...]
-    """Ticks that a worker of each stage may idle before its first I in a plan of this period."""
+    """Ticks, by stage, that a worker may idle before its first I in a plan whose period is this bound."""
 
 
 def compute_whole_fill(problem: Problem) -> WholeFill | None:
-    """Return the fill bound of all stages together, or None if workers share micro-batches or hold several stages.
+    """Return a lower bound on the period from how all stages fill together before their first I.
+
+    Return None if workers share micro-batches or hold several stages.
 
     Let u(s) be the time from the first F to the first I of stage s. In it, the worker runs only whole F, at most k, so
     that it idles for u(s) - min(k, floor(u(s) / F)) F. The first F has come from the stage before, and the first I
@@ -471,7 +489,8 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker of this stage, without the time that it idles before its first I."""
+    """Return the least period of a worker of this stage that runs `count` shares, less its idle ticks before its first
+    I."""
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if problem.optimizer == "synchronous":
         window += _earliest_forward(problem, stage)
@@ -479,7 +498,7 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether all stages can fill within these idle times."""
+    """Return whether no stage need idle longer before its first I than `idle` allows, in ticks by stage."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back
@@ -534,9 +553,9 @@ def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
 
 
 def period_bound(problem: Problem) -> Bound:
-    """Return the best known bound for the layouts that the problem allows: `fixed_bound` or `any_layers_bound`.
+    """Return the best lower bound on the period for the layouts that the problem allows, by the work of all layers.
 
-    It is at least `work_bound`.
+    It is `any_layers_bound` if layers may move, else `fixed_bound`, and at least `work_bound`.
     """
     moving = problem.question.layers == "move"
     return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
@@ -544,7 +563,8 @@ def period_bound(problem: Problem) -> Bound:
 
 
 def any_layers_bound(problem: Problem) -> int:
-    """Return a bound for all layouts in which workers run whole layers, which they hold, of whole micro-batches.
+    """Return a lower bound on the period, in ticks, for all layouts in which whole layers are run for whole
+    micro-batches.
 
     A worker that holds h layers does at most the work that all micro-batches have in h layers. The all-reduces and
     optimizer steps of h layers are not available for F, I and W. In the rest of the period it does a sum of layers'
@@ -566,9 +586,10 @@ def any_layers_bound(problem: Problem) -> int:
 
 
 def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
-    """Return a bound for all placements of whole pipelines, from the work and from the time that memory is occupied.
+    """Return a lower bound on the period for all placements of virtual stages, with no failures.
 
-    `input_free`: the first stage has no I, whichever layers it has; all of its backward is W.
+    It counts the work, and the time that activations occupy memory. `input_free`: the first stage has no I, whichever
+    layers it has; all of its backward is W.
     """
     from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
                       "the work of all layers, shared by a pipeline's workers")
@@ -623,7 +644,7 @@ def _suffix_sums(values: Sequence[int]) -> list[int]:
 
 
 def fixed_bound(problem: Problem) -> int:
-    """Return a bound for the present layers of workers.
+    """Return a lower bound on the period, in ticks, for the layers that workers hold now.
 
     The work of consecutive ranges of layers (`iterate_held_ranges`) is done by the workers that hold any of them. In a
     period they are not available for the all-reduces and optimizer steps of all layers they hold, and for the time that
@@ -646,10 +667,10 @@ def fixed_bound(problem: Problem) -> int:
 
 
 def whole_bound(problem: Problem) -> int:
-    """Return a bound if micro-batches are not cut within a range of `iterate_held_ranges`.
+    """Return a lower bound on the period, in ticks, if no micro-batch is cut within layers that the same workers hold.
 
-    A holder of a range, with C ticks of closing ops and t ticks for a micro-batch, runs at most floor((T - C) / t) of
-    them in a period T.
+    A holder of such a range, with C ticks of closing ops and t ticks for a micro-batch, runs at most floor((T - C) / t)
+    of them in a period T.
     """
     best = 0
     for part in iterate_held_ranges(problem):
@@ -665,7 +686,7 @@ def whole_bound(problem: Problem) -> int:
 
 
 def min_fill_ticks(problem: Problem, worker: Worker) -> int:
-    """Return a lower bound on the ticks of every period that a worker idles before its first I, for its present layers.
+    """Return a lower bound on the ticks of a period that a worker, with its present layers, idles before its first I.
 
     Let its first F start at t, and its first I at u; that I is of a slice [a, b) of some micro-batch. After the F of
     [a, b), F of all layers from b on and I of the same come before that I, at best on the fastest workers and with one
@@ -692,7 +713,8 @@ def min_fill_ticks(problem: Problem, worker: Worker) -> int:
 
 def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
                        unavailable: Mapping[Worker, int]) -> int:
-    """Return the least T in which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
+    """Return the least period T, in ticks, in which workers do `work` ticks: sum of (T - unavailable) / slowness >=
+    work."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def is_enough(limit: int) -> bool:

@@ -1,4 +1,4 @@
-"""Divide a problem into pieces, so that equal pieces are solved once.
+"""Divide a problem into subproblems (pieces), so that equal ones are solved once.
 
 Pipelines that share no micro-batches meet only at the all-reduce. A pipeline with dead workers needs peers for its
 micro-batches; all other pipelines are independent. So a job divides into groups of broken pipelines with healthy ones
@@ -18,34 +18,36 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 DeadColumns = Mapping[int, Columns]
-"""Columns without a live worker, for each broken pipeline."""
+"""Columns of a pipeline whose worker is down, by the pipeline's number; only pipelines with such columns."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller problem, and its place in the whole problem, where it may occur several times."""
+    """Subproblem of some pipelines, and its copies: the sets of pipelines of the whole problem to which it applies."""
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
-    """Pipelines of the whole problem that the pipelines of the piece represent, for each copy."""
+    """Numbers in the whole problem of the subproblem's pipelines, in their order, for each copy."""
     names: Mapping[MicroBatch, MicroBatch] | None = None
-    """Micro-batches of the whole problem by their names in a copy, before the pipelines of the piece are renumbered.
+    """Micro-batches of the whole problem, by the micro-batch that represents them.
 
-    None if the names are the same.
+    The latter has the pipeline's number in the whole problem, and its number in the subproblem. None if names are
+    equal.
     """
 
     def original_microbatch(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
-        """Return the micro-batch of the whole problem that a micro-batch of this piece represents in a copy."""
+        """Return the micro-batch of the whole problem that a micro-batch of this subproblem represents in one of its
+        copies."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
 
 def make_whole_piece(problem: Problem) -> Piece:
-    """Return the whole problem as one piece."""
+    """Return the whole problem as a single subproblem with one copy."""
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 
 def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
-    """Divide a problem into pieces, groups of broken pipelines first. Return one piece if dividing gains nothing.
+    """Divide a problem into subproblems, groups of broken pipelines first; return one if dividing gains nothing.
 
     For healthy pipelines this is exact: they may run equal plans without lengthening any window. For broken pipelines
     it decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest
@@ -82,7 +84,7 @@ def _group_by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int
 
 
 def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
-    """Return the piece of one healthy pipeline that represents all members."""
+    """Return the subproblem of one healthy pipeline, with a copy for each of the equal pipelines in `members`."""
     return Piece(problem=extract_pipelines(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
 
 
@@ -111,8 +113,8 @@ def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) 
 def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list[list[int]]:
     """Divide broken pipelines into `count` sets, with few different sets, and different dead columns within each.
 
-    If the pipelines do not divide evenly, they are dealt out in turn. Pipelines with the same dead columns are
-    neighbours in the given order, so that they also come to different sets.
+    If this is impossible, they are dealt out in turn. Pipelines with the same dead columns are neighbours in `broken`,
+    so that they also come to different sets.
     """
     remaining: dict[Columns, list[int]] = defaultdict(list)
     for pipeline in broken:
@@ -149,7 +151,7 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
 def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
     """Return the number of healthy pipelines with which each worker runs at most one re-routed unit.
 
-    The size of the piece limits the number.
+    It is limited by the size of a subproblem, and may be larger if live workers hand on micro-batches, too.
     """
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
@@ -160,7 +162,7 @@ def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
 
 
 def _make_distinct_pieces(problem: Problem, dead: DeadColumns, groups: Sequence[Sequence[int]]) -> list[Piece]:
-    """Return the pieces of all groups. Groups with equal problems are copies of one piece."""
+    """Return the subproblems of all groups of pipelines. Groups with equal problems are copies of one."""
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
@@ -171,7 +173,8 @@ def _make_distinct_pieces(problem: Problem, dead: DeadColumns, groups: Sequence[
 
 
 def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
-    """Return the problem with each micro-batch numbered in the pipeline that runs it, and the original name of each.
+    """Return a copy of the problem whose micro-batches are numbered in the pipeline that runs them, and their old
+    names.
 
     Micro-batches are ordered by their own numbers, those of several pipelines in turn. A micro-batch that several
     pipelines run is numbered in its own pipeline if that is one of them, otherwise in the first. It is spread evenly
@@ -192,7 +195,7 @@ def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, M
 
 
 def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Insert the others at equal distances into the first sequence."""
+    """Return the micro-batches `some` with those of `others` inserted at equal distances."""
     merged, count = list(some), len(others)
     for number in reversed(range(count)):
         merged.insert((2 * number + 1) * len(some) // (2 * count), others[number])
@@ -200,7 +203,7 @@ def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch])
 
 
 def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
-    """Return the copies of each different piece, as tuples of pipelines in corresponding order.
+    """Return, for each different subproblem of a layout, its copies as tuples of pipelines in corresponding order.
 
     Pipelines are joined if a micro-batch of one runs on the other. A pipeline without work is joined to the first busy
     one.
@@ -216,7 +219,7 @@ def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
 
 def _join_pipelines(problem: Problem) -> list[list[int]]:
-    """Return the pipelines of each piece."""
+    """Return lists of pipelines that must be planned together, because routes join them."""
     first = component_roots(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
                                                      for batch, route in problem.routes.items() for visit in route})
     busy = {first[batch.pipeline] for batch in problem.routes}

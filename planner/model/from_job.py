@@ -50,7 +50,8 @@ Rounded = Callable[[Fraction], int]
 
 
 def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
-    """Return the coarsest tick, in seconds, that represents all times exactly, but at least the longest op / MAX_TICKS.
+    """Return the coarsest tick, in seconds, that represents all times of a job exactly, at least the longest /
+    MAX_TICKS.
 
     If `costs` is given, the times of single layers are considered, too.
     """
@@ -66,7 +67,7 @@ def choose_tick(job: Job, costs: ExactLayerCosts | None = None) -> Fraction:
 
 
 def _common_divisor(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest common divisor of fractions."""
+    """Return the greatest common divisor: the largest fraction of which all values are whole multiples."""
     numerator, denominator = 0, 1
     for value in values:
         common = math.lcm(denominator, value.denominator)
@@ -113,7 +114,8 @@ def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fracti
 
 
 def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
-    """Return the memory of the stages in whole units, rounded to the safe side, or to the other side if `down`."""
+    """Return the memory of the stages in units of `unit`, rounded such that a plan fits, or to the other side if
+    `down`."""
     if job.memory is None:
         return None
     memory = job.memory
@@ -150,7 +152,7 @@ def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fu
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
                   optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False) -> Problem:
-    """Translate a job to ticks, with whole stages in place.
+    """Build the scheduling problem of a job, in ticks, with whole stages in place and the workers `failed` down.
 
     The default of `sharing` is True if sharing can shorten a plan: if workers are down, slow or have different memory,
     or pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, the bound also holds for
@@ -177,10 +179,11 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
                           backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
                           holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
-    """Translate a job to ticks that are fine enough for single layers; `with_layout` makes problems of layouts from it.
+    """Build the problem of a job in ticks that are fine enough for single layers, from which layouts are made.
 
     Finer times are rounded up, or rounded down if `down`, as `bounds.layout_lower_bound` requires. `holds` gives the
-    present layers of live workers that do not hold the layers of their own stages.
+    present layers of live workers that do not hold the layers of their own stages. The `question` says which layouts
+    are allowed.
 
     Raises JobError if a stage has no layer, and NoPlanError if no worker is alive.
     """
@@ -198,7 +201,7 @@ def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: Lay
 
 def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
                             **others: Any) -> Problem:
-    """Return the problem in which each stage costs the sum of its layers. Other values are kept.
+    """Build the problem in which each stage costs the sum of its layers in `costs`; `times` and `memory` give the rest.
 
     `others` are passed to `build_held_problem`.
     """
@@ -216,7 +219,8 @@ def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | No
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
-    """Return the problem of a layout: layers of workers and routes are given, the order of ops is to be found."""
+    """Return a copy of the problem in which a layout gives layers and routes, so that only the order of ops is to be
+    found."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = make_reduce_groups(grid, layout.holds.values())
     number = _number_slices(grid, layout, (layers for layers, _ in groups.reductions))
@@ -238,7 +242,10 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
 
 
 def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
-    """Return the number of each slice: that of the first stage with the same layers, or one after the stages."""
+    """Return the number of each range of layers that a route or a reduction has in a layout, also of each stage.
+
+    It is that of the first stage with the same layers, or one after those of the stages.
+    """
     number: dict[LayerRange, int] = {}
     for stage, layers in enumerate(grid.layers_by_stage):
         number.setdefault(layers, stage)
@@ -255,7 +262,7 @@ def build_grid(job: Job) -> Grid:
 
 
 def count_equal_layers(grid: Grid, costs: LayerTicks | ExactLayerCosts) -> tuple[int, ...]:
-    """Return the number of layers of each stage, or 0 if its layers differ in times or memory."""
+    """Return the number of layers of each stage whose layers are equal in times and memory; 0 for other stages."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
     return tuple(end - first if len(part) == 1 else 0
@@ -295,7 +302,7 @@ def _require_feasible(problem: Problem) -> None:
 
 def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
                        **others: Any) -> Problem:
-    """Return the problem in which live workers hold these layers: ascending ranges that do not touch.
+    """Build the problem in which each live worker holds the layers in `holds`: ascending ranges that do not touch.
 
     Workers that `holds` does not name are down. `others` are the remaining fields of `Problem`.
     """
@@ -308,7 +315,7 @@ def build_held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds
 
 @lru_cache(maxsize=8)
 def build_routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
-    """Return the route of each micro-batch along its chain, on the workers of its own pipeline."""
+    """Return the route of each micro-batch through the stages of its direction, on the workers of its own pipeline."""
     routes: dict[MicroBatch, tuple[Visit, ...]] = {}
     for pipeline, count in enumerate(grid.microbatches):
         chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column))
@@ -319,6 +326,6 @@ def build_routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
 
 
 def layers_in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:
-    """Return the layers of each live worker if no layers have moved."""
+    """Return the layers that each worker which has not failed holds if no layers have moved."""
     usual, down = grid.held_layers_by_column, set(failed)
     return {worker: usual[worker.column] for worker in grid.workers() if worker not in down}

@@ -27,7 +27,8 @@ from slipstream.schedules.schedule import (
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """Proven lower bound on the period of every schedule that a scope allows."""
+    """Proven lower bound on the period of every schedule that a scope (which layouts and workers are allowed)
+    includes."""
 
     ticks: int
     scope: Scope
@@ -60,7 +61,7 @@ class LayerSums(NamedTuple):
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is unlimited.
 
-    The tuples are empty if nothing is cut and no layer moves: ticks may then be too coarse for single layers.
+    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be too coarse for layers.
     """
 
     forward: tuple[int, ...] = ()
@@ -69,9 +70,11 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     optimizer: tuple[int, ...] = ()
     all_reduce: tuple[int, ...] = ()
     activation: tuple[int, ...] = ()
+    """Memory units that a micro-batch takes from the start of F to the end of I, by layer."""
     weight_stash: tuple[int, ...] = ()
+    """Memory units that a micro-batch takes from the end of I to the end of W, by layer."""
     weights: tuple[int, ...] = ()
-    """Memory of parameters, gradients and optimizer state."""
+    """Memory units of parameters, gradients and optimizer state, by layer."""
 
     @cached_property
     def work(self) -> tuple[int, ...]:
@@ -80,19 +83,19 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """Ticks of all-reduce and optimizer step that each layer adds to the end of an iteration."""
+        """Ticks of all-reduce and optimizer step that each layer adds at the end of an iteration to its holder."""
         return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most that a micro-batch holds of each layer at any time."""
+        """Most memory units that a micro-batch takes at each layer: its activation, or its weight stash after I."""
         kinds = OpKind.F, OpKind.I, OpKind.W
         return tuple(max(accumulate(memory_change(kind, *amounts) for kind in kinds))
                      for amounts in zip(self.activation, self.weight_stash, strict=True))
 
     @cached_property
     def prefix_sums(self) -> LayerSums:
-        """Prefix sums of all costs."""
+        """Sums of all costs over the layers before each layer."""
         return LayerSums(*(prefix_sums(getattr(self, name)) for name in LayerSums._fields))
 
     def sum_over_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
@@ -105,7 +108,7 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 UNLIMITED = 2**40
-"""Room of a worker whose memory is unlimited."""
+"""Value of `LiveWorker.room` for a worker whose memory is unlimited."""
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -114,13 +117,14 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     per_mille: int = 1000
     """Time of its compute ops relative to the usual time, per mille: 1000 is normal, 2000 is half speed."""
     room: int = UNLIMITED
-    """Memory for weights and activations together."""
+    """Memory units for the weights of held layers and for activations together."""
     holds: Held
     """Layers that the worker holds, now or in a layout."""
 
 
 class MicroBatch(NamedTuple):
-    """Name of a micro-batch: the pipeline that reads it in an iteration, and its number there."""
+    """Name of a micro-batch: the pipeline that reads it, and its number among those of this pipeline in an
+    iteration."""
 
     pipeline: int
     microbatch: int
@@ -134,7 +138,7 @@ class RouteSlice(NamedTuple):
 
 
 Route = tuple[RouteSlice, ...]
-"""Slices of a micro-batch in order. Their layers tile 0..L-1."""
+"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a gap."""
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
@@ -143,10 +147,10 @@ def choose_evenly(some: int, count: int) -> set[int]:
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of all workers and routes of all micro-batches. An order of ops is then searched for it."""
+    """Layers that each worker holds, and the route of each micro-batch, for which an order of ops is to be searched."""
 
     kind: str
-    """Origin of the layout in a few words, e.g. "re-cut pipelines, floating layers"."""
+    """Words that say how the layout was made, e.g. "re-cut pipelines, floating layers"."""
     holds: Mapping[Worker, tuple[LayerRange, ...]]
     """Layers of every live worker: ascending, disjoint ranges that do not touch."""
     routes: Mapping[MicroBatch, Route]
@@ -167,7 +171,7 @@ class Unit(NamedTuple):
     """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
 
     slice: int
-    """Number of the slice: a stage, or an entry of `Problem.slices`, whose numbers follow those of the stages."""
+    """Number of the slice: a stage, or the number of stages plus an index of `Problem.slices`."""
     pipeline: int
     microbatch: int
 
@@ -187,11 +191,11 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
     from_checkpoint: bool = False
     """True if layers that no live worker holds may be loaded from a checkpoint."""
     sliced: bool = True
-    """True if a route may be cut anywhere within the layers of its workers. False: they run whole stages."""
+    """True if a micro-batch may change workers within a stage; False: its slices are whole stages."""
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope of the bounds that are proven for this choice of layouts."""
+        """Scope for which lower bounds are proven if a plan may choose from these layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
@@ -199,17 +203,19 @@ IN_PLACE = LayoutScope()
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A job with its failed workers and a layout: the layers of each worker, and the route of each micro-batch."""
+    """Scheduling problem: a job with its failed workers, the layers of each worker, and the route of each
+    micro-batch."""
 
     name: str
     tick_seconds: float
     grid: Grid
     times: Times
-    """Durations by slice, stages first. `memory` is indexed in the same way."""
+    """Ticks of ops by slice number, stages first. `memory` has the same indices."""
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
     """Live workers in sorted order. All other workers of the grid are down."""
     groups: ReduceGroups
+    """Groups of workers that hold the same layers, and so reduce their gradients together."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
@@ -224,9 +230,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     slices: tuple[LayerRange, ...] = ()
     """Layers of the slices that are not stages. They are numbered after the stages."""
     routes: Mapping[MicroBatch, tuple[Visit, ...]]
-    """Slices that each micro-batch passes, in order.
+    """Route of each micro-batch: the slices that it passes, in order.
 
-    With layers in place, these are the stages of its chain on the workers of its pipeline, some of which may be down.
+    With layers in place, these are the stages of its direction on the workers of its pipeline, some of which may be
+    down.
     """
     assigned: bool = False
     """True if the routes decide which worker runs each unit, as in a layout. All holders then share micro-batches.
@@ -234,9 +241,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     False with layers in place: the workers are still to be chosen.
     """
     question: LayoutScope = IN_PLACE
-    """Layouts that a plan may choose from, for a problem that layouts are made for."""
+    """Rules for layouts, in a problem from which layouts are made."""
     costs: LayerTicks = LayerTicks()
-    """Costs of single layers, for a problem that layouts are made for."""
+    """Ticks and memory of single layers, in a problem from which layouts are made."""
 
     @cached_property
     def live_workers(self) -> tuple[Worker, ...]:
@@ -261,18 +268,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
-        """Worker column of each virtual stage."""
+        """Column whose workers run each virtual stage."""
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """For each column, the first of those that reduce gradients with it: itself if there is one chain."""
+        """First of the columns with which a column reduces gradients, because they hold copies of its stages, by
+        column.
+
+        It is the column itself unless pipelines are bidirectional.
+        """
         return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
                                                          for stage, column in enumerate(self.column_of))))
 
     @cached_property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of the compute ops of a unit, in order."""
+        """Kinds of the compute ops of a unit, in order: F, I, W, or F, B if the backward is fused."""
         return (OpKind.F, OpKind.I, OpKind.W) if self.backward == "split" else (OpKind.F, OpKind.B)
 
     @property
@@ -282,7 +293,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def live_pipelines_by_column(self) -> tuple[tuple[int, ...], ...]:
-        """Pipelines whose worker in the column is live, for each column."""
+        """Numbers of the pipelines whose worker in the column is alive, for each column."""
         return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
                            if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
 
@@ -293,7 +304,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
-        """Live workers that hold each slice, sorted. With layers in place, only workers in the column of the stage."""
+        """Live workers that hold each slice, sorted, by slice number. With layers in place, only those in the stage's
+        column."""
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
             members[self.group_number(worker)].append(worker)
@@ -306,14 +318,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if live workers that may share micro-batches have unequal work of their own.
-
-        Their speeds differ, or pipelines read different numbers of micro-batches.
-        """
+        """True if live workers of a stage that may share micro-batches would otherwise take different times for their
+        own."""
         return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """Return the workers that may run this slice of the pipeline's micro-batches."""
+        """Return the workers that may run slice number `slice_` for the micro-batches of this pipeline."""
         if self.sharing:
             return self.holders_by_slice[slice_]
         own = self.home_worker(slice_, pipeline)
@@ -322,7 +332,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def host_operation_count(self) -> int:
-        """Number of compute ops, each counted once per worker that may run it."""
+        """Number of pairs of a compute op and a worker that may run it, which measures the size of an exact model."""
         return sum(len(self.allowed_hosts(unit.slice, unit.pipeline))
                    for unit in self.iterate_units()) * len(self.op_kinds)
 
@@ -331,7 +341,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks of a compute op or A of this slice on a worker."""
+        """Return the ticks of F, I, W, B or A of a slice, by its number, on a worker."""
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
         if kind is OpKind.B:
@@ -339,7 +349,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return -(-self.usual_ticks(kind, slice_) * self.workers[worker].per_mille // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks of a compute op or A of this slice on a worker of the usual speed."""
+        """Return the ticks of F, I, W, B or A of a slice, by its number, on a worker of the usual speed."""
         return self._ticks_by_op[kind, slice_]
 
     @cached_property
@@ -349,20 +359,21 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
 
     def fastest_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the shortest time of this op on any live worker that holds the slice, in ticks."""
+        """Return the ticks of an op of a slice, by its number, on the fastest live worker that holds the slice."""
         holders = self.holders_by_slice[slice_]
         return min(self.op_ticks(kind, slice_, worker)
                    for worker in (holders if self.has_slow_workers else holders[:1]))
 
     def min_transfer_ticks(self, stage: int) -> int:
-        """Return the shortest transfer time from a stage to the next one, in ticks."""
+        """Return the least ticks that an activation takes from a stage to the next one, on whichever workers they
+        run."""
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds stages of both directions, and may run consecutive ones.
         return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope of the bounds that are proven for this problem, with layers in place."""
+        """Scope for which lower bounds of this problem, with layers in place, are proven."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
@@ -388,7 +399,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return forward, back
 
     def group_number(self, worker: Worker) -> int:
-        """Return the number of the group of a worker."""
+        """Return the index in `groups` of a worker's group: the workers that hold the same layers, and so share one
+        deadline."""
         return self.groups.number_of[self.workers[worker].holds]
 
     def optimizer_ticks(self, worker: Worker) -> int:
@@ -402,11 +414,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of_slice(self) -> Mapping[LayerRange, int]:
-        """Number of each slice, by its layers. If several slices have the same layers, the first number counts."""
+        """Number of the slice with a range of layers, by that range; the first number if several have it."""
         return {layers: number for number, layers in reversed(list(enumerate(self.layers_by_slice)))}
 
     def reduction_ticks(self, layers: LayerRange) -> int:
-        """Return the ticks of the reduction of these layers."""
+        """Return the ticks of the gradient reduction of the slice with these layers."""
         return self.times.all_reduce[self.number_of_slice[layers]]
 
     @cached_property
@@ -418,7 +430,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.groups.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def ticks_after_group(self, worker: Worker) -> int:
-        """Return the ticks from the end of a live worker's group to the end of its window.
+        """Return the ticks from the end of a worker's group (the workers that hold the same layers) to that of its
+        window.
 
         These are the ticks of the optimizer step. If groups share no reductions, the group ends with its compute ops,
         and the ticks of its reductions are added.
@@ -428,7 +441,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
-        """Total ticks of the reductions of each group."""
+        """Sum of the ticks of all gradient reductions in which a group takes part, by group."""
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.groups.reductions if group in groups)
                      for group in range(len(self.groups.held)))
 
@@ -443,7 +456,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                    for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
 
     def iterate_units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
-        """Yield the units of the given pipelines (default: all) by pipeline, micro-batch and place in the route."""
+        """Yield the units of these pipelines (default: all), sorted by pipeline and micro-batch, then in order of the
+        route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
                 for visit in self.routes[MicroBatch(pipeline, microbatch)]:
@@ -458,7 +472,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def path_by_chain(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
-        """Stages that the micro-batches of each chain visit, in order, as pairs of (layers, worker column)."""
+        """Stages that micro-batches of each direction visit, in order, as pairs of (range of layers, column)."""
         return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage])
                            for stage in self.grid.stages_of_microbatch(chain))
                      for chain in range(self.grid.chains))
@@ -481,7 +495,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.workers[worker].per_mille
 
     def list_held_layers(self, worker: Worker) -> tuple[int, ...]:
-        """Return the layers that a worker holds now, ascending."""
+        """Return the numbers of the layers that a worker holds in this problem, ascending."""
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
     def held_closing_ticks(self, worker: Worker) -> int:
@@ -489,7 +503,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum_over_ranges(self.costs.prefix_sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Return the ticks of F, I and W of these layers on a worker. Each op is rounded up separately."""
+        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded up separately."""
         slow = self.slowness(worker)
         return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.prefix_sums[:3])
 

@@ -8,11 +8,14 @@ from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 
 NEVER = -2**60
-"""Time before all ticks."""
+"""Tick that is earlier than those of any plan; the end of a group without workers."""
 
 
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
-    """Return the solution with every op as late as its order and the given group ends allow."""
+    """Return a copy of the solution in which every op starts as late as its order and the ends of groups allow.
+
+    The argument `ends` has the tick by which each group (workers that hold the same layers) must end its compute ops.
+    """
     start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
     _compute_latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
     return solution.with_starts(start)
@@ -27,10 +30,10 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
 
 
 def compute_group_ends(*pieces: Solution) -> Ints:
-    """Return the end of the last compute op of each group of workers that hold the same layers.
+    """Return the tick at which the last compute op of each group (workers that hold the same layers) ends.
 
-    All pieces must be on one clock. If reductions may lie between compute ops (`Problem.can_reduce_early`), return the
-    start of each group's last reduction instead.
+    The solutions of all subproblems must be on one clock. If reductions may lie between compute ops
+    (`Problem.can_reduce_early`), return the start of each group's last reduction instead.
     """
     ends_by_piece = []
     for solution in pieces:
@@ -45,10 +48,11 @@ def compute_group_ends(*pieces: Solution) -> Ints:
 
 
 def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
-    """Return the start of each reduction, or NEVER if no piece has a W of its layers. All pieces must be on one clock.
+    """Return the start tick of each reduction, or NEVER if no subproblem has a W of its layers.
 
-    The problem must be one in which reductions may lie between compute ops (`Problem.can_reduce_early`). A reduction
-    starts at the first tick after the last W of its layers at which no worker that takes part runs an op.
+    All solutions must be on one clock. The problem must be one in which reductions may lie between compute ops
+    (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its layers at which no worker
+    that takes part runs an op.
     """
     begins: Ints = np.max([_last_awaited_ends(one) for one in pieces], axis=0)
     for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
@@ -61,7 +65,7 @@ def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
 
 
 def _last_awaited_ends(solution: Solution) -> Ints:
-    """Return the end of the last W that each reduction waits for."""
+    """Return, for each reduction, the tick at which the last W of its layers ends."""
     ops, (sharers, _, awaiting, _) = solution.arrays.ops, solution.arrays.reductions
     last = np.full(len(awaiting), NEVER)
     np.maximum.at(last, ops.slice, solution.end[ops.kinds - 1::ops.kinds])
@@ -71,25 +75,26 @@ def _last_awaited_ends(solution: Solution) -> Ints:
 
 
 def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
-    """Return the start of the last reduction that the workers of each group take part in."""
+    """Return, for each group (workers that hold the same layers), the start tick of its last reduction."""
     between = arrays.reductions.between
     latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
-    """Return the end of each group from the ends of its workers; NEVER for a group without workers."""
+    """Return the last of the ticks in `last`, given by worker, of each group's workers; NEVER for a group without
+    workers."""
     ends = np.full(len(arrays.problem.groups.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
 
 def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-    """Return the start of each reduction, and the time at which each group has finished its last one.
+    """Return the start tick of each shared reduction, and the tick at which each group has finished its last one.
 
-    The argument `ends` has the end of the last compute op of each group. All reductions must follow these ops:
-    `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared reductions, and a group
-    is finished at its end.
+    A group is the workers that hold the same layers; `ends` has the end of its last compute op. All reductions must
+    follow these ops: `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared
+    reductions, and a group is finished at its end.
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
@@ -98,7 +103,8 @@ def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple
 
 
 def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
-    """Return the latest end of each group's compute ops that delays the end of no reduction."""
+    """Return the latest tick at which each group's compute ops may end so that no reduction ends later than for
+    `ends`."""
     late = np.array(ends, dtype=np.int64)
     if not arrays.problem.can_reduce_early:
         sharers, ticks, *_ = arrays.reductions
@@ -108,7 +114,8 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
 
 
 def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
-    """Return the period of a solution, in ticks. `ends` are the group ends if other pieces count, too."""
+    """Return the period of a solution, in ticks. The ends of groups, `ends`, are given if other subproblems count,
+    too."""
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
@@ -116,7 +123,10 @@ def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
-    """Return the period in ticks. `first` has the start of each worker; workers without ops are ignored."""
+    """Return the period in ticks if workers first start at `first` and groups end their compute ops at `ends`.
+
+    Workers without ops are ignored.
+    """
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = done[arrays.group] + arrays.ticks_after_group
     if arrays.problem.optimizer == "synchronous":
@@ -126,7 +136,7 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
 
 
 def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """Return the latest end of each group's compute ops that does not delay the end of the job, which is at 0.
+    """Return the latest tick at which each group's compute ops may end so that the job, which ends at 0, ends no later.
 
     The optimizer must be synchronous. `ends` are the group ends of a plan. If later ends would change the order of the
     reductions and delay some of them, the given ends are kept.

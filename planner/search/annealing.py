@@ -47,7 +47,8 @@ from slipstream.planner.search.incumbent import Incumbent
 
 
 def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> Chain:
-    """Return an annealing chain whose state is a plan: the assignment of `arrays`, and an order of all ops."""
+    """Return an annealing chain (a run of annealing) that starts from the assignment of `arrays` and an order of all
+    ops."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
     state = _make_state(arrays, order, params.spare_units)
     return Chain(
@@ -65,7 +66,8 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingP
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Return another annealing chain for the problem of a chain, starting from its present state, with another seed."""
+    """Return a copy of an annealing chain with its own arrays and random numbers, which continues from the same
+    state."""
     own = {field: _copy_arrays(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
     own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_make_random_state(seed))
@@ -113,9 +115,10 @@ def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
 
 
 def _tail_ticks(arrays: ProblemArrays) -> Ints:
-    """Return, for each worker, the ticks from the end of its group to the end of its window.
+    """Return, for each worker, the ticks from the end of its group's compute ops to the end of its busy window.
 
-    With a synchronous optimizer, all windows end with the job: no step starts before the last compute op.
+    A group is the workers that hold the same layers. With a synchronous optimizer, all windows end with the job: no
+    step starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.groups.has_shared_reductions:
@@ -126,7 +129,8 @@ def _tail_ticks(arrays: ProblemArrays) -> Ints:
 
 
 def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
-    """Return the rows of the workers of each pipeline."""
+    """Return the rows (numbers among the live workers) of each pipeline's workers, [pipeline, number], padded with
+    -1."""
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
     for row, worker in enumerate(arrays.workers):
         members[worker.pipeline].append(row)
@@ -134,7 +138,8 @@ def _rows_by_pipeline(arrays: ProblemArrays) -> Ints:
 
 
 def _host_rows_by_slice(arrays: ProblemArrays) -> Ints:
-    """Return the rows of the workers that may run each slice."""
+    """Return the rows (numbers among the live workers) of the holders of each slice, [slice, number], padded with
+    -1."""
     return pad_rows([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders_by_slice])
 
 
@@ -154,7 +159,7 @@ def _zeros(size: int) -> Ints:
 
 
 def _make_random_state(seed: int) -> Any:
-    """Return the state of the random number generator: never 0, and far apart for neighbouring seeds."""
+    """Return the first state of the kernel's random number generator: never 0, and far apart for neighbouring seeds."""
     return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
 
 
@@ -163,13 +168,14 @@ def _make_random_state(seed: int) -> Any:
 
 OPERATOR_NAMES = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit",
                   SHIFT: "shift a deadline"}
-"""Kinds of steps (`planner.kernel`). `AnnealingParams` gives their frequencies."""
+"""Names of the kinds of annealing steps in the tally. `AnnealingParams` gives their frequencies."""
 
 
 class AnnealingChain:
-    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
+    """Run of annealing that shortens one plan of a subproblem. Its steps depend on seed and number, not on the clock.
 
-    The deadlines of the groups start as those of the plan, and annealing shifts them until `fix_deadlines` fixes some.
+    The deadlines of the groups (workers that hold the same layers) start as those of the plan, and annealing shifts
+    them until `fix_deadlines` fixes some.
     """
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
@@ -180,10 +186,10 @@ class AnnealingChain:
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
         self.round_steps = count_round_steps(ops, pipelines, params)
-        """Number of steps between two looks at the clock."""
+        """Number of annealing steps between two looks at the clock."""
         self._cycle_steps, self._step = count_first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
-        """Number of steps (orders of the ops that were tried).
+        """Number of annealing steps done; each tries an order of the ops.
 
         The attribute `cycles` is the number of completed cooling cycles.
         """
@@ -196,7 +202,8 @@ class AnnealingChain:
         self.allow_shifts()
 
     def _set_deadlines(self, solution: Solution) -> None:
-        """Set the deadlines of all groups, the times by which they must end their compute ops, to those of the plan.
+        """Set the deadline of each group (workers that hold the same layers) for its compute ops to that of the given
+        plan.
 
         With a synchronous optimizer, all windows then end together, at 0.
         """
@@ -228,12 +235,14 @@ class AnnealingChain:
 
     @property
     def operator_counts(self) -> dict[str, tuple[int, int, int]]:
-        """Counts of each operator: (attempts, accepted attempts, attempts that made the best plan shorter)."""
+        """Counts of each kind of step, by its name: (steps tried, steps accepted, steps that made the best plan
+        shorter)."""
         return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATOR_NAMES.items()}
 
     @property
     def best_deadlines(self) -> list[int]:
-        """Deadlines of the best plan so far, by group; 0 for groups that have no worker in this piece."""
+        """Ticks by which groups (workers with equal layers) end compute ops in the best plan; 0 for groups without
+        workers here."""
         here = np.zeros_like(self._chain.best.deadline)
         here[self._arrays.group] = 1
         deadlines: list[int] = (here * self._chain.best.deadline).tolist()
@@ -245,7 +254,7 @@ class AnnealingChain:
         return self._step == 0
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set the deadlines of all groups to the given ones, and shift them no longer."""
+        """Set the deadlines of all groups for their compute ops to these ticks, and shift them no longer."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -259,14 +268,15 @@ class AnnealingChain:
             self._begin_cycle()
 
     def allow_shifts(self) -> None:
-        """Allow annealing to shift the deadlines of groups again."""
+        """Let annealing steps shift the deadlines of groups again, unless the optimizer is synchronous."""
         often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
                     len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
         self._begin_cycle()
 
     def make_twin(self, seed: int) -> "AnnealingChain":
-        """Return another chain of the same piece that begins with the best plan of this one."""
+        """Return another chain for the same subproblem that begins with the best plan of this one, with another
+        seed."""
         copied = copy(self)
         copied._chain = twin_chain(self._chain, seed)
         copied._cycle_steps = count_first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
@@ -276,7 +286,7 @@ class AnnealingChain:
         return copied
 
     def continue_from(self, other: "AnnealingChain") -> None:
-        """Continue from the best plan of another chain of the same piece, with that chain's deadlines."""
+        """Replace the state by the best plan of another chain of the same subproblem, with that chain's deadlines."""
         for state in (self._chain.state, self._chain.best):
             _copy_state(other._chain.best, state)
         self._chain.record[:] = other._chain.record
@@ -299,17 +309,18 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def shorten_cycle(self, rounds: float) -> None:
-        """End the present cooling cycle within `rounds` more rounds: a cycle cut off while hot finds little."""
+        """Let the present cooling cycle end within `rounds` more rounds of steps: a cycle cut off while hot finds
+        little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
-        """Run one round of steps."""
+        """Run annealing steps until the next look at the clock."""
         self.run_steps(self.round_steps)
 
     def run_steps(self, steps: int) -> None:
-        """Run some steps, at most to the end of the cooling cycle."""
+        """Run at most this many annealing steps, fewer if the cooling cycle ends before."""
         end = min(self._step + steps, self._cycle.steps)
         while self._step < end and self.period > self._goal:
             reached = anneal(self._chain, self._cycle, self._step, end)
@@ -326,7 +337,7 @@ class AnnealingChain:
             self._begin_cycle()
 
     def best_solution(self) -> Solution:
-        """Return the best plan so far, on the clock of its deadlines."""
+        """Return the best plan so far, with start ticks relative to the deadlines that all subproblems share."""
         chain, arrays = self._chain, self._arrays
         time_state(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
@@ -354,12 +365,16 @@ def choose_target_period(period: int, goal: int, share: float) -> int:
 
 
 def count_first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of steps of the first cooling cycles. A step retimes at most one pipeline's ops."""
+    """Return the number of steps of the first cooling cycles for a problem with this many ops and pipelines.
+
+    A step recomputes the times of at most one pipeline's ops.
+    """
     return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
 
 
 def count_round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
-    """Return the number of steps between two looks at the clock."""
+    """Return the number of annealing steps between two looks at the clock for a problem with this many ops and
+    pipelines."""
     return max(1, min(params.steps_per_round, params.ops_per_round * pipelines // ops))
 
 
@@ -367,18 +382,18 @@ def count_round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
 
 
 REPORT_SECONDS, REPORT_SHARE = 0.5, 0.1
-"""Seconds between two reported improvements, and the share of the time that reporting may take.
+"""Least seconds between two reports of an improvement, and largest share of the time that reports may take.
 
-Joining the pieces for a report takes as long as some rounds.
+Joining the subproblems for a report takes as long as some rounds.
 """
 
 
 def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                   cycles: int | None = None, tell: Callable[[Incumbent], None] = lambda _: None) -> Incumbent:
-    """Anneal the pieces of a candidate that determine its period, and return it with solutions that are no worse.
+    """Anneal the subproblems of a candidate that determine its period; return it with solutions that are no worse.
 
-    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every such piece (None:
-    no limit). From time to time, `tell` receives a better candidate.
+    The search ends at the bound, at the end of the budget, or after `cycles` cooling cycles of every such subproblem
+    (None: no limit). From time to time, `tell` receives a better candidate.
     """
     goal, clock = known.bound.ticks, budget.clock
     pieces = _JointAnnealing(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
@@ -408,11 +423,11 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 
 
 class _PieceChains:
-    """A piece and the annealing chains that search for its best plan. Further chains are created on demand."""
+    """Subproblem with the annealing chains that search for its best plan. Further chains are created on demand."""
 
     def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.last_better_round = 0
-        """Number of annealing rounds.
+        """Number of annealing rounds (steps between two looks at the clock) that this subproblem has had.
 
         The attribute `last_better_round` is the number of the round that found the last improvement.
         """
@@ -422,33 +437,35 @@ class _PieceChains:
 
     @property
     def is_single_pipeline(self) -> bool:
-        """True if the piece is one pipeline: a healthy one, or one whose live workers share its layers."""
+        """True if the subproblem is one pipeline: a healthy one, or one whose live workers share its layers."""
         return self._problem.grid.pipelines == 1
 
     @property
     def best_chain(self) -> AnnealingChain:
-        """Chain with the best plan."""
+        """Annealing chain with the shortest plan."""
         return min(self.chains, key=lambda chain: chain.period)
 
     @property
     def cycles(self) -> int:
-        """Number of cooling cycles completed."""
+        """Number of cooling cycles that the first chain has completed."""
         return self.chains[0].cycles
 
     def get_chain(self, number: int) -> AnnealingChain:
-        """Return the chain of this number, creating it if it is the next one."""
+        """Return annealing chain `number` of the subproblem, creating it if it is the next one."""
         if number == len(self.chains):
             self.chains.append(self.best_chain.make_twin(self._seed + number))
         return self.chains[number]
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set the deadlines of all chains to the given ones, and shift them no longer."""
+        """Set, in all chains, the deadlines of groups for their compute ops to these ticks, and shift them no
+        longer."""
         for chain in self.chains:
             chain.fix_deadlines(deadlines)
         self.period = self.best_chain.period
 
     def end_round(self) -> None:
-        """Let chains that have completed a cycle continue from the best plan of all chains."""
+        """Finish a round of steps: chains that have completed a cooling cycle continue from the best plan of all
+        chains."""
         self.rounds += 1
         best = self.best_chain
         for chain in self.chains:
@@ -459,26 +476,27 @@ class _PieceChains:
 
 
 def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Replace deadlines of 0, for groups without workers in a piece, by the latest deadline of the other pieces."""
+    """Return deadlines of groups, by subproblem, with 0 (no worker of the group) replaced by the latest of the
+    others."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
 
 class _JointAnnealing:
-    """Annealing of the pieces of a candidate, which must all keep the same deadlines of groups.
+    """Annealing of the subproblems of a candidate, which must keep the same deadlines of groups for their compute ops.
 
-    If all pieces but at most one are single pipelines, one piece may shift the deadlines: the one that is not single,
-    or else the longest. This ends when another piece is annealed, which must be able to rely on the deadlines.
+    If all subproblems but at most one are single pipelines, one may shift the deadlines: the one that is not single, or
+    else the longest. This ends when another one is annealed, which must be able to rely on the deadlines.
     """
 
     def __init__(self, known: Incumbent, chains: int, pieces: list[_PieceChains]) -> None:
         self._known, self._chains, self._pieces = known, chains, pieces
         self.rounds = 0
-        """Number of annealing rounds of all pieces."""
+        """Number of annealing rounds of all subproblems together."""
         self._annealed: list[_PieceChains] = []
-        """Pieces that are annealed in the present round."""
+        """Subproblems that are annealed in the present round."""
         self._shifting: _PieceChains | None = None
-        """Piece that may shift the deadlines."""
+        """Subproblem that may shift the common deadlines; None if none may."""
         if len(pieces) == 1:
             self._shifting = pieces[0]
             return
@@ -505,7 +523,8 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the chains to anneal next: several of the longest piece or, if others are about as long, one of each.
+        """Return the annealing chains to run next: several of the longest subproblem, or one of each if others are as
+        long.
 
         `goal` is the period, in ticks, at which annealing ends.
         """
@@ -517,7 +536,7 @@ class _JointAnnealing:
         return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Exchange the plans and deadlines that the chains of a round have found."""
+        """Exchange the plans and deadlines that the chains of a round of steps have found."""
         self.rounds += 1
         for piece in self._annealed:
             piece.end_round()
@@ -531,23 +550,23 @@ class _JointAnnealing:
             self._fix_deadlines(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
 
     def shorten_cycles(self, rounds: float) -> None:
-        """End the present cooling cycles within about `rounds` more rounds.
+        """Let the present cooling cycles end within about `rounds` more rounds of steps.
 
-        Each piece gets the share of these rounds that it has had so far.
+        Each subproblem gets the share of these rounds that it has had so far.
         """
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.shorten_cycle(rounds * piece.rounds / self.rounds)
 
     def add_to_tally(self, tally: Tally) -> None:
-        """Add the attempts of all chains' operators to the tally."""
+        """Add the steps of all chains, by kind, to the tally of the search."""
         for piece in self._pieces:
             for chain in piece.chains:
                 for name, (attempts, _, better) in chain.operator_counts.items():
                     tally.count_uses(f"annealing: {name}", attempts, better)
 
     def make_candidate(self) -> Incumbent:
-        """Return the candidate with the best plans found, on one clock."""
+        """Return the candidate with the best plan found for each subproblem, on one clock."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
         deadlines = _fill_missing_deadlines([piece.best_chain.best_deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))

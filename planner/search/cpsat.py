@@ -94,7 +94,7 @@ class Constraints:
         self._variables = variables
 
     def add_rules(self) -> None:
-        """Add all rules, in the order of the problem's statement."""
+        """Add the rules of a schedule to the model: data flows, no overlap, memory, busy windows."""
         self._add_data_flows()
         self._add_no_overlap()
         self._add_memory_limits()
@@ -157,7 +157,8 @@ class Constraints:
                                            activation_room(problem, worker))
 
     def _make_memory_intervals(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
-        """Return the intervals and amounts of a unit's memory on a host, present if the host is chosen."""
+        """Return pairs of an interval and the memory units that a unit takes on a host in it, present if the host is
+        chosen."""
         problem, variables = self._problem, self._variables
         times = [(variables.start if kind in CHANGING_AT_START else variables.end)[kind, *unit]
                  for kind in problem.op_kinds]
@@ -231,7 +232,7 @@ class Constraints:
             self._model.add_cumulative(spans, [1] * len(spans), len(pipelines))
 
     def _limit_loads(self) -> None:
-        """Require that the ops of a worker, with its closing ops, fit in the period."""
+        """Require that the ops of a worker, its reductions and its optimizer step together take at most the period."""
         problem, variables = self._problem, self._variables
         for worker, runs in variables.runs.items():
             ticks = [(problem.op_ticks(kind, unit.slice, worker), variables.host_literals.get((unit, worker)))
@@ -276,10 +277,10 @@ class Constraints:
 
 
 def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
-    """Return groups of micro-batches with equal times and equal possible workers, several of them at some stage.
+    """Return groups of micro-batches that may exchange their numbers, if several workers may run them at some stage.
 
-    If holders share all micro-batches, a group spans all pipelines along a chain; otherwise it has those of one
-    pipeline.
+    Those of a group take equal times and may run on the same workers. If holders share all micro-batches, a group has
+    those of one direction of all pipelines; otherwise only of one pipeline.
     """
     grid, groups = problem.grid, []
     for chain in range(grid.chains):
@@ -306,7 +307,7 @@ def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
 
 
 class CanonicalNames:
-    """Names of a plan's micro-batches and workers that satisfy the model's symmetry breaking."""
+    """Renaming of a plan's micro-batches and workers such that it satisfies the model's symmetry breaking."""
 
     def __init__(self, problem: Problem, plan: Solution) -> None:
         self._batches: dict[MicroBatch, MicroBatch] = {}
@@ -322,18 +323,18 @@ class CanonicalNames:
             self._workers |= dict(zip(sorted(equal, key=first_use.__getitem__), equal, strict=True))
 
     def original_microbatch(self, pipeline: int, microbatch: int) -> MicroBatch:
-        """Return the micro-batch of the plan that gets this name."""
+        """Return the micro-batch of the plan that this micro-batch of the model represents."""
         return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
 
     def canonical_worker(self, worker: Worker) -> Worker:
-        """Return the name that a worker of the plan gets."""
+        """Return the worker of the model that represents a worker of the plan."""
         return self._workers.get(worker, worker)
 
 
 POLL_SECONDS = 0.05
 
 BOUND_DESCRIPTION = "what CP-SAT proved"
-"""Description of the bounds that CP-SAT proves."""
+"""Words by which a bound says that CP-SAT proved it."""
 
 
 class _OnSolution(cp_model.CpSolverSolutionCallback):
@@ -351,11 +352,11 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
 def improve_solution(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
                      progress: Callable[[int], None],
                      params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
-    """Search within the budget for a shorter plan than `hint`. Return the best plan, its period, and the proven bound.
+    """Search with CP-SAT, within the budget, for a shorter plan than `hint`.
 
-    Periods and bounds are in ticks. The same seed gives the same result whenever optimality is proven in time: with one
-    search thread, only the end depends on the clock. (Eight threads on two cores were no faster on the jobs of the
-    tests; tables use the cores for different entries.)
+    Return the best plan, its period, and the proven bound, at least `lower_bound`, all in ticks. The same seed gives
+    the same result whenever optimality is proven in time: with one search thread, only the end depends on the clock.
+    (Eight threads on two cores were no faster on the jobs of the tests; tables use the cores for different entries.)
     """
     hint_period = solution_period(hint)
     model, variables = _build_model(problem, lower_bound, hint_period)
@@ -393,7 +394,10 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
 
 def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
                 on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-    """Run the solver in another thread, so that this thread can stop the search."""
+    """Solve the model within the budget in another thread, so that this thread can stop the search.
+
+    Return the solver, which has the values, and its status.
+    """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     for name, limit in budget.clock.solver_limits(budget.seconds_left).items():

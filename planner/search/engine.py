@@ -39,14 +39,14 @@ from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MIN_SHARE_LEFT = 0.1
-"""Share of the time: if less than this is left when list schedules end, the time limit counts as the reason."""
+"""Share of the time: if less than this is left when list schedules end, the search says that the limit ended it."""
 
 
 def find_best_candidate(given: Problem | CandidateSource, method: Method, budget: Budget,
                         params: SearchParams = DEFAULTS) -> Incumbent:
-    """Search for the best candidate within the budget, for one problem or for all candidates of a source.
+    """Search for the best plan within the budget, for one problem or over all candidates (layouts) of a source.
 
-    Raises NoPlanError if no candidate has room for the micro-batches in flight.
+    Return the candidate with it. Raises NoPlanError if no candidate has room for the micro-batches in flight.
     """
     proposals = given if isinstance(given, CandidateSource) else CandidateSource(first=given)
     if method in BASELINES:
@@ -62,7 +62,8 @@ def _make_baseline(problem: Problem, method: Method, params: SearchParams) -> In
 
 
 class _Engine:
-    """One search over candidates."""
+    """Search for the best plan over candidates (layouts, or the problem in place) by list schedules, annealing and
+    CP-SAT."""
 
     def __init__(self, proposals: CandidateSource, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
@@ -162,7 +163,7 @@ class _Engine:
     # --- Improve the promising ---
 
     def _improve_small(self, budget: Budget) -> None:
-        """Improve small candidates with layers in place, each as if it were the only one, if CP-SAT may prove them.
+        """Improve candidates with layers in place that CP-SAT may prove optimal, each as if it were the only one.
 
         A search with layers in place has only such a candidate, and a search over more layouts must not return a worse
         plan.
@@ -174,7 +175,8 @@ class _Engine:
                 self._replace_candidate(known, improve_candidate(known, budget, self._params))
 
     def _restart_promising(self, budget: Budget) -> None:
-        """Take random steps from the best list schedules of the most promising layouts, then of fewer.
+        """Improve the list schedules of the most promising layouts by random changes of their rules, then those of
+        fewer.
 
         Large layouts use two threads: most of the time is spent in compiled loops, which release the GIL.
         """
@@ -223,7 +225,8 @@ class _Engine:
             yield known, budget.with_share(1 / (len(some) - number))
 
     def _rank_promising(self) -> list[Incumbent]:
-        """Return the candidates that may still improve, the best expected period first."""
+        """Return the candidates whose period is above their bound, sorted by the period expected after more
+        annealing."""
         return sorted((known for known in self._candidates if known.can_improve),
                       key=lambda known: known.expected_rank(self._layouts.again))
 

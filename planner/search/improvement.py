@@ -1,4 +1,4 @@
-"""Improve candidates by list schedules and by annealing, and small pieces by CP-SAT."""
+"""Improve candidates by list schedules and by annealing, and small subproblems by CP-SAT."""
 
 import msgspec
 
@@ -15,10 +15,10 @@ from slipstream.schedules.schedule import Scope
 
 def improve_by_list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
                               steps: int | None = None) -> Incumbent:
-    """Try many list schedules of each piece of a candidate, and return it with the best ones.
+    """Try many list schedules of each subproblem of a candidate, and return it with the best ones.
 
-    At most `steps` dispatch rules of a piece are drawn at random. The search of a piece ends when its period is at most
-    that of the longest piece. If there are several pieces, only the final period of the whole is reported.
+    At most `steps` dispatch rules of a subproblem are drawn at random. The search of one ends when its period is at
+    most that of the longest. If there are several, only the final period of the whole is reported.
     """
     candidate = _search_each_piece(known, budget, params, params.most_steps if steps is None else steps)
     if len(known.pieces) > 1:
@@ -52,7 +52,11 @@ def _search_each_piece(known: Incumbent, budget: Budget, params: ListParams, ste
 
 def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
                          cycles: int | None = None) -> Incumbent:
-    """Anneal every critical piece of a candidate for `cycles` cooling cycles (None: until the budget ends)."""
+    """Anneal the subproblems that determine a candidate's period for `cycles` cooling cycles (None: to the budget's
+    end).
+
+    Return the candidate, which is no worse.
+    """
     begin = params.begin_seconds * known.operation_count
     if budget.end_reason(known.period, known.bound.ticks, begin):
         return known
@@ -73,13 +77,13 @@ def improve_by_annealing(known: Incumbent, budget: Budget, params: AnnealingPara
 
 
 def find_provable_pieces(known: Incumbent, params: CpSatParams) -> list[int]:
-    """Return the indices of the pieces that are small enough for CP-SAT. Its model requires layers held by column."""
+    """Return the indices of the subproblems that are small enough for CP-SAT, whose model requires layers in place."""
     return [index for index, piece in enumerate(known.pieces)
             if not piece.problem.assigned and piece.problem.host_operation_count <= params.largest_proof]
 
 
 def improve_by_cpsat(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
-    """Improve small pieces by CP-SAT, the longest first, which may also raise the bound."""
+    """Improve small subproblems of a candidate by CP-SAT, the longest first, and return it; its bound may be raised."""
     for index in sorted(find_provable_pieces(known, params), key=known.periods.__getitem__, reverse=True):
         if known.periods[index] > known.target_period(index) and not budget.is_stopped:
             known = _prove_piece(known, index, budget.with_share(params.proof_share), params)
@@ -109,9 +113,9 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
 
 def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem:
-    """Return the problem of a piece that CP-SAT solves.
+    """Return the problem that CP-SAT solves for the subproblem at `index` of a candidate.
 
-    If the piece is the whole and small enough, any worker that the whole problem allows may run a unit.
+    If the subproblem is the whole and small enough, any worker that the whole problem allows may run a unit.
     """
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
@@ -119,7 +123,7 @@ def _proof_problem(known: Incumbent, index: int, params: CpSatParams) -> Problem
 
 
 def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Anneal a candidate until the budget ends, with CP-SAT in between if it has small pieces, and return it."""
+    """Anneal a candidate until the budget ends, with CP-SAT in between if it has small subproblems, and return it."""
     if not find_provable_pieces(known, params.cp_sat):
         return improve_by_annealing(known, budget, params.annealing)
     known = improve_by_annealing(known, budget, params.annealing, params.cp_sat.hint_cycles)
@@ -130,14 +134,17 @@ def improve_candidate(known: Incumbent, budget: Budget, params: SearchParams) ->
 
 
 STALE_SHARE = 0.5
-"""Share of annealing without an improvement, beyond which more annealing hardly helps."""
+"""Share of annealing without improvement, above which `describe_gap` says that more annealing hardly helps."""
 MIN_CYCLES = 3
 """Number of cooling cycles from which on a gap is probably due to the bound and not to the plan."""
 
 
 def describe_gap(known: Incumbent, clock: Clock, seconds: float) -> str:
-    """Describe why the period is above the bound: how long a better plan was searched for, and what the bound
-    counts."""
+    """Return words that explain a period above the bound: how long a better plan was searched, and what the bound
+    counts.
+
+    The search took `seconds` on its clock.
+    """
     bound = f"the bound counts {known.bound.counts}"
     if not known.orders:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"

@@ -16,7 +16,8 @@ from slipstream.schedules.schedule import Schedule
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A candidate: the pieces of a problem, the best solution of each, and the bound. Periods are in ticks.
+    """Candidate of a search: a problem, its subproblems with the best solution of each, and the bound. Periods are in
+    ticks.
 
     The best candidate also records how the search went.
     """
@@ -26,19 +27,24 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     bound: Bound
     """Proven lower bound on the period of the whole problem."""
     solutions: tuple[Solution, ...] = ()
-    """Best solution of each piece; empty before the list schedules are made."""
+    """Best solution of each subproblem so far; empty before the list schedules are made."""
     periods: tuple[int, ...] = ()
-    """Period of each piece separately."""
+    """Period, in ticks, of each subproblem's best solution."""
     period: int = 0
-    """Period of the whole, with all pieces on one clock. It may be longer than the periods of the pieces."""
+    """Period of the whole problem in ticks. With all solutions on one clock, it may be longer than each of
+    `periods`."""
     deadlines: Sequence[int] | None = None
-    """Latest ends of compute ops by group, if annealing has put all pieces on one clock."""
+    """Ticks by which each group of workers that hold the same layers must end its compute ops, in all subproblems.
+
+    None unless annealing has put all solutions on one clock.
+    """
     moved: int = 0
-    """Memory of the layers that workers receive for this candidate, or their number if the job gives no weights."""
+    """Memory units of the layers that workers receive for this candidate, or their number if the job gives no
+    weights."""
     orders: int = 0
-    """Number of orders that the last annealing tried for the piece that was critical at its end."""
+    """Number of orders of ops that the last annealing tried for the subproblem that was longest at its end."""
     stale: float = 0.0
-    """Share of these orders tried since the last improvement."""
+    """Share of `orders` that were tried after the last improvement."""
     cycles: int = 0
     """Number of cooling cycles of the last annealing."""
     gained: float = 0.0
@@ -48,64 +54,70 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     end: SearchEnd = SearchEnd.BOUND
     """Reason why the search ended; set for the best candidate only."""
     evidence: str = ""
-    """Likely cause of a gap, or an empty string."""
+    """Words that explain a period above the bound; empty if there is no gap to explain."""
     fixed_period: float | None = None
-    """Best period found with layers in place, in seconds, if layers move in this candidate."""
+    """Period in seconds of the best candidate with layers in place; None if this one moves no layers."""
 
     @property
     def period_seconds(self) -> float:
-        """Period of the whole, in seconds."""
+        """Period of the whole problem, in seconds."""
         return self.period * self.problem.tick_seconds
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Sort key, best first: period, then memory of moved layers, then number of ops."""
+        """Sort key that puts better candidates first: (period in seconds, memory of moved layers, number of ops)."""
         return self.period_seconds, self.moved, self.problem.operation_count
 
     def expected_rank(self, again: float) -> tuple[float, int, int]:
-        """Return `rank` with the period expected if more annealing gains `again` times as much as the last."""
+        """Return the sort key `rank` as it would be if more annealing gained `again` times as much as the last."""
         return max(0.0, self.period_seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operation_count(self) -> int:
-        """Number of compute ops of all pieces. Each piece counts once, regardless of its copies."""
+        """Number of compute ops of all different subproblems; copies do not count."""
         return sum(piece.problem.operation_count for piece in self.pieces)
 
     @property
     def can_improve(self) -> bool:
-        """True if a shorter plan may exist."""
+        """True if the period is above the proven bound, so that a shorter plan may exist."""
         return self.period > self.bound.ticks
 
     def target_period(self, index: int) -> int:
-        """Return the period of a piece, in ticks, below which the whole does not become shorter.
+        """Return the period, in ticks, below which a shorter plan of the subproblem at `index` does not shorten the
+        whole.
 
-        It is the bound, or the longest period of another piece. `index` is the number of the piece.
+        It is the bound, or the longest period of another subproblem.
         """
         return max([self.bound.ticks, *self.periods[:index], *self.periods[index + 1:]])
 
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
-        """Return the candidate with other solutions of all pieces, on one clock if `deadlines` are given."""
+        """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
+
+        They are on one clock if `deadlines`, the ends of groups, are given.
+        """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)
         return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Return the candidate with another solution of one piece, unless the whole would become longer."""
+        """Return a copy of the candidate with another solution of one subproblem, or the same one if the whole would be
+        longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
         candidate = self.with_solutions(solutions, periods)
         return candidate if candidate.period <= self.period else self
 
     def make_schedule(self, method: str = "") -> Schedule:
-        """Build the schedule of this candidate, with its bound. The default of `method` is `ran`."""
+        """Build the schedule of this candidate, with its bound. It names `method`, by default the techniques in
+        `ran`."""
         return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
 
 class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
-    """A piece and its best solution, from a search that has ended."""
+    """Subproblem with its best solution and period, from a search that has ended."""
 
     problem: Problem
     solution: Solution
@@ -113,7 +125,8 @@ class SolvedPiece(msgspec.Struct, frozen=True, eq=False):
 
 
 def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incumbent:
-    """Return the candidate with those solutions of earlier searches that make a piece of it shorter."""
+    """Return a copy of the candidate in which shorter solutions of earlier searches replace those of equal
+    subproblems."""
     for index, piece in enumerate(known.pieces):
         for earlier in solved:
             if earlier.period < known.periods[index] and earlier.problem == piece.problem:
@@ -123,7 +136,7 @@ def with_solved_pieces(known: Incumbent, solved: Sequence[SolvedPiece]) -> Incum
 
 def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
                    params: PieceParams = DEFAULTS.pieces) -> Incumbent:
-    """Divide a problem into pieces, and return it as a candidate without solutions.
+    """Divide a problem into subproblems, and return it as a candidate without solutions.
 
     If `bound` is None, the strongest proven bound is used. If all live workers have equal time, each keeps its own
     micro-batches: choosing hosts for all of them widens the search more than it gains (measured: plans of
@@ -139,7 +152,7 @@ def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bo
 
 def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution],
                  bound: Bound | None = None, ran: str = "") -> Incumbent:
-    """Return the candidate with a solution of each piece by itself, as the function `order` makes it.
+    """Return a candidate in which the function `order` has solved each subproblem by itself.
 
     If `bound` is None, the bound is 0. `ran` is the name of the method.
     """
@@ -152,21 +165,22 @@ def order_pieces(problem: Problem, pieces: Sequence[Piece], order: Callable[[Pro
 
 
 LayoutSource = Callable[[float], Iterator[Incumbent]]
-"""Callable that yields candidates without solutions, the most promising first, each built on demand.
+"""Function that yields candidates, one for each layout, without solutions, the most promising first, each on demand.
 
 Its argument is `largest_fine`, see `planner.layout.candidates`. Raises LookupError if there are no candidates.
 """
 
 
 class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources of candidates for one search. A problem by itself is its only candidate."""
+    """Choices of a search: the problem with layers in place, and a source of candidates with layouts if there are
+    any."""
 
     first: Problem | None
     """Problem with layers in place; None if that has no plan."""
     bound: Bound | None = None
-    """Bound in ticks of `first`, which must also hold for the layouts; None: the strongest bound of `first` is used."""
+    """Lower bound, in ticks of `first`, for it and all layouts; None: the strongest bound of `first` is used."""
     layouts: LayoutSource | None = None
     units: int = 0
     """Number of units of the problem, from which the time that a layout takes is estimated."""
     moving: bool = False
-    """True if layers may move."""
+    """True if layers may move in the layouts."""

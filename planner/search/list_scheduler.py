@@ -31,7 +31,7 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """Choose the worker of each unit: that of the layout, else the pipeline's own if alive, else a peer by the rule.
+    """Return the worker of each unit: that of the layout, else the pipeline's own if alive, else a peer by the rule.
 
     The rule "by-speed" may also move micro-batches from live workers: see `_assign_by_speed`.
     """
@@ -94,9 +94,11 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return the number of units of each pipeline's worker that minimises the longest load of a stage's workers.
+    """Return, by pipeline, the number of units of a stage for its worker such that the busiest worker has the least
+    load.
 
-    `price` has the ticks of a unit on each, `own` the number of its own units. Ties go to workers with own units left.
+    There are `total` units. `price` has the ticks of a unit on each worker, `own` the number of its pipeline's units.
+    Ties go to workers with own units left.
     """
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
@@ -114,11 +116,11 @@ def _assign_round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Uni
 
 
 def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each unit to the peer whose pipeline runs the fewest re-routed units at all stages, if that peer has time.
+    """Assign each re-routed unit to the peer whose pipeline runs the fewest such units at all stages, if it has time.
 
     Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
     spare. A peer has time for more than its share if another stage sets the bound. The stages with the least spare time
-    choose first.
+    choose first. `rerouted` has the units by stage, `lost` the number of dead workers by pipeline.
     """
     bound = lower_bound(problem)
     rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
@@ -144,13 +146,16 @@ def _count_dead_workers(problem: Problem) -> list[int]:
 
 
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
-    """Return the ticks that a micro-batch takes at this stage on the live worker of each pipeline."""
+    """Return the ticks of a micro-batch's ops at this stage on each pipeline's live worker, by pipeline."""
     return {host.pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
             for host in problem.holders_by_slice[stage]}
 
 
 def _assign_least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each unit to the peer that finishes first; ties go to pipelines with fewer dead workers."""
+    """Assign each re-routed unit of a stage to the peer that would finish first; ties go to the fewest dead workers.
+
+    `lost` has the number of dead workers of each pipeline.
+    """
     ticks_of = _ticks_by_pipeline(problem, stage)
     live = sorted(ticks_of, key=lambda host: (lost[host], host))
     loads = [(ticks_of[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
@@ -171,12 +176,15 @@ ReroutedTurn = Literal["in turn", "first", "last"]
 
 
 STEPS_PER_PLACE = 64
-"""Resolution of priorities: the place of a micro-batch in the turn is rounded to 1 / STEPS_PER_PLACE.
+"""Number of steps per place to which a micro-batch's place in the turn is rounded when priorities are computed.
 
 The turn is the order in which micro-batches go if nothing else decides.
 """
 MAX_CACHED_PRIORITIES = 32
-"""Number of cached priority arrays. Neighbouring rules share them, but there are thousands of random steps."""
+"""Largest number of arrays of priorities, one per unit, that a list scheduler keeps.
+
+Neighbouring rules share them, but there are thousands of random steps.
+"""
 Floats = NDArray[np.float64]
 
 
@@ -194,7 +202,7 @@ class PlaceChange(NamedTuple):
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Dispatch rule of a list scheduler: decides which ready op a worker starts, if any.
+    """Rule by which a list scheduler decides which ready op a worker starts, if any.
 
     Gradients come before forwards, and forwards before weight gradients; the fields decide the rest. The turn is the
     order of micro-batches by age, those of several pipelines alternating. `planner.search.list_search` tries many
@@ -202,35 +210,35 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     lookahead: float = 0.0
-    """Share of a W's time: no W starts if a more urgent op is known to become ready within it."""
+    """Time, in durations of a W: no W starts if a more urgent op is known to become ready within it."""
     forward_lookahead: float = 0.0
-    """Share of an F's time: no F starts if a gradient is known to become ready within it."""
+    """Time, in durations of an F: no F starts if an I or B is known to become ready on the worker within it."""
     fill_wait: tuple[int, ...] | None = None
-    """Ticks, by slice, of the same wait before a worker's first gradient; None: `forward_lookahead` applies there, too.
+    """Ticks, by slice: before a worker's first I or B, no F starts if one is known to become ready within them.
 
-    An F that delays the first gradient delays it at all earlier stages, where other ops must fill the time. Later there
-    are enough ops.
+    None: `forward_lookahead` decides then, too. An F that delays the first gradient delays it at all earlier stages,
+    where other ops must fill the time. Later there are enough ops.
     """
     advance: float = 0.0
-    """Priority of micro-batches on longer routes: they go ahead by this multiple of the extra time of their route."""
+    """Factor on the extra time of a longer route, by which F of its micro-batches go before their turn."""
     gradient_advance: float = 0.0
-    """Priority of gradients on longer routes, as `advance` for forwards."""
+    """Factor on the extra time of a longer route, by which I, B and W of its micro-batches go before their turn."""
     places: tuple[PlaceChange, ...] = ()
-    """Changes of the place in the turn of single micro-batches."""
+    """Single micro-batches whose F go before or after their turn, each with the number of places."""
     gradient_places: tuple[PlaceChange, ...] = ()
-    """Changes of the place in the turn of the gradients of single micro-batches."""
+    """Single micro-batches whose I, B and W go before or after their turn, each with the number of places."""
     forward_order: ForwardOrder = "deepest"
-    """Preferred F: "oldest" is the lowest micro-batch, "deepest" the one furthest along its chain."""
+    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their routes."""
     in_flight: tuple[int, ...] | None = None
     """Maximum number of a worker's micro-batches between F and the end of I, by slice; None: no limit.
 
     Weight gradients can wait in memory that forwards do not take, and fill bubbles later.
     """
     load_share: float = 1.0
-    """Share by which `in_flight` follows a worker's extra load: with x % more units, it is larger by this share of x
-    %."""
+    """Factor by which limits `in_flight` grow with a worker's load: x % more units than usual raise them by this times
+    x %."""
     rerouted: ReroutedTurn = "in turn"
-    """Priority of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or "in turn".
+    """Turn of re-routed micro-batches: before the pipeline's own ("first"), after them ("last"), or by age ("in turn").
 
     "first" is good if the broken pipeline, which waits for several peers, sets the pace.
     """
@@ -258,13 +266,13 @@ def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0)
 
 
 def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
-    """Return this share of the usual ticks of F, by slice."""
+    """Return the ticks of F at usual speed times `share`, rounded up, by slice."""
     return tuple(math.ceil(share * problem.usual_ticks(OpKind.F, number))
                  for number in range(len(problem.layers_by_slice)))
 
 
 class ListScheduler:
-    """Builds list schedules of a problem with an assignment."""
+    """Builder of list schedules of one problem with one assignment of units to workers, by any dispatch rule."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
@@ -286,8 +294,10 @@ class ListScheduler:
         self._last_order_and_starts: tuple[Ints, Ints] | None = None
 
     def order_ops(self, rule: DispatchRule) -> Ints:
-        """Return all ops in the order in which they start under a rule. Raises StuckError; see
-        `compute_reserved_memory`."""
+        """Return the numbers of all ops in the order in which they start under a rule.
+
+        Raises StuckError if micro-batches wait for each other's memory; see `compute_reserved_memory`.
+        """
         dispatch = self._kernel.Dispatch(
             rank=self._priorities(rule.rerouted, rule.advance, rule.places),
             gradient_rank=self._priorities(rule.rerouted, rule.gradient_advance, rule.gradient_places),
@@ -302,7 +312,8 @@ class ListScheduler:
         return order
 
     def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
-        """Return the ticks that an F waits for a gradient, before and after the worker's first: shape [2, slices].
+        """Return the ticks that an F waits for an I or B, before and after the worker's first of these: shape [2,
+        slices].
 
         They follow the usual time of an F, which may be exceeded on a slow worker.
         """
@@ -329,19 +340,19 @@ class ListScheduler:
         return _compute_extra_route_time(self.arrays)
 
     def evaluate_rule(self, rule: DispatchRule) -> int:
-        """Return the period of a rule, in ticks. Afterwards, `last_solution` returns the plan of this rule."""
+        """Return the period, in ticks, of the list schedule by this rule. Afterwards, `last_solution` returns it."""
         order = self.order_ops(rule)
         period, start = time_order(self.arrays, order)
         self._last_order_and_starts = order, start
         return period
 
     def last_solution(self) -> Solution:
-        """Return the plan that the last call of `evaluate_rule` made."""
+        """Return the list schedule that the last call of `evaluate_rule` made."""
         return self.arrays.make_solution(*self.last_order_and_starts)
 
     @property
     def last_order_and_starts(self) -> tuple[Ints, Ints]:
-        """Order and start ticks of the plan that the last call of `evaluate_rule` made."""
+        """Order of all ops, and start tick of each, in the list schedule that the last call of `evaluate_rule` made."""
         assert self._last_order_and_starts is not None
         return self._last_order_and_starts
 
@@ -358,10 +369,10 @@ class ListScheduler:
 
 def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
                         places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit, the lowest first: older micro-batches, those of several pipelines in turn.
+    """Return the priority of each unit, lower ones first: older micro-batches, those of several pipelines in turn.
 
-    Micro-batches whose routes take longer by `longer` count as older (`DispatchRule.advance`), and so do single ones
-    (`DispatchRule.places`).
+    Micro-batches count as older by `advance` times the extra time of their route, `longer`, and by the changes in
+    `places`; `rerouted` says when re-routed ones go.
     """
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
@@ -377,7 +388,7 @@ def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: 
 
 
 def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
-    """Return how much longer each unit's route takes than the shortest one, forward and back.
+    """Return, for each unit, how much longer its micro-batch's route takes than the shortest one, forward and back.
 
     The unit of time is what the busiest worker needs for a micro-batch. An op is assumed to wait for half of another op
     on average.
@@ -395,23 +406,25 @@ def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
 
 
 class ReservedMemory(NamedTuple):
-    """Memory that is reserved when an F starts, by slice.
+    """Memory units that are reserved for a micro-batch when its F starts, by slice, so that no deadlock occurs.
 
-    The reservation prevents deadlock. Of all micro-batches that wait for room, take one whose next op is at the deepest
-    position p of its chain, an I before an F. Everything else on its worker was begun at positions up to p (before p,
-    if the op is an F), and the last of it was begun only while the room needed at p remained. So the op fits.
+    Of all micro-batches that wait for room, take one whose next op is at the deepest position p of its route, an I
+    before an F. Everything else on its worker was begun at positions up to p (before p, if the op is an F), and the
+    last of it was begun only while the room needed at p remained. So the op fits.
     """
 
     at_start: tuple[int, ...]
-    """Room taken when an F starts. If the stash needs more, the I waits until the worker has run enough W."""
+    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until enough W have run."""
     needed: tuple[int, ...]
-    """Room that must be free when an F starts: for itself, and for continuing at the deeper stages of its worker."""
+    """Memory units that must be free when an F starts, by slice: for itself, and to continue at its worker's later
+    stages."""
     chains_in_turn: bool
-    """True if all micro-batches of one chain must finish before those of the next begin."""
+    """True if all micro-batches of one direction of a bidirectional pipeline must finish before those of the other
+    begin."""
 
 
 def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve so that a list schedule does not get stuck.
+    """Return the memory to reserve for a micro-batch when its F starts, so that a list schedule does not get stuck.
 
     This is a guarantee if layers are held by column; for other layouts a schedule may still get stuck.
     """
@@ -419,7 +432,8 @@ def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve under this assignment: room also for the largest deeper slice that the worker runs.
+    """Return the memory to reserve when an F starts under this assignment: also for the largest later slice of its
+    worker.
 
     All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this,
     each F waits only for its own room.
@@ -444,11 +458,11 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Return the memory to reserve if layers are held by column.
+    """Return the memory to reserve when an F starts if layers are held by column.
 
-    If memory allows, it is room for all stashes in flight and for one more at each deeper stage. No I then ever waits
-    for room. Otherwise the least with which a plan exists is reserved (`min_room`). With so little room,
-    micro-batches in opposite directions would block each other, so that chains take turns.
+    If memory allows, it is room for all stashes in flight and for one more at each later stage of the worker. No I then
+    ever waits for room. Otherwise the least with which a plan exists is reserved (`min_room`). With so little
+    room, micro-batches in opposite directions would block each other, so that directions take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(peak_memory(problem, stage) for stage in stages)
@@ -464,9 +478,10 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether reserving stashes, where larger than activations, lets too few micro-batches start.
+    """Return whether too few micro-batches could start if memory were reserved for stashes larger than activations.
 
-    This happens with activation recomputation: little is held until I, and then as much as without it.
+    The argument `room` has the memory for activations by column. This happens with activation recomputation: little is
+    held until I, and then as much as without it.
     """
     grid = problem.grid
     return grid.chains == 1 and any(
@@ -479,7 +494,7 @@ def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
 
 
 def schedule_1f1b(problem: Problem) -> Solution:
-    """Return the solution of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
+    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing round-robin to peers.
 
     Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or split.
     """
@@ -488,7 +503,7 @@ def schedule_1f1b(problem: Problem) -> Solution:
 
 
 def schedule_recycle(problem: Problem) -> Solution:
-    """Return the solution of ReCycle's rule (SOSP 2024): round-robin assignment, own micro-batches in 1F1B order.
+    """Return the list schedule of ReCycle's rule (SOSP 2024): round-robin re-routing, own micro-batches in 1F1B order.
 
     Re-routed micro-batches and weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer
     grows with the number of micro-batches that it runs.

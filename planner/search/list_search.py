@@ -41,7 +41,7 @@ from slipstream.planner.search.list_scheduler import (
 
 
 def iterate_shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
-    """Iterate over promising pairs of (index of an assignment rule, dispatch rule).
+    """Iterate over pairs (index in `ASSIGNMENT_RULES`, dispatch rule) that are tried first because they often do best.
 
     The first ones follow from the fill bound (`compute_whole_fill`); the others often come close to the best of the
     grid.
@@ -82,7 +82,7 @@ def iterate_rule_grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def change_rule(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
-    """Return a random variant of a dispatch rule, which differs in one field or two."""
+    """Return a copy of a dispatch rule in which one or two fields are changed at random."""
     rule = _change_field(problem, rule, random, params)
     return _change_field(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
@@ -97,7 +97,7 @@ def _change_field(problem: Problem, rule: DispatchRule, random: random.Random, p
 
 
 def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
-    """Draw another value of this field of a rule."""
+    """Return a random value for the field `name` of a dispatch rule."""
     if name in ("places", "gradient_places"):
         return _change_place(problem, getattr(rule, name), random, params)
     if name in ("advance", "gradient_advance"):
@@ -116,7 +116,7 @@ def _draw_value(problem: Problem, rule: DispatchRule, name: str, random: random.
 
 
 def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
-    """Return the rule's limits of micro-batches in flight, changed at random on some consecutive stages."""
+    """Return the rule's limits on micro-batches in flight, by slice, changed at random on some consecutive stages."""
     stages = len(problem.grid.stages)
     limits = list(rule.in_flight or scale_in_flight_limits(problem, 2.0, 0))
     first = random.randrange(stages)
@@ -128,7 +128,7 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Return the changes of places in the turn, with that of one random micro-batch changed further."""
+    """Return a copy of `places` in which one random micro-batch goes further before or after its turn."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -138,7 +138,8 @@ def _change_place(problem: Problem, places: Sequence[PlaceChange], random: rando
 
 
 def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
-    """Return the rule's waits for the first gradient, changed at random on all slices or on some consecutive ones."""
+    """Return the rule's ticks of waiting for the first gradient, by slice, changed at random on all or some consecutive
+    ones."""
     waits = list(rule.fill_wait or scale_forward_ticks(problem, rule.forward_lookahead))
     first, end = 0, len(waits)
     if random.random() < 0.5:
@@ -153,7 +154,7 @@ def _change_waits(problem: Problem, rule: DispatchRule, random: random.Random, p
 
 TRIED_RULES, TRIED_STEPS, TRIED_ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
-"""Labels of the attempts that the tally counts."""
+"""Labels under which the tally counts list schedules of the grid, of changed rules and of changed assignments."""
 PeriodCallback = Callable[[int], None]
 
 
@@ -167,7 +168,7 @@ class _Attempt(NamedTuple):
 
 
 class _SearchState:
-    """The best plan so far, and the dispatch rule from which random steps start."""
+    """State of a search by list schedules: the best plan, and the dispatch rule from which random steps start."""
 
     def __init__(self, problem: Problem, bound: int, budget: Budget, tell: PeriodCallback) -> None:
         self.problem = problem
@@ -178,14 +179,15 @@ class _SearchState:
         self._tell = tell
         self._slowest = 0.0
         self.current: _Attempt | None = None
-        """Rule from which the next random step starts."""
+        """Dispatch rule, with its scheduler and period, from which the next random step starts."""
         self.period: int | None = None
         self.solution: Solution | None = None
 
     def try_rule(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Attempt | None:
-        """Make the list schedule of a dispatch rule; if it is no worse, the next random steps start from this rule.
+        """Make the list schedule of a dispatch rule, and keep it if it is the best.
 
-        The attempt is counted in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
+        If it is no worse than the rule from which random steps start, they start from this one. The attempt is counted
+        in the tally as `why`. Return None if the schedule gets stuck for lack of memory.
         """
         began, before = self._clock.now(), self.period
         self._clock.count_steps(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
@@ -203,13 +205,13 @@ class _SearchState:
         return attempt
 
     def _keep_if_better(self, period: int, solution: Callable[[], Solution]) -> None:
-        """Keep a plan if it is better than the best."""
+        """Store a plan as the best if its period, in ticks, is shorter; `solution` makes it then."""
         if self.period is None or period < self.period:
             self.solution, self.period = solution(), period
             self._tell(period)
 
     def offer_solution(self, solution: Solution) -> None:
-        """Keep a plan that was made elsewhere if it is better than the best."""
+        """Store a plan that was made elsewhere as the best if its period is shorter."""
         self._keep_if_better(solution_period(solution), lambda: solution)
 
     @property
@@ -228,7 +230,7 @@ class _SearchState:
         return self.period is not None and self._budget.end_reason(self.period, self._bound, self._slowest) is not None
 
     def make_scheduler(self, arrays: ProblemArrays) -> ListScheduler:
-        """Return a list scheduler of an assignment, counting its steps."""
+        """Return a list scheduler for the assignment in `arrays`, and count the search steps that this takes."""
         self._clock.count_steps(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
         return ListScheduler(arrays)
 
@@ -237,8 +239,8 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
                           steps: int | None = None, tell: PeriodCallback = lambda _: None) -> tuple[Solution, int]:
     """Return the best of many list schedules within the budget, and its period in ticks. At least one is tried.
 
-    The callback `tell` receives the period, in ticks, of each better plan. `steps` limits the random steps. Raises
-    StuckError if all schedules get stuck.
+    The search ends at the `bound`, in ticks. The callback `tell` receives the period, in ticks, of each better plan.
+    `steps` limits the random changes of rules. Raises StuckError if all schedules get stuck.
     """
     best = _SearchState(problem, bound, budget, tell)
     starts = _try_grid(best, params)
@@ -252,10 +254,10 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try the shortlist, the grid under every assignment, and the baselines, in time. Return the best rules.
+    """Try the shortlist, the grid of rules under every assignment, and the baselines, while there is time.
 
-    Random steps start from these. With routes given, only the shortlist is tried unless it gets stuck: random steps
-    from there find more in the same time.
+    Return the best attempts, from which random steps start. With routes given, only the shortlist is tried unless it
+    gets stuck: random steps from there find more in the same time.
     """
     problem = best.problem
     schedulers: list[ListScheduler | None] = []
@@ -280,7 +282,8 @@ def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
 
 
 def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
-    """Return the list scheduler of an assignment rule, or None if an earlier rule gives the same assignment.
+    """Return the list scheduler for the assignment rule at `index`, or None if an earlier rule gives the same
+    assignment.
 
     Schedulers are built on demand: a first plan needs only one. `made` holds those of the first rules.
     """
@@ -296,10 +299,10 @@ def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: 
 
 def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random.Random, steps: int,
                   params: ListParams) -> None:
-    """Change the dispatch rule or its assignment in small random steps, keeping changes that are no worse.
+    """Try random changes of the dispatch rule or the assignment, at most `steps`, keeping those that are no worse.
 
-    If nothing better is found for long, the steps start again from one of the best rules (random restarts): how far
-    they come depends more on the first steps than on their number.
+    If nothing better is found for long, the steps start again from one of `starts`, the best rules (random restarts):
+    how far they come depends more on the first steps than on their number.
     """
     if best.current is None:  # only the baselines did not get stuck
         return
@@ -321,7 +324,8 @@ def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random
 
 
 def _can_exchange(problem: Problem) -> bool:
-    """Return whether other assignments are worth trying: with one broken pipeline, they hardly differ."""
+    """Return whether re-routed units are worth assigning otherwise: with one broken pipeline, assignments hardly
+    differ."""
     return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 

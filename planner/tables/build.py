@@ -1,4 +1,4 @@
-"""Build tables of schedules: one that runs at once and a settled one, for which layers may have moved, for each entry.
+"""Build tables of schedules: for each set of failures one that runs at once, and one for which layers have moved.
 
 There is an entry for every number of failures, and optionally for every failure pattern and every loss of one or two
 nodes. Entries are planned in parallel processes, the most expensive first. Only the parent writes
@@ -54,7 +54,7 @@ from slipstream.schedules.tables.pattern import (
 
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
-    """Return the finished entries for 0 to `most` failures that plans of other entries improve, by key.
+    """Return those entries for 0 to `most` failures, by key, that the plan of another entry improves, with that plan.
 
     Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All finished
     entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker among the
@@ -75,7 +75,8 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return the keys of the entries for a number of failures, each with the keys of entries that can serve it."""
+    """Return pairs of the key of an entry for this number of failures and the keys of entries whose plans can serve
+    it."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -86,9 +87,9 @@ def _period_seconds(part: FinishedPart) -> float:
 
 
 def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """Return the plan of the finished entry `source` as one for the number of failures of `own`.
+    """Return a copy of the finished entry `own` with the plan of `source`, which may be for one failure more.
 
-    Return None if it is not valid for that.
+    Return None if the plan is not valid for that.
     """
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
@@ -104,7 +105,7 @@ def _take_over_plan(own: FinishedPart, source: FinishedPart) -> FinishedPart | N
 
 
 def with_standby_worker(schedule: Schedule) -> Schedule | None:
-    """Return the schedule with one failed worker fewer, which only reduces gradients and steps.
+    """Return a copy of the schedule in which one failed worker is alive again, and only reduces gradients and steps.
 
     Return None if that breaks a rule. The worker's layers are those of its role; it needs a peer that holds the same.
     """
@@ -126,22 +127,23 @@ def with_standby_worker(schedule: Schedule) -> Schedule | None:
 
 MAX_ENTRIES = 20_000
 MAX_SINGLE_PATTERNS = 64
-"""Number of patterns of one failure up to which each is planned in place by default, one for each stage."""
+"""Largest number of patterns of one failure that all get an entry with layers in place by default, one for each
+stage."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
-    """Entry of a table that is to be planned: for a number of failures, or for a failure pattern."""
+    """Entry of a table that is to be planned: for a number of failures or, with `failed`, for certain ones."""
 
     key: str
     failures: int
     failed: tuple[Worker, ...] | None = None
-    """Vacant roles, for a failure pattern."""
+    """Workers that have failed, if the entry is for a pattern of failures and not for their number."""
     settled: bool = False
-    """True if layers may move."""
+    """True if the entry's schedule may move layers."""
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Sets of nodes whose loss has this failure pattern, in a table by node."""
+    """Sets of nodes whose loss the entry is for, in a table by node."""
     slow: Worker | None = None
-    """Slow worker among the failures, for a number of failures."""
+    """Slow worker that is among the failures, in an entry for a number of failures."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
@@ -152,7 +154,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
     index: Index
     planned: int
-    """Number of entries planned by this call; the others had been finished before."""
+    """Number of the table's entries that this call planned; the others had been finished before."""
     seconds: float
     bytes: int
 
@@ -163,7 +165,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worst_key(self) -> str:
-        """Key of the entry with the largest gap."""
+        """Key of the table's entry with the largest gap between period and lower bound."""
         return max(self.index.entries, key=lambda row: row.gap or 0.0).key
 
     def report(self) -> dict[str, object]:
@@ -174,14 +176,14 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(NamedTuple):
-    """Share of the entries that one of several processes plans, all of which use the same folder."""
+    """Part of a table's entries that one of several processes plans, all of which write to the same folder."""
 
     number: int = 0
     of: int = 1
 
     @staticmethod
     def parse(text: str) -> "Share":
-        """Read "I/N", I from 0 to N - 1. Raises ValueError for any other text."""
+        """Parse "I/N", the I-th (from 0) of N shares of a table's entries. Raises ValueError for any other text."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         share = Share(*map(int, match.groups())) if match else Share(of=0)
         if share.number >= share.of:
@@ -193,12 +195,12 @@ WHOLE_TABLE = Share()
 
 
 class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of which other shares have not planned all entries yet."""
+    """State of a table for which other processes have not planned all of their entries yet."""
 
     entries: int
     finished: int
     planned: int
-    """Number of entries planned by this call."""
+    """Number of the table's entries that this call planned."""
     seconds: float
 
     def report(self) -> dict[str, object]:
@@ -210,7 +212,7 @@ class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
-    """Build a table of all entries. The arguments are those of `build_share`, without a share."""
+    """Plan all entries of a table and write it to a folder. For the arguments see `build_share`."""
     built = build_share(job, job_text, folder, options, WHOLE_TABLE, max_failures=max_failures, exact=exact,
                         by_node=by_node,
                         settled=settled, jobs=jobs, progress=progress, executor=executor)
@@ -222,9 +224,11 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None,
                 executor: Executor | None = None) -> BuiltTable | UnfinishedTable:
-    """Plan the missing entries of a share, and write the table if all other entries are finished.
+    """Plan the missing entries of one process's share, and write the table if all other entries are finished.
 
-    The table stores a copy of the job file `job_text`. Entries are planned by `jobs` processes, or by an executor.
+    The table stores a copy of the job file `job_text`, and has entries for up to `max_failures` failures: by number,
+    with `exact` also by pattern, with `by_node` for lost nodes, and with `settled` such with layers moved. Entries are
+    planned by `jobs` processes, or by an executor.
 
     Entries that run at once leave all layers where they are, and cut micro-batches within a stage if that is faster.
     After an interruption, finished entries are stored, and the next call continues from there. Raises NoPlanError if
@@ -266,8 +270,10 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
 
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """Open the folder of a table; try again once if the process of another share has published it meanwhile. Publishing
-    removes files, after which the finished table is found."""
+    """Open the folder of a table, a second time if another process publishes the table meanwhile.
+
+    Publishing removes files, after which the finished table is found.
+    """
     try:
         return TableFolder(folder, basis)
     except TableError:
@@ -278,8 +284,11 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
                    *, max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table. Several shares that end together may write at once: all write the same bytes, and a share that
-    finds files removed finds the table published."""
+    """Write the table of all entries from their files, improved by each other, and return its index.
+
+    Several processes that end together may write at once: all write the same bytes, and one that finds files removed
+    finds the table published.
+    """
     counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
     try:
         parts, most = folder.read_parts([task.key for task in counts]), max(task.failures for task in counts)
@@ -295,8 +304,10 @@ def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: Nodes
 
 
 def basis_of(job: Job, options: PlanOptions) -> Basis:
-    """Return the basis that all entries of the job's table have in common. Raises NoPlanError if the job has no plan at
-    all."""
+    """Return what all entries of a job's table have in common: grid, times, memory and options of the plan.
+
+    Raises NoPlanError if the job has no plan at all.
+    """
     problem = options.make_problem(job)
     return Basis(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                  memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer, method=options.method,
@@ -339,7 +350,8 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
 
 
 def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
-    """Iterate over the patterns of up to this many failures. Raises TableError if there are too many."""
+    """Iterate over entries for all patterns of 1 to `max_failures` failures. Raises TableError if there are too
+    many."""
     _require_few(job, max_failures)
     problem = build_problem(job)
     classes = pipeline_classes(problem.grid, problem.times, problem.memory)
@@ -352,8 +364,10 @@ def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
 
 
 def _node_tasks(job: Job) -> Iterator[EntryTask]:
-    """Iterate over the patterns of one and of two lost nodes, each once. Raises TableError if nodes are unknown or too
-    many."""
+    """Iterate over entries for the loss of any one or two nodes, one for each different pattern of failures.
+
+    Raises TableError if nodes are unknown or too many.
+    """
     if not job.nodes:
         raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "
                          "workers_per_node = N")
@@ -387,17 +401,18 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Planner of entries in one process. Results computed for one entry (`WindowBounds`) are stored for the next."""
+    """Planner of table entries in one process. Bounds computed for one entry (`WindowBounds`) are stored for the
+    next."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
         self._options = options
         self._basis = basis
         self._alive: dict[Worker | None, tuple[Job, WindowBounds]] = {None: (job, window_bounds_of(job, options))}
-        """Job and bounds (`WindowBounds`) by the slow worker that is down; None is the key of the job as it is."""
+        """Job and its `WindowBounds`, by the slow worker that is down; under None, the job as it is."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
-        """Plan an entry."""
+        """Plan an entry of the table, and return it finished: with its schedule, or the reason why there is none."""
         try:
             schedule = self._plan_settled(task) if task.settled else self._plan_at_once(task)
         except NoPlanError as error:
@@ -412,8 +427,10 @@ class EntryPlanner:
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the settled schedule of an entry. For a number of failures, the vacant roles are those that seem best:
-        which ones they are matters little."""
+        """Plan the schedule with layers moved of an entry; for a number of failures, with vacant roles that seem best.
+
+        Which ones they are matters little.
+        """
         job, windows = self._job_while_alive(task.slow)
         failed = task.failed \
             or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)
@@ -422,7 +439,7 @@ class EntryPlanner:
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return the job in which this failed slow worker is not slow, and its bounds (`WindowBounds`).
+        """Return a copy of the job in which this failed slow worker is not slow, and its `WindowBounds`.
 
         Otherwise the worker's role would be reserved for a worker of its speed.
         """

@@ -17,7 +17,7 @@ class ExecutorError(ValueError):
 
 @contextmanager
 def open_executor(name: str | None) -> Iterator[Executor | None]:
-    """Provide the executor named "mpi" or "dask://HOST:PORT"; None means processes of this machine.
+    """Return a context with the executor named "mpi" or "dask://HOST:PORT"; None means processes of this machine.
 
     Raises ExecutorError if it is unknown or not available.
     """

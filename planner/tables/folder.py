@@ -46,9 +46,9 @@ from slipstream.schedules.tables.table import Table
 
 COLUMNS = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
 SETTLED_COLUMNS = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
-"""Headings of further columns, after the period and the throughput, if the table has settled entries."""
+"""Headings of further columns of the readable index, after the throughput, if the table has rebalanced schedules."""
 NODES_COLUMN = "nodes down"
-"""Heading of the column before the key, if the table is by node."""
+"""Heading of the column of the readable index, before the key, that lists nodes if the table is by node."""
 LEFT_ALIGNED = ("answer", "status", "roles down", NODES_COLUMN, "key")
 
 
@@ -95,7 +95,7 @@ def _row_cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: boo
 
 
 def _shorten_names(names: Iterable[str]) -> str:
-    """Join names to a cell of at most 60 characters."""
+    """Join names by spaces to the text of a table cell, cut to at most 60 characters."""
     text = " ".join(names) or "-"
     return text if len(text) <= 60 else text[:text.rindex(" ", 0, 57)] + " ..."
 
@@ -113,7 +113,7 @@ def _settled_cells(row: Row | None) -> tuple[str, ...]:
 
 PARTS = "parts"
 NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]
-"""Sets of nodes whose loss an entry is for, by the key of the entry."""
+"""Sets of nodes for whose loss a table's entry is, by the key of the entry."""
 NO_NODES: NodesOfEntry = {}
 
 
@@ -123,7 +123,7 @@ class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     format: str = "slipstream.part"
     version: int = VERSION
     sha256: str = ""
-    """Digest of this part, computed with an empty text in its place."""
+    """SHA-256 digest of this entry's JSON, computed with this field empty."""
     basis: Basis
     entry: TableEntry
     programs: tuple[msgspec.Raw, ...]
@@ -131,7 +131,7 @@ class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reason: str | None = None
     """Reason why no plan can exist, in which case the entry has no workers."""
     moved: Transition | None = None
-    """Transfer of layers that a settled entry needs."""
+    """Layers to copy for an entry whose layers have moved, with bytes and seconds; None for other entries."""
 
 
 _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=FinishedPart,
@@ -139,7 +139,8 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
-    """Return the finished entry for a schedule, to be stored as a file (part) until the table is complete."""
+    """Return the finished entry of a table with this key and schedule, to be stored as a file until all are
+    finished."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -148,20 +149,23 @@ def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | No
 
 def make_no_plan_part(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *,
                       failures: int) -> FinishedPart:
-    """Return the finished entry for failures for which no plan can exist."""
+    """Return the finished entry of a table for failures for which no plan can exist, with the reason."""
     entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
                        method=basis.method, seats=())
     return FinishedPart(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
 
 
 def encode_part(part: FinishedPart) -> bytes:
-    """Encode a finished entry as the bytes of its file."""
+    """Encode a finished entry of a table as the bytes of its file."""
     part = msgspec.structs.replace(part, sha256="")
     return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256_digest(msgspec.json.encode(part)))))
 
 
 def decode_part(data: bytes, source: str) -> FinishedPart:
-    """Decode a finished entry. Raises TableError if it is not valid or does not match its digest."""
+    """Decode the file of a finished entry, named `source` in errors.
+
+    Raises TableError if it is not valid or does not match its digest.
+    """
     part = _KIND.decode(decompress(data, source), source)
     if sha256_digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
         raise TableError(f"{source}: changed since it was written: its digest does not match")
@@ -169,7 +173,7 @@ def decode_part(data: bytes, source: str) -> FinishedPart:
 
 
 class TableFolder:
-    """Folder of a table that is finished or being built."""
+    """Folder of a table that is finished, or of which finished entries are stored as files."""
 
     def __init__(self, path: Path, basis: Basis) -> None:
         """Open the folder. Raises TableError if it holds a table of another job or other options, or a damaged one."""
@@ -182,16 +186,17 @@ class TableFolder:
         self._finished = {self._read_part(part).entry.key for part in self._part_paths()}
 
     def published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the index of the finished table if it has exactly these entries, for these nodes; else None."""
+        """Return the table's index if it is finished and has exactly these entries, for the loss of these nodes; else
+        None."""
         wanted = [(key, nodes.get(key, ())) for key in keys]
         if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
         return self._table.index
 
     def find_published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the index of the finished table as the folder is now, or None, as `published_index` does.
+        """Return the index of the finished table as `published_index` does, after reading the folder again.
 
-        The process of another share may have finished the table. If it is finished, the remaining parts are removed.
+        The process of another share may have finished the table. If it is finished, the files of entries are removed.
         """
         if not (self._path / INDEX).exists():
             return None
@@ -201,11 +206,15 @@ class TableFolder:
         return index
 
     def count_finished(self, keys: Sequence[str]) -> int:
-        """Return how many of these entries are finished, by this process or another one."""
+        """Return how many of the entries with these keys are finished, by this process or another one."""
         return sum(self._part_path(key).exists() for key in keys)
 
     def reopen(self) -> frozenset[str]:
-        """Prepare the folder for more entries, and return the keys of finished ones. Raises OSError or TableError."""
+        """Prepare the folder for more entries: those of a finished table become files. Return the keys of finished
+        ones.
+
+        Raises OSError or TableError.
+        """
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
             for row in self._table.rows():
@@ -216,19 +225,20 @@ class TableFolder:
         return frozenset(self._finished)
 
     def add_part(self, part: FinishedPart) -> None:
-        """Write the file of a finished entry. Raises OSError."""
+        """Write the file of a finished entry of the table. Raises OSError."""
         write_atomically(self._part_path(part.entry.key), encode_part(part))
         self._finished.add(part.entry.key)
 
     def read_parts(self, keys: Sequence[str]) -> dict[str, FinishedPart]:
-        """Return the finished entries with these keys. Raises TableError."""
+        """Read the finished entries of the table with these keys, by key. Raises TableError."""
         return {key: self._read_part(self._part_path(key)) for key in keys}
 
     def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool,
                 settled: bool = False, nodes: NodesOfEntry = NO_NODES) -> Index:
-        """Write the table of these keys in this order. All are finished, and the first one is fault-free.
+        """Write the table with the entries of these keys, in this order, and return its index.
 
-        The index is written last: until then the folder holds no table for a reader. Raises OSError or TableError.
+        All are finished, and the first one is fault-free. The index is written last: until then the folder holds no
+        table for a reader. Raises OSError or TableError.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
@@ -284,7 +294,7 @@ class TableFolder:
         return part
 
     def _require_same(self, basis: Basis, path: Path) -> None:
-        """Raise TableError unless a table or part has the same job and options as this one."""
+        """Raise TableError, which names `path`, unless `basis` has the same job and options as this folder's table."""
         for name in Basis.__struct_fields__:
             theirs, ours = getattr(basis, name), getattr(self._basis, name)
             if theirs != ours:
@@ -295,7 +305,10 @@ class TableFolder:
 
 
 def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """Return the entry with the numbers that its programs have in the whole table; new ones are added to `numbers`."""
+    """Return an entry's file content, its programs given by their numbers in the whole table.
+
+    New programs are added to `numbers`, which has the number of each program's JSON.
+    """
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
     fields["seats"] = tuple((number[program], *helped) for program, *helped in part.entry.seats)

@@ -64,7 +64,10 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 
 
 def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
-    """Iterate over (task, result) as futures finish. Raises PoolError for tasks that failed or whose process died."""
+    """Iterate over (task, result) as the futures in `running` finish.
+
+    Raises what a task refused with, and PoolError for tasks that failed or whose process died.
+    """
     for future in as_completed(running):
         try:
             result, failure = future.result()
@@ -83,7 +86,7 @@ def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C for the few milliseconds of the context; only a main thread can."""
+    """Return a context, meant for a few milliseconds, in which Ctrl-C is ignored; only a main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,8 +99,10 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep processes that are started in the context from importing modules of the working directory. They do so until
-    they have received the caller's path."""
+    """Return a context in which started processes do not import modules from the working directory.
+
+    That is so until they have received the caller's path.
+    """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -110,7 +115,7 @@ def _safe_path() -> Iterator[None]:
 
 
 _POOL_FUNCTIONS: list[Callable[[Any], Any]] = []
-"""Function that a process of a pool runs, which may keep state: set once, before the first task."""
+"""List with the one function that this process of a pool runs, set once, before the first task; it may keep state."""
 
 
 def _start_process(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
@@ -147,7 +152,8 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
 
 def _call_and_catch(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
                     ) -> tuple[Any, Exception | str | None]:
-    """Run a task; return its result, or the refusal or traceback that it raised."""
+    """Call `function` on a task; return (result, None) or (None, the refusal raised or the text of another
+    exception)."""
     try:
         return function(task), None
     except refusals as error:

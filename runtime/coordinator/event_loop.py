@@ -120,7 +120,7 @@ class EventLoop:
         at = time.monotonic()
         self.state = build_initial_state(self._rules, commits, at, run.build_rejoining_phase(at), run.journal)
         self._injected: dict[int, float] = {}
-        """Time at which each injected failure happened, by the index of the injection."""
+        """Time of `time.monotonic` at which each injected failure happened, by its index in the list of injections."""
         self._bounds = MessageBounds(run.setup, len(resilience.injections), grid)
         self._agents = NodeAgents(run, processes, self._workers, self._bounds)
         self.out_of_time = False
@@ -261,7 +261,7 @@ class EventLoop:
             self._enqueue(lambda: self._handle_message(connection, message))
 
     def _call_every(self, seconds: float, work: Callable[[], None]) -> None:
-        """Call a function as an event, again and again at the given interval."""
+        """Put a call of `work` into the event queue every `seconds` seconds, as long as the event loop runs."""
         def again() -> None:
             self._enqueue(work)
             self._call_every(seconds, work)
@@ -269,13 +269,13 @@ class EventLoop:
         asyncio.get_running_loop().call_later(seconds, again)
 
     def _report_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Report which workers the first order waits for; at the start of the run, only those of other nodes."""
+        """Report to users which workers the first order waits for; if `others_only`, leave out those of this node."""
         own_workers = self._run.shares[0] if others_only else ()
         self.news.report_awaited([worker for worker in find_awaited_workers(self.state) if worker not in own_workers],
                                  self._agents.connected_nodes, address)
 
     def _check_health(self) -> None:
-        """Give up silent workers and those that hold up the others; restart due workers; report slow writes."""
+        """Give up silent workers and those that hang; start workers that are due again; report slow writes to files."""
         for text in self._writer.take_reports() if self._writer is not None else ():
             self.news.report_note(text)
         self._workers.give_up_silent()

@@ -39,13 +39,14 @@ class RunSpec:
     """Function that removes the connection data of all orders before the given one; called in a thread when that order
     has committed an iteration, after which no worker connects for an earlier one."""
     layer_bytes: Sequence[int] = ()
-    """Bytes that are sent for each layer of the model when it moves."""
+    """Bytes of parameters, buffers and optimizer state of each layer of the model, which are sent when the layer
+    moves."""
     shared_layers: Sequence[Collection[int]] = ()
     """Groups of layers of the model that share a parameter (`runtime.model.layers.sharing`)."""
     whole_schedules: bool = False
     """True if each worker needs all of every schedule, not only its own share, to deal samples or to evaluate."""
     elements: Sequence[ElementCounts]
-    """Numbers of trained elements of each layer of the model."""
+    """Number of trained elements of each layer of the model, on each rank of a worker."""
     behind: TakeoverRecord | None = None
     """Record left by a coordinator that died, whose workers are looked for; None if there is none."""
     losses: Sequence[float] | None = None
@@ -78,7 +79,8 @@ class RunSpec:
             whole_schedules=self.whole_schedules)
 
     def build_rejoining_phase(self, at: float) -> RejoiningPhase | None:
-        """Return the phase that looks for a dead coordinator's workers from time `at` on; None if there is none."""
+        """Return the phase in which a dead coordinator's workers are looked for, beginning at time `at`
+        (`time.monotonic`); None if no coordinator has died."""
         return None if self.behind is None else RejoiningPhase(
             losses=self.losses, first=self.setup.first_iteration, gone=frozenset(self.gone), began=at,
             expected=frozenset(self.schedule.members), grid=frozenset(self.schedule.grid.workers()))

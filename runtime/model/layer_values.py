@@ -34,7 +34,7 @@ Form = TensorForm | TupleForm
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """Return the tensors of a value as a tuple."""
+    """Return the tensors of `value`, a tensor or a tuple of tensors, as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
@@ -46,7 +46,7 @@ def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
 
 
 def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
-    """Return a value with a function applied to each of its tensors."""
+    """Return a tensor, or a tuple of the same structure, with `change` applied to each tensor of `value`."""
     return change(value) if isinstance(value, Tensor) else with_tensors(value, list(map(change, value)))
 
 
@@ -70,7 +70,7 @@ def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
 
 
 def allocate_value(form: Form, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Value:
-    """Return a value of a form whose tensors `make` returns for their shapes and dtypes."""
+    """Return a tensor or tuple of the given form; `make` allocates each tensor from its shape and dtype."""
     if isinstance(form, TensorForm):
         return make(*form)
     return _build_tuple(form.fields, [make(*tensor) for tensor in form.tensors])
@@ -98,7 +98,8 @@ def carrier_form(form: Form) -> TensorForm:
 
 
 def pack_value(value: Value) -> Tensor:
-    """Return the one tensor that carries a value. A single tensor is returned as it is, not copied."""
+    """Return one tensor that carries a layer's output, such as a tuple, between workers; a single tensor is not
+    copied."""
     if isinstance(value, Tensor):
         return value
     if len(value) == 1:
@@ -112,7 +113,7 @@ def pack_value(value: Value) -> Tensor:
 
 
 def unpack_value(carrier: Tensor, form: Form) -> Value:
-    """Return the value that a tensor carries. Its tensors are views of the carrier."""
+    """Return the tensor or tuple of tensors that `pack_value` has packed into `carrier`, as views of the carrier."""
     if isinstance(form, TensorForm):
         return carrier
     if len(form.tensors) == 1:

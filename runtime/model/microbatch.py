@@ -26,4 +26,4 @@ class SamplesRead(NamedTuple):
 
 
 NOTHING_READ = SamplesRead(0, 0)
-"""Count of a run that does not continue an earlier one."""
+"""`SamplesRead` of a run that does not continue an earlier one."""

@@ -120,7 +120,8 @@ class ForkServer:
         self._send_request(CleanUp(target, str(path)))
 
     def start_process(self, spec: ProcessSpec) -> None:
-        """Start a process. Raises ForkServerError."""
+        """Ask the server to start a process; its start is reported later. Raises ForkServerError if the server has
+        ended."""
         self._alive.add(spec.name)
         self._send_request(spec)
 

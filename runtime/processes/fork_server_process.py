@@ -216,7 +216,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve until the launcher closes the socket."""
+    """Run the fork server until its launcher is gone, or ends it, and no other launcher adopts it."""
     from slipstream.runtime.worker import main as worker
 
     name_process("fork server")

@@ -123,11 +123,11 @@ class ProcessManager:
     nodes
         Node of each worker. Workers that do not take part from the start are on node 0.
     returns
-        Workers to start again.
+        Workers to start again, each in a given iteration or later.
     absent
         Workers that do not take part from the start.
     failures
-        Nodes whose workers are to be killed.
+        Rehearsed failures of nodes, whose workers are to be killed when an iteration begins.
     faults_per_hour
         Number of times that a worker which crashes is started again. 0: start only those of `returns`.
     crashes
@@ -157,7 +157,7 @@ class ProcessManager:
         self._note: Callable[[str], None] = lambda _: None
 
     def run_workers(self, *, found: bool) -> AbstractContextManager[None]:
-        """Keep the workers of node 0 running for the duration of a block; see `NodeProcesses.run_workers`."""
+        """Keep the workers of node 0 running for the duration of a block. With `found`, they are alive already."""
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
@@ -227,8 +227,8 @@ class ProcessManager:
                 self._start_worker(worker)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Kill the workers whose failure is due in an iteration that begins, for the first time or again. Raises
-        ForkServerError."""
+        """Kill the workers whose rehearsed failure is due in `iteration`, which begins, for the first time or again.
+        Raises ForkServerError."""
         due = [failure for failure in self._failures if failure.iteration <= iteration]
         self._failures = [failure for failure in self._failures if failure.iteration > iteration]
         for failure in due:

@@ -52,7 +52,7 @@ class FaultHistory:
 
     @property
     def crash_times(self) -> CrashTimes:
-        """Crash times to record for a later node 0."""
+        """Times of all crashes, in seconds since 1970, to be recorded for a later node 0."""
         epoch_offset = time.time() - time.monotonic()
         return tuple((worker, tuple(round(at + epoch_offset, 3) for at in times)) for worker, times in self.of.items())
 

@@ -35,7 +35,7 @@ class RunStopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handler of the signals during a run: it raises RunStopped, or first asks for an orderly end."""
+    """Handler of `SIGNALS` during a run: it raises RunStopped, or first asks for an orderly end."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -67,7 +67,10 @@ class StopSignals:
 
 @contextmanager
 def handle_stop_signals() -> Iterator[StopSignals]:
-    """Handle the signals until the end of the block. Only the main thread of a program receives any."""
+    """Handle `SIGNALS` until the end of the block by the `StopSignals` that is yielded.
+
+    Only the main thread of a program receives any.
+    """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop

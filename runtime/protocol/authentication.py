@@ -44,8 +44,8 @@ SECRET_REMEDY = f"set {SECRET_FILE_VARIABLE} to a file that only you can read (o
 
 
 class AuthenticationError(Exception):
-    """Error for a peer that does not know the secret of this run, or a message that was changed on its way. One
-    line."""
+    """Error for a peer that does not know the secret of this run, or a message that was changed on its way. The message
+    of the error is one line."""
 
 
 class SecretError(ValueError):
@@ -53,7 +53,7 @@ class SecretError(ValueError):
 
 
 class TagSequence:
-    """Sequence of the tags for one direction of a connection, in the order of its messages."""
+    """Generator of the tags (HMACs) of the messages in one direction of a connection, in their order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -71,7 +71,7 @@ class TagSequence:
 
 
 class ConnectionKeys(NamedTuple):
-    """Tags for both directions of a connection, at one of its ends."""
+    """Generators of the tags for both directions of a connection, at one of its ends."""
 
     sending: TagSequence
     receiving: TagSequence
@@ -87,8 +87,8 @@ class Challenge:
         self.greeting = PROTOCOL_VERSION + self._nonce
 
     def verify_hello(self, hello: bytes) -> tuple[bytes, ConnectionKeys]:
-        """Check the connecting end's random number and proof, `HELLO_BYTES` in all, and return this end's proof and
-        keys. Raises AuthenticationError."""
+        """Check the connecting end's random number and proof (`hello`); return the proof to send back, and the keys of
+        the connection. Raises AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         if not hmac.compare_digest(proof, self._derive_key("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")
@@ -118,7 +118,7 @@ class ChallengeAnswer:
         self._expected = derive("accepting")
 
     def verify_proof(self, proof: bytes) -> None:
-        """Raise AuthenticationError unless `proof` is the other end's proof."""
+        """Raise AuthenticationError unless `proof` shows that the accepting end knows the secret."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 
@@ -147,8 +147,8 @@ def create_secret() -> Secret:
 
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
-    """Return the secret that the environment contains, or that the file named by it contains. Returns None if neither
-    variable is set. Raises SecretError."""
+    """Return the secret made from the text in an environment variable, or in the file that another variable names; None
+    if neither is set. Raises SecretError."""
     path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
         return _validate_secret(_read_secret_file(Path(path)), f"{SECRET_FILE_VARIABLE}={path}")
@@ -170,8 +170,8 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _validate_secret(text: bytes, source: str) -> Secret:
-    """Return a secret without surrounding whitespace, which is lost too easily. Raises SecretError if its size is
-    wrong."""
+    """Return the secret of a run: the SHA-256 of a user's `text`, without the whitespace around it, which is lost too
+    easily. Raises SecretError if the size of the text is wrong; the error names its `source`."""
     text = text.strip()
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
         raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "

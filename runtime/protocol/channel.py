@@ -32,7 +32,7 @@ RETRY_SECONDS = 0.05
 FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
 """Time limits of the first and later attempts to connect. Without an answer, the system would try for minutes."""
 PROGRESS_SECONDS = 30.0
-"""Interval between the lines that report that node 0 does not answer."""
+"""Seconds from one line that reports that node 0 does not answer to the next."""
 SILENT_SECONDS = 60
 """Time after which a peer counts as gone if its machine acknowledges nothing (Linux)."""
 ANSWER_SECONDS = 60.0
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
     """Encoded message that can be sent on any connection. Only the tag behind it depends on the connection."""
 
     data: bytes
-    """Length of the message, and the message."""
+    """Length of the message in 4 bytes, and then the message in JSON."""
     digest: bytes
     """SHA-256 of the message."""
 
@@ -99,8 +99,8 @@ class FrameParser:
         self._rest = bytearray()
 
     def parse_messages(self, data: bytes) -> list[bytes]:
-        """Return the messages that are complete with these bytes. Raises ProtocolError if a message is too long or has
-        a wrong tag."""
+        """Return the JSON text of each message that is complete after `data`, the next bytes of the connection; keep
+        the rest. Raises ProtocolError if a message is too long or has a wrong tag."""
         self._rest += data
         bodies, start = [], 0
         while len(self._rest) - start >= _LENGTH.size:
@@ -146,12 +146,12 @@ class Channel(Generic[T]):
         self._socket.settimeout(ANSWER_SECONDS)
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector."""
+        """Return the descriptor of the connection's socket, for a selector."""
         return self._socket.fileno()
 
     @property
     def has_pending(self) -> bool:
-        """True if `read` returns at once although a selector sees nothing to read."""
+        """True if `read` would return without waiting although a selector sees nothing to read on the socket."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:

@@ -26,7 +26,8 @@ S = TypeVar("S", bound=_HasEpoch)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
-"""Function that connects to a coordinator within some seconds, and sends a message. Raises RendezvousError."""
+"""Function that connects to a coordinator within the given seconds, and sends it the given message. Raises
+RendezvousError."""
 
 
 class CoordinatorLink(Generic[M, S]):
@@ -47,15 +48,15 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time of the last message that was sent: any message shows that this process is alive."""
+        """Time of `time.monotonic` at which a message was last sent; any message shows that this process is alive."""
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector."""
+        """Return the descriptor of the connection's socket, for a selector."""
         return self._channel.fileno()
 
     @property
     def has_pending(self) -> bool:
-        """True if `read` returns at once although a selector sees nothing to read."""
+        """True if `read` would return without waiting although a selector sees nothing to read on the socket."""
         return self._channel.has_pending
 
     def send(self, message: msgspec.Struct) -> None:

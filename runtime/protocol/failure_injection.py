@@ -28,7 +28,8 @@ Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", 
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """Failure on purpose. It happens once in a run, even if its worker returns."""
+    """Failure of a worker on purpose, at a given place of an iteration. It happens once in a run, even if the worker
+    returns."""
 
     worker: Worker
     iteration: int
@@ -46,17 +47,18 @@ class Slowdown(msgspec.Struct, frozen=True):
     worker: Worker
     iteration: int
     factor: float
-    """Factor by which ops take longer, at least 1. 1 is the usual time."""
+    """Factor by which the worker's ops take longer than usual, at least 1; 1 ends a slowdown."""
 
 
 def find_slowdown_factor(slowdowns: Iterable[Slowdown], iteration: int) -> float:
-    """Return the factor by which a worker with these slowdowns takes longer in an iteration."""
+    """Return the factor by which a worker's ops take longer in an iteration: that of the last slowdown begun by then,
+    or 1."""
     begun = [slowdown for slowdown in slowdowns if slowdown.iteration <= iteration]
     return max(begun, key=lambda slowdown: slowdown.iteration).factor if begun else 1.0
 
 
 class InjectedError(RuntimeError):
-    """Error that an injection raises."""
+    """Error that a worker raises for an injection whose action is an exception."""
 
 
 class Injector:
@@ -76,12 +78,12 @@ class Injector:
         self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
         self.replace_injections(injections)
         self.cut: Callable[[], None] = lambda: None
-        """Function that breaks the worker's connections."""
+        """Function that breaks the worker's connections; to be set by their owner."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Function that flips a random bit of the named kind of state."""
+        """Function that flips a random bit of the worker's state of the named kind; to be set by its owner."""
 
     def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
-        """Replace the pending failures: a new node 0 may know of others."""
+        """Replace all pending failures of this worker, because a new node 0 may have others to inject."""
         self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
     def fail_if_due(self, iteration: int, place: Place) -> None:

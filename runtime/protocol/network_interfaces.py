@@ -24,7 +24,7 @@ _GET_ADDRESS = 0x8915
 
 
 class Interface(NamedTuple):
-    """Address of this machine, and the interface that has it."""
+    """Network interface of this machine, and one of its addresses."""
 
     name: str
     address: str
@@ -45,8 +45,8 @@ def find_address_towards(rendezvous: Rendezvous) -> str:
 
 
 def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Make gloo and NCCL use one interface, unless their variables name others. Return its address, for moving layers.
-    Raises OSError if this machine has no address on the network of node 0."""
+    """Make gloo and NCCL use one network interface, unless their variables name others, and return its address. Workers
+    move layers over that address, too. Raises OSError if this machine has no address on the network of node 0."""
     towards = find_address_towards(rendezvous)
     chosen = choose_interface(list_interfaces(), environment, towards)
     name = "" if chosen is None else chosen.name
@@ -77,7 +77,8 @@ def choose_interface(known: Iterable[Interface], environment: Mapping[str, str],
 
 
 def list_interfaces() -> list[Interface]:
-    """Return the addresses of this machine's interfaces, except link-local ones. Empty on systems other than Linux."""
+    """Return the network interfaces of this machine, one entry for each address, except link-local addresses. The list
+    is empty on systems other than Linux."""
     found: list[Interface] = []
     if not sys.platform.startswith("linux"):
         return found

@@ -40,13 +40,13 @@ class ReportGatherer:
         self.address = str(Path(self.folder, "agent"))
         self._socket = _bind_socket(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
-        """Address from which the last report of each process came, by rank."""
+        """Path of the socket from which the last report of each worker's process came, by worker and rank."""
         self._reports: list[RankReport] = []
         self._asked = False
         """True while node 0 has not answered the reports that were last sent to it."""
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector."""
+        """Return the descriptor of the socket that receives reports, for a selector."""
         return self._socket.fileno()
 
     def forget_unanswered(self) -> None:
@@ -54,8 +54,8 @@ class ReportGatherer:
         self._asked = False
 
     def collect_reports(self) -> list[GatheredReports]:
-        """Receive reports, and return the message to send to node 0 now. The list is empty while node 0 has not
-        answered."""
+        """Receive the reports that have arrived; return a list with the one message to send to node 0 now, if any. The
+        list is empty if there are no reports, or while node 0 has not answered earlier ones."""
         with suppress(BlockingIOError):
             while True:
                 data, address = self._socket.recvfrom(_MOST_BYTES)
@@ -114,16 +114,16 @@ class ReportSender:
         self.send_directly(report)
 
     def send_directly(self, report: IterationReport) -> None:
-        """Send a report to node 0, and all later reports, too."""
+        """Send a report to node 0 instead of the agent; all later reports of this sender then go there, too."""
         self.gathered = False
         self._directly(report)
 
     def list_sockets(self) -> list[socket.socket]:
-        """Return the sockets that receive acknowledgements, for a selector."""
+        """Return the sockets, at most one, on which the agent passes acknowledgements on, for a selector."""
         return [] if self._socket is None else [self._socket]
 
     def read_acknowledgements(self) -> list[Acknowledged]:
-        """Return the acknowledgements that have arrived."""
+        """Return the acknowledgements that have arrived from the agent, without waiting."""
         acknowledgements = []
         with suppress(OSError):  # ends the loop when no datagram is left or the agent is gone
             while self._socket is not None:

@@ -18,8 +18,8 @@ BACKLOG = 4096
 
 
 class RendezvousError(RuntimeError):
-    """Error for an address at which no process can listen, or at which node 0 cannot be reached or is gone. One
-    line."""
+    """Error for an address at which this process cannot listen, or at which node 0 cannot be reached or is gone. The
+    message is one line."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 def open_listener(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
-    """Open the coordinator's listening socket, by default on a free port of loopback. Raises RendezvousError."""
+    """Open the coordinator's listening socket, by default on a free port of loopback, and return it with its address.
+    Raises RendezvousError."""
     requested = rendezvous or Rendezvous(LOOPBACK, 0)
     try:
         listener = _listen_at_first_address(requested)
@@ -52,7 +53,8 @@ def open_listener(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, 
 
 
 def _listen_at_first_address(wanted: Rendezvous) -> socket.socket:
-    """Listen at the first of a name's addresses, of either family, that this machine has. Raises OSError."""
+    """Return a socket that listens at the first address of the `wanted` host name, of either family, that this machine
+    has. Raises OSError."""
     first: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM):
         try:
@@ -63,7 +65,8 @@ def _listen_at_first_address(wanted: Rendezvous) -> socket.socket:
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open torch's key-value store, by default on a free port of loopback. Raises RendezvousError."""
+    """Open torch's key-value store, by default on a free port of loopback, and return it with its address. Raises
+    RendezvousError."""
     listener, opened = open_listener(rendezvous)
     try:
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,

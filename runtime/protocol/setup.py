@@ -13,7 +13,7 @@ from slipstream.runtime.replay.transport import Transport
 from slipstream.schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0
-"""Time for all workers to join: people may start them by hand on several machines."""
+"""Default number of seconds within which all workers must join: people may start them by hand on several machines."""
 
 
 VERIFY_EVERY = 50
@@ -25,19 +25,19 @@ class FormSpec(msgspec.Struct, frozen=True, array_like=True):
     layers."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]
-    """Shape and dtype of each tensor."""
+    """Shape and dtype of each tensor of the value."""
     fields: tuple[str, ...] | None = None
     """Field names of a tuple. None: the form is a single tensor."""
 
     @classmethod
     def from_form(cls, form: Form) -> "FormSpec":
-        """Return the JSON form of `form`."""
+        """Return a form, the shapes and dtypes of a value, in its JSON form."""
         tensors = (form,) if isinstance(form, TensorForm) else form.tensors
         return cls(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
                    None if isinstance(form, TensorForm) else form.fields)
 
     def to_form(self) -> Form:
-        """Return the form that this describes."""
+        """Return the `Form` that this JSON form describes."""
         tensors = tuple(TensorForm(shape, _parse_dtype(dtype)) for shape, dtype in self.tensors)
         return tensors[0] if self.fields is None else TupleForm(tensors, self.fields)
 
@@ -58,12 +58,12 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True if the worker's state is out of date, because the others have continued without it."""
     first_iteration: int
     read: SamplesRead = NOTHING_READ
-    """Number of samples that were read before an iteration; needed if earlier runs read other numbers of samples in
-    each iteration."""
+    """Number of samples that earlier runs read before some iteration; needed if they read other numbers of samples in
+    each iteration than this run."""
     iterations: int
-    """Number of iterations: one more than the number of the last."""
+    """Number of iterations of the whole run, including those before `first_iteration`."""
     traced: int
-    """Number of iterations at the end of the run that report when their ops ran."""
+    """Number of last iterations of the run in which workers report when each op ran."""
     nodes: int
     transport: Transport
     device: Literal["cpu", "cuda"]
@@ -79,23 +79,24 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: FormSpec | None = None
     """Form of every micro-batch of the data. None: not checked."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
-    """Groups of workers that share a machine (`runtime.failure_domains`), used if state is sharded."""
+    """Groups of workers that share a machine, which sharded state takes into account (`runtime.failure_domains`)."""
     loss_scale: float
     microbatches: tuple[int, ...] = (1,)
     """Number of micro-batches of each pipeline in an iteration."""
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
-    """Largest rate at which layers are sent to each worker that fetches them while all train."""
+    """Largest rate in bytes per second at which layers are sent to each worker that fetches them while all train; None:
+    not limited."""
     checkpoint_every: int | None = None
     """Number of iterations from one checkpoint to the next. None: the coordinator decides (`Acknowledged`)."""
     verify_every: int = 0
-    """Number of iterations from one comparison of copies to the next, besides those that are always made. 0: no
-    others."""
+    """Number of iterations from one comparison of the workers' copies of equal state to the next, besides those that
+    are always made. 0: no others."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """Failures on purpose of this worker that have not happened yet, each with its index among all failures of the
     run."""
     slowdowns: tuple[Slowdown, ...] = ()
-    """Slowdowns of this worker."""
+    """Slowdowns of this worker's ops on purpose."""
 
 
 def _parse_dtype(name: str) -> torch.dtype:

@@ -20,7 +20,7 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
     """Number of the coordinator that the worker has followed and lost (`WorkerSetup.epoch`). 0: the worker has just
     been started."""
     rank: int = 0
-    """Rank of the process, if the worker has several."""
+    """Rank of this process among the processes of its worker."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +46,8 @@ class HeldState(msgspec.Struct, frozen=True, array_like=True):
     layers: tuple[LayerRange, ...] = ()
     """Layers of the model that the worker holds, as ascending ranges that do not touch."""
     parts: tuple[tuple[int, int, int], ...] = ()
-    """Parts that the worker keeps, each a layer and its elements [start, stop)."""
+    """Parts of layers that the worker keeps up to date: each has the layer, and its elements as start and stop
+    (exclusive)."""
     whole_after: int | None = None
     """Iteration after which the worker has the whole parameters of its layers. None: it lacks some."""
 
@@ -72,16 +73,16 @@ class RecoveryReport(msgspec.Struct, frozen=True, array_like=True):
     failed: tuple[Worker, ...]
     """Workers of the grid that took no part in that order."""
     iteration: int
-    """Last iteration that the worker has stepped, or may have stepped. The worker can undo this iteration, but none up
-    to `begun`."""
+    """Last iteration whose step the worker has made or may have made. It can undo this step, but not that of
+    `begun`."""
     kept: HeldState
     validated: StepFactor | None
-    """Gradient factor of the last iteration for which the worker knows it."""
+    """Latest factor for the gradients of an iteration that the worker knows; None if it knows none."""
     pending: bool
-    """True if the worker does not know the gradient factor of `iteration` yet."""
+    """True if the worker does not know yet by which factor the gradients of `iteration` are scaled."""
     begun: int = -1
-    """Last iteration that the worker cannot undo. It lies before the order, or the worker has begun the step of the
-    next iteration."""
+    """Last iteration whose step the worker cannot undo: it lies before the order, or the worker has begun the next
+    step."""
     losses: dict[int, float] = {}
     """Finite losses of the last committed iterations, as `Acknowledged` reported them. If steps depend on all
     gradients, losses of iterations that the worker has stepped since are included."""
@@ -99,7 +100,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     corpus: str
     """Digest of the data that the worker will read. It must be the same at all workers, or the run ends."""
     addresses: tuple[tuple[str, int], ...]
-    """Addresses at which other workers may get layers from this one. Each rank uses the one of its own number."""
+    """Host and port at which each rank of this worker sends layers to others, by rank. A rank of another worker uses
+    the address of its own number."""
     folder: str | None = None
     """Result of `runtime.run_folder.read_lock_holder` for the node's --out: equal for all nodes that share the
     folder."""
@@ -116,7 +118,8 @@ class TrainingStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Checksum(msgspec.Struct, frozen=True, array_like=True):
-    """Checksum of elements [start, stop) of a layer that a worker holds (`runtime.model.state.checksum`)."""
+    """Checksum of the elements from `start` up to `stop` of a layer that a worker holds
+    (`runtime.model.state.checksum`)."""
 
     layer: int
     start: int
@@ -124,11 +127,11 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
     state: bool
     """True if the optimizer's state is included, False for parameters alone."""
     sums: tuple[int, ...]
-    """Sum at each rank."""
+    """Checksum on each rank of the worker, by rank."""
 
     @property
     def compared_elements(self) -> tuple[int, int, int, bool]:
-        """Identity of the elements: checksums with the same identity must have the same sums."""
+        """Layer, range and kind of the elements: checksums for which these are equal must have equal sums."""
         return self.layer, self.start, self.stop, self.state
 
 
@@ -140,17 +143,19 @@ class IterationReport(msgspec.Struct, frozen=True, tag=True):
     order: int
     iteration: int
     loss: float | None
-    """Worker's part of the mean loss. None if it is not finite, because JSON cannot represent that."""
+    """Worker's share of the iteration's mean loss, so that the shares of all members add up to it. None if it is not
+    finite, because JSON cannot represent that."""
     window_seconds: float
-    """Time from the start of the worker's first op to the end of its O."""
+    """Busy window: seconds from the start of the worker's first op to the end of its O."""
     times: tuple[OpTime, ...] = ()
-    """Times of the worker's compute ops."""
+    """Median seconds of the worker's compute ops, for each kind of op and slice."""
     ops: tuple[MeasuredOp, ...] = ()
     """Start and end of each op on the shared clock, in iterations that are traced."""
     squares: float | None = None
     """Sum of squares, before clipping, of the gradients that this worker reports. None if it is not finite."""
     evaluation: float | None = None
-    """Worker's part of the mean validation loss, if an evaluation followed this iteration. None if it is not finite."""
+    """Worker's share of the mean validation loss, if an evaluation followed this iteration. None if it is not
+    finite."""
     checksums: tuple[Checksum, ...] = ()
     """Checksums of all that the worker held before its step, if copies are compared in this iteration."""
 
@@ -185,7 +190,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     order: int
     kept: HeldState
     validated: StepFactor | None
-    """Gradient factor of the last iteration for which the worker knows it."""
+    """Latest factor for the gradients of an iteration that the worker knows; None if it knows none."""
     reason: str | None
     """Error that ends the order for all members. None: the worker stopped as it was asked to."""
 
@@ -220,7 +225,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     iteration: int
     seconds: float
-    """Upper limit of the time that training lost: copying, and the compute of the thread that wrote."""
+    """Seconds that training lost at most: the time to copy layers, and the computing time of the thread that wrote
+    them."""
     complete: bool = False
     """True if the checkpoint now has all layers."""
 
@@ -238,7 +244,7 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     index: int
     at: float
-    """Time by the clock that all processes of a machine share (`time.monotonic`)."""
+    """Time of the failure, by `time.monotonic`, a clock that all processes of a machine share."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
@@ -247,7 +253,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     doing: str
     seconds: float
-    """Duration of the activity until now."""
+    """Seconds for which the worker has been doing this."""
     waits: bool
     """True if the worker waits for another process. False: it computes, or does other work of its own."""
     rank: int | None = None
@@ -273,7 +279,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     reason: str
     everywhere: bool = False
-    """True if other workers would meet the same error. It then ends the run."""
+    """True if other workers would meet the same error, which then ends the run."""
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, tag=True):

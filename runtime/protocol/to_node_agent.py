@@ -24,7 +24,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     device: Literal["cpu", "cuda"]
     transport: Transport
     workers: tuple[Worker, ...]
-    """Workers of this node."""
+    """Workers of the agent's own node, which it starts."""
     config: RunConfig
     """Configuration of node 0. The agent compares it with that of its own job file, which its workers use."""
     first_iteration: int
@@ -37,8 +37,8 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
-    """Other answer to `JoinNode`: a node of this number is connected, or its loss has not been noticed. Ask again
-    later."""
+    """Answer to `JoinNode` by which the agent must ask again later: a node of this number is connected, or its loss has
+    not been noticed."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):

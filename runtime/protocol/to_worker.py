@@ -23,7 +23,8 @@ class StepFactor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Transfer of elements [start, stop) of a layer to `target`, which lacks them, from `source`."""
+    """Transfer of the elements from `start` up to `stop` of a layer from worker `source` to worker `target`, which
+    lacks them."""
 
     target: Worker
     source: Worker
@@ -35,7 +36,7 @@ class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
-"""Address at which each rank of some workers listens (`runtime.worker.layer_sender`)."""
+"""Host and port at which each rank of some workers sends layers (`runtime.worker.layer_sender`), by worker and rank."""
 JSON_NULL = msgspec.Raw(b"null")
 MAX_STORED_CONTENTS = 64
 """Number of `ScheduleContent` messages that a worker stores, the latest ones. The coordinator knows which these are."""
@@ -70,14 +71,14 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failed: tuple[Worker, ...] = ()
     """Workers of the grid that take no part. All others are members."""
     schedule: msgspec.Raw = JSON_NULL
-    """Whole schedule, in runs that deal or evaluate data by it; else null."""
+    """Whole schedule in JSON, in runs whose workers deal samples or evaluate by it; otherwise null."""
     moves: tuple[LayerMove, ...] = ()
-    """Moves that are made before the first op, while all members wait."""
+    """Transfers of parts of layers that are made before the first op, while all members wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
     """Ranges that keep their partition although some of its members are gone, each with the members it was made for
     (`runtime.model.state.parts.StatePartition.after_losses`)."""
     addresses: Addresses = ()
-    """Addresses of the sources of the moves."""
+    """Addresses from which the sources of `moves` send layers."""
     fetch: int = 0
     """Number of the `Fetch` that has already brought layers to the members which need them. 0: none."""
     factor: StepFactor | None = None
@@ -102,14 +103,14 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_iteration: int
     """Number of the last iteration plus one."""
     writers: tuple[tuple[int, Worker], ...]
-    """Each layer, and the worker that writes it."""
+    """Pairs of a layer of the model and the worker that writes its file."""
     parameters: bool = True
     """True to write the final parameters. False: write a checkpoint only, as when the run ends early."""
     factor: StepFactor | None = None
     moves: tuple[LayerMove, ...] = ()
-    """Moves of the elements that the writers lack."""
+    """Transfers to the writers of the elements of their layers that they lack."""
     addresses: Addresses = ()
-    """Addresses of the sources of the moves."""
+    """Addresses from which the sources of `moves` send layers."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +133,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     iteration: int
     stop: bool = False
     save: bool = False
-    """True to save a checkpoint of the state before the next iteration."""
+    """True if the worker must save its layers for a checkpoint of the state before the next iteration."""
     committed: tuple[int, float | None] | None = None
     """Last committed iteration, and its loss if that is finite. A later coordinator may ask for it."""
 
@@ -146,10 +147,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     order: int
-    """Number of the order that is being trained."""
+    """Number of the order by which members train while layers are fetched."""
     moves: tuple[LayerMove, ...] = ()
     addresses: Addresses = ()
-    """Addresses of the sources of the moves."""
+    """Addresses from which the sources of `moves` send layers."""
 
 
 class ReportStatus(msgspec.Struct, frozen=True, tag=True):

@@ -226,5 +226,5 @@ def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coe
 
 
 def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return the cost coefficients (`op_coefficients`) of F, I and W on some layers: three of each."""
+    """Return the cost coefficients (`op_coefficients`) of F, I and W on some layers: three numbers for each."""
     return [op_coefficients(known, kind, layers) for kind in COSTS]

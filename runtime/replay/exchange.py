@@ -41,7 +41,7 @@ class _SentTensor(NamedTuple):
 
     outgoing: OutgoingTensor
     taken_at: tuple[int, int]
-    """Round, and place in the target's program, of the op that takes the tensor."""
+    """Run of the schedule, counted from 0, and index in the target's program, of the op that takes the tensor."""
 
 
 class Exchange:
@@ -114,7 +114,7 @@ class Exchange:
                         allocate_value(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def add_iterations(self, iterations: int = 1) -> None:
-        """Add rounds to the number `iterations` that the exchange was created for, as a discarded iteration is run
+        """Let the exchange serve `iterations` more runs of the schedule, as for a discarded iteration that is run
         again."""
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 

@@ -22,7 +22,7 @@ Feed = Callable[[Microbatch], Batch]
 """Function that returns a micro-batch: tokens and targets, each [B, T], and its other tensors, on the device that
 computes."""
 BeforeOp = Callable[[int, int, OpKind], None]
-"""Function called before each op with the iteration, the op's place in the program, and the kind of op.
+"""Function called before each op with the iteration, the op's index in the worker's program, and the kind of op.
 
 An error that it raises ends the iteration.
 """
@@ -86,8 +86,8 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration to a commit point, and return this worker's part of the mean loss.
 
-        The part is 0 if none of its layers contributes to the loss. Rounds whose guessed step was wrong are run again.
-        Raises CommunicationError, and any error of `before_op`.
+        The part is 0 if none of its layers contributes to the loss. The iteration is run again if it began on a wrongly
+        guessed step. Raises CommunicationError, and any error of `before_op`.
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():

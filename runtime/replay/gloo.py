@@ -47,7 +47,10 @@ class InterruptibleCalls:
         """Lock that makes sure that `end_all` sees each wait, or the wait sees that it has ended."""
 
     def run_call(self, call: Callable[[], object]) -> None:
-        """Run a call in a waiting thread, and return when it is done. Raises RuntimeError."""
+        """Run a call in a thread of its own, and wait until it returns or `end_all` is called.
+
+        Raises RuntimeError if the call does, or if its wait was ended.
+        """
         waiting = _WaitingCall(call)
         with self._lock:
             if not self.ended:
@@ -89,7 +92,10 @@ class InterruptibleCalls:
             waiter.queue.put(None)
 
     def _wait_for_closing(self, one: "_WaitingCall") -> None:
-        """Wait until connections are closed; until then gloo may still write to the tensors of the wait's owner."""
+        """Wait until the connections that were shut down are closed; until then gloo may write to the call's tensors.
+
+        The wait lasts at most `CLOSE_TIMEOUT_SECONDS`.
+        """
         deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
         while not one.is_done and self._is_closing() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -106,7 +112,7 @@ class _WaitingCall:
         self.released.acquire()
 
     def release(self) -> None:
-        """Let the owner continue, because the call is done or all waits are to end."""
+        """Let the thread that waits for this call continue, because the call is done or all waits are to end."""
         with contextlib.suppress(RuntimeError):  # already released
             self.released.release()
 
@@ -212,7 +218,8 @@ class GlooBackend:
 
     @contextlib.contextmanager
     def creating_groups(self, spared: Callable[[], Sockets]) -> Iterator[None]:
-        """Remember the sockets that are opened within this context. See `Backend`."""
+        """Remember the sockets that are opened within this context, which an abort shuts down, except those that
+        `spared` returns."""
         self._exempt_sockets, self._sockets_before = spared, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
@@ -222,7 +229,8 @@ class GlooBackend:
             self._sockets, self._sockets_before = self._sockets | (find_open_sockets() - self._sockets_before), None
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a process group. See `Backend`."""
+        """Create a process group over gloo, and return it when all members have joined. Raises RuntimeError if one does
+        not."""
         group_here = GlooGroup(self._waits)
         self._devices = self._devices or open_gloo_devices()
         group_here.waits.run_call(partial(group_here.join_members, meeting, [*self._devices]))
@@ -232,7 +240,7 @@ class GlooBackend:
         """Do nothing; groups over gloo are not reused."""
 
     def abort_groups(self, groups: Collection[Group]) -> None:  # noqa: ARG002
-        """Shut down the connections of all groups, and end their waits. See `Backend`."""
+        """Shut down the connections of all groups, not only of `groups`, and end their waits."""
         waits, self._waits, self._devices = self._waits, InterruptibleCalls(), []
         waits.end_all(self.cut_connections)
 
@@ -255,6 +263,6 @@ class GlooBackend:
         return 0
 
     def close_groups(self, groups: Collection[Group]) -> None:
-        """Release torch's groups. See `Backend`."""
+        """Release torch's process groups, which may wait without limit."""
         for group in cast(Collection[GlooGroup], groups):
             group.close()

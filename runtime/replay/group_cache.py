@@ -129,7 +129,7 @@ class GenerationGroups:
             raise RuntimeError("there is no connection") from None
 
     def groups_by_name(self) -> dict[str, Group]:
-        """Return all groups, by name."""
+        """Return all process groups of the generation by name."""
         return {name: held.group for name, held in self._groups.items()}
 
     def open_store(self, purpose: str, members: int = 1) -> GroupStore:
@@ -157,13 +157,13 @@ class GenerationGroups:
                      if (lost := held.spec.backend.failure_reason(held.group)) is not None), None)
 
     def is_quiescent(self) -> bool:
-        """Return whether no pending operation can write to a tensor."""
+        """Return whether no pending operation of these groups can write to a tensor."""
         held = (*self._groups.values(), *self._aborted_groups)
         return all(backend.is_quiescent([entry.group for entry in held if entry.spec.backend is backend])
                    for backend in self.links.backends)
 
     def release(self) -> None:
-        """Keep the groups in which nothing was aborted for the next generation."""
+        """Leave the groups in which nothing was aborted to the next generation."""
         with self._lock:
             self._released = True
             held, self._groups = self._groups, {}

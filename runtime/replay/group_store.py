@@ -42,7 +42,7 @@ class GroupStore(Store):
     Parameters
     ----------
     wait_for
-        How long to wait for a key.
+        Longest wait for the value of a key.
     require
         Function that raises an error to end a wait; called often.
     ranks

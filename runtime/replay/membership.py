@@ -28,6 +28,6 @@ class Membership(NamedTuple):
         return tuple(f"{worker}:{rank}" for rank in range(1 if self.group is None else self.group.size()))
 
     def all_processes(self) -> tuple[str, ...]:
-        """Return the names of the processes of all members."""
+        """Return the names of the processes of all members, by the members' ranks and then by the processes' ranks."""
         return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
                      for process in self.processes_of_worker(worker))

@@ -208,7 +208,8 @@ class NcclBackend:
         return contextlib.nullcontext()
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a communicator. See `Backend`.
+        """Create a communicator, and return it when all members are connected. Raises RuntimeError if one does not
+        connect.
 
         NCCL's own wait for a missing member cannot be ended. So all members first announce that they are present, and
         agree that all of them connect, or none. A member that leaves after this decision still connects, in a thread of
@@ -271,6 +272,6 @@ class NcclBackend:
                                        TRANSFER_TIMEOUT, meeting.directed))
 
     def _abort_pending(self, ended: Collection[Communicator]) -> None:
-        """Start a thread for each communicator that aborts it if operations are pending."""
+        """Start a thread for each communicator, which aborts it if operations are pending after a grace period."""
         for communicator in ended:
             threading.Thread(target=communicator.abort_unless_quiescent, daemon=True, name="ending").start()

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 HIGHEST_PRIORITY = -100
-"""Priority of the streams. Torch takes the nearest one that exists, which is that of communicators
+"""Priority of the CUDA streams that are drawn. Torch takes the nearest one that exists, which is that of communicators
 (`torch_private.create_nccl_group`)."""
 MAX_STREAMS = 256
 """Largest number of streams in torch's pool. If it gives out more different ones, it does not give them out in turn."""
@@ -50,7 +50,7 @@ class StreamRotation:
                     self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
 
     def _skip_used(self) -> int:
-        """Draw streams until the pool's next one is unused; return the place in the pool of the last one that was
+        """Draw streams until the pool's next one is unused; return the index in the pool of the last one that was
         drawn."""
         if not self._streams:
             self._streams.append(self._draw())
@@ -64,7 +64,7 @@ class StreamRotation:
         return place
 
     def _draw_next(self) -> int:
-        """Draw the pool's next stream, and return its place in the order of the pool."""
+        """Draw the pool's next stream, and return its index in the order of the pool."""
         stream = self._draw()
         return self._streams.index(stream) if stream in self._streams else 0
 

@@ -22,7 +22,10 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
-    """Exchange of parts of one worker in one generation. All methods raise CommunicationError."""
+    """Exchange of gradients and parameters of the parts of sharded layers, by one worker in one generation.
+
+    All methods raise CommunicationError.
+    """
 
     def __init__(self, session: GenerationSession) -> None:
         self._session = session
@@ -33,8 +36,8 @@ class PartExchange:
                          copies: Mapping[Span, Tensor]) -> None:
         """Sum the gradients of a range over the workers that hold it, each part at its owner.
 
-        The sums of the parts in `copies` are complete when `wait_for_copies` returns; until then the gradients must not
-        change.
+        The buffers in `copies` get the sums of the parts that this worker copies. They are complete when
+        `wait_for_copies` returns; until then the gradients must not change.
 
         Over gloo, sums are always in the order of the members. Over NCCL, if members have been lost since the partition
         was made, each worker gets the sums of all parts. Raises CommunicationError.
@@ -71,7 +74,7 @@ class PartExchange:
 
     def _scatter_to_owners(self, group: Group, place: int, gradients: Tensor, cut: StatePartition,
                            copies: Mapping[Span, Tensor]) -> None:
-        """Scatter sums to the owners of parts, and copy them to the buddies.
+        """Give each owner of a part the sums of the part's gradients, and start to copy these to its buddy.
 
         Two collectives, because point-to-point transfers in one group would wait for each other if buddies form a
         circle.
@@ -105,7 +108,10 @@ class PartExchange:
         self._copies.append((works, arriving))
 
     def wait_for_copies(self) -> None:
-        """Wait until each worker has the sums of the parts of which it keeps copies. Raises CommunicationError."""
+        """Wait until this worker has the sums of the parts that it copies, and has sent the sums of its own parts.
+
+        Raises CommunicationError.
+        """
         copies, self._copies = self._copies, []
         with one_line_errors("copying sums of gradients"):
             for works, arriving in copies:

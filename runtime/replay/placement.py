@@ -75,7 +75,7 @@ class Placement:
         return self._in_schedules[key]
 
     def stage_of(self, grid: Grid, layer: int) -> int:
-        """Return the first stage that contains a layer of the model."""
+        """Return the number of the first stage that contains a layer of the model."""
         return next(stage for stage, layers in enumerate(grid.layers_by_stage)
                     if layer in range(*self.model_range(layers)))
 
@@ -99,8 +99,11 @@ class Placement:
 
     def sharers_of_sums(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[GradientKey,
                                                                                             Sequence[Worker]]:
-        """Return the holders for each sum of a worker: its ranges (`reductions_of`), and parameters that layers
-        share."""
+        """Return the workers that take part in each sum of gradients of a worker.
+
+        Keys are ranges of layers (`reductions_of`), and `LAYER.NAME`, in the first layer, of each parameter that layers
+        share.
+        """
         sharers_of: dict[GradientKey, Sequence[Worker]] = {}
         for layers, workers in self.reductions_of(schedule, worker).items():
             sharers_of[layers] = workers

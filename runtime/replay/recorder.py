@@ -67,7 +67,7 @@ class Recorder:
             self._base = event, perf_counter()
 
     def restart_iteration(self) -> None:
-        """Start the same iteration once more."""
+        """Start the present iteration once more, and discard its times."""
         self.start_iteration(self._iteration, traced=self._traced)
 
     @contextmanager
@@ -96,7 +96,8 @@ class Recorder:
                                 self._shared_seconds(end)) for op, start, end in self._ops if self._traced)
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """Return the duration of each kind of compute op on each slice. Call `window_seconds` before."""
+        """Return the median duration of the ops of each kind (F, B, I, W) on each slice. Call `window_seconds`
+        before."""
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:

@@ -37,7 +37,10 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 GradientKey = LayerRange | str
-"""Key of gradients that are summed: a range of layers, or the first name of one parameter that several layers share."""
+"""Key of gradients that are summed: a range of layers, or `LAYER.NAME` of a parameter that layers share.
+
+That is the name in the first of these layers.
+"""
 BYTES_TAG = 2**24
 """Tag of transfers of bytes, above the tags of any schedule's transfers."""
 BUCKET_BYTES = 2**20
@@ -86,7 +89,7 @@ class GenerationSession:
         self._membership = membership
         self._sharers: Mapping[GradientKey, tuple[Worker, ...]] = {}
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
-        """Group and rank of the other end, by source and target."""
+        """Process group of transfers, and the rank of the other end in it, by source and target worker."""
         self._sharer_groups: dict[tuple[Worker, ...], Group] = {}
         self._rank_connection: GroupConnection | None = None
         self._sums: SumTree | None = None
@@ -157,7 +160,7 @@ class GenerationSession:
         return begun
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> IncomingTensor:
-        """Allocate a tensor, and start to receive it."""
+        """Allocate a tensor, and start to receive it from worker `source`. Gloo matches it to a send by `tag`."""
         payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
             else torch.empty(tuple(shape), dtype=dtype, device=self.device)
         with one_line_errors(f"receiving from worker {source}"):
@@ -165,7 +168,8 @@ class GenerationSession:
             return IncomingTensor(group.recv([payload], rank, tag), payload, source, self.device)
 
     def sum_over_sharers(self, what: GradientKey, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all live workers that hold these layers or this shared parameter."""
+        """Replace each tensor by its sum over all live workers that hold `what`: a range of layers or a shared
+        parameter."""
         if what not in self._sharers:
             return
         with one_line_errors(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
@@ -190,7 +194,10 @@ class GenerationSession:
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
-        """Send bytes in host memory to another worker that reduces a range. Requires `bytes_too`."""
+        """Send bytes in host memory to another worker that sums the gradients of `layers`.
+
+        `connect` must have been given `bytes_too`.
+        """
         with one_line_errors(f"sending to worker {target}"):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -198,7 +205,7 @@ class GenerationSession:
                 group.send([tensor], rank, BYTES_TAG).wait()
 
     def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
-        """Receive the bytes that `send_bytes` sends."""
+        """Receive the bytes that worker `source` sends with `send_bytes`, and return them."""
         with one_line_errors(f"receiving from worker {source}"):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(source)
             length = torch.empty(1, dtype=torch.int64)
@@ -355,7 +362,7 @@ class GenerationSession:
             self._sharer_groups[members] = self._groups.get_group(self._describe_group(members, "and")[0])
 
     def _pair_members(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
-        """Return the members of the group that carries tensors from one worker to another."""
+        """Return the members, by rank, of the group that carries tensors from one worker to another."""
         return pair if self.ordered else tuple(sorted(pair))
 
     def _describe_group(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
@@ -394,7 +401,7 @@ class GenerationSession:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _all_processes(self) -> tuple[tuple[str, ...], int]:
-        """Return the names of the processes of all members, and this process's place among them."""
+        """Return the names of the processes of all members, and the index of this process among them."""
         members = self._membership.all_processes()
         return members, members.index(self._membership.peer_process(self.worker))
 

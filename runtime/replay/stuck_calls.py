@@ -16,7 +16,7 @@ class AbandonedError(RuntimeError):
 
 
 class OpenCall(NamedTuple):
-    """A call that has not returned."""
+    """A call into a process group that has not returned; `what` describes it."""
 
     what: str
     began: float
@@ -33,7 +33,7 @@ class OpenCalls:
         """Lock that makes "the call has ended" and "its thread is abandoned" exclude each other."""
 
     def enter_call(self, what: str) -> None:
-        """Register that this thread enters a call."""
+        """Register that this thread enters a call into a process group; `what` describes it."""
         self._calls[threading.get_ident()] = OpenCall(what, time.monotonic())
 
     def leave_call(self) -> None:

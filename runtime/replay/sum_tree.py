@@ -16,7 +16,7 @@ from slipstream.runtime.replay.transfers import PendingSum
 from slipstream.runtime.torch_private import Group
 
 MAX_CHILDREN = 4
-"""Number of children of a process in the tree."""
+"""Largest number of children of a process in the tree."""
 _UP, _DOWN = 0, 1
 """Tags of transfers to the parent and from the parent."""
 

@@ -67,7 +67,7 @@ class PendingSum:
         self._failure: str | None = None
 
     def set_outcome(self, failed: str | None) -> None:
-        """Report that the sum is complete, or that it failed, with the reason."""
+        """Report that the sum is complete if `failed` is None, otherwise why it failed."""
         self._failure = failed
         self._ended.set()
 
@@ -88,7 +88,10 @@ class PendingSum:
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Convert errors of a process group into one line that names the operation, `what`."""
+    """Convert a RuntimeError within the context into a CommunicationError of one line that names the operation, `what`.
+
+    The calling thread is registered as being in this call (`runtime.replay.stuck_calls`).
+    """
     OPEN_CALLS.enter_call(what)
     try:
         yield

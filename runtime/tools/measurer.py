@@ -34,11 +34,12 @@ from slipstream.schedules.schedule import Worker
 MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
 """Largest number of documents in a sample, and smallest number of tokens in a document, for which ops are measured."""
 LARGE_BYTES = 1 << 24
-"""Number of bytes that are sent to measure a bandwidth."""
+"""Size in bytes of the tensor that is sent to measure the bandwidth between workers."""
 MAX_REDUCTIONS = 1000
-"""Largest number of reductions that run at the same time as compute."""
+"""Largest number of consecutive all-reduces that run while compute is measured, to find how much they slow it down."""
 _LAYERS = (0, 1)
-"""Range of layers in whose name tensors are reduced. The tensors need not be gradients of these layers."""
+"""Range of layers that names the process group in which tensors are reduced. The tensors need not be gradients of these
+layers."""
 
 
 class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,8 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     """Number of workers that measure."""
     computing: int
-    """Number of workers that compute at a time, the first ones. All workers exchange tensors."""
+    """Number of workers that measure compute at the same time: those of the lowest numbers. All workers exchange
+    tensors."""
     reduce_group: int
     device: str
     cards: int
@@ -86,7 +88,7 @@ class MeasuredNetwork(msgspec.Struct, frozen=True):
     latency: float = 0.0
     """Time to send the smallest tensor from one worker to another, in seconds."""
     bandwidth: float = 0.0
-    """Bandwidth in bytes per second. 0 if there is only one worker."""
+    """Bandwidth from one worker to another, in bytes per second; 0 if there is only one worker."""
     slowdown: float = 0.0
     """Fraction of the time of a reduction in which simultaneous compute makes no progress."""
 
@@ -97,20 +99,19 @@ class Measurement(msgspec.Struct, frozen=True):
     stages: dict[int, StageProfile]
     all_reduce: list[float]
     gather: list[float]
-    """Time of gathering the parameters after a step, in seconds, for each stage. 0 unless the optimizer's state is
-    sharded."""
+    """Seconds of gathering the parameters of each stage after a step. 0 unless the optimizer's state is sharded."""
     transfer: float
     network: MeasuredNetwork
     waiting: float
     outside_bytes: int = 0
-    """Memory of the GPU that this process uses besides torch's tensors."""
+    """Bytes of GPU memory that this process uses besides torch's tensors."""
 
 
 _TASK = msgspec.json.Decoder(MeasuringTask)
 
 
 class _Measurer:
-    """Measurements of one process."""
+    """Measurer of compute, memory and transfers in one process."""
 
     def __init__(self, task: MeasuringTask, store: TCPStore) -> None:
         self._task, self._store = task, store
@@ -165,8 +166,8 @@ class _Measurer:
         return max(0, (total - free) // sharing - torch.cuda.memory_reserved(self._device))
 
     def _measure_stages(self) -> tuple[dict[int, StageProfile], float]:
-        """Measure this worker's stages. Return their profiles, and the fraction of time in which this process waited
-        for others."""
+        """Return the profiles of the stages that this worker measures, by stage, and the fraction of time in which this
+        process waited for others."""
         task = self._task
         self._benches = benches = {index: self._build_bench(index, task.config) for index in task.measured_stages}
         # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
@@ -195,8 +196,8 @@ class _Measurer:
         return stages, waiting
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Yield rows of `StageProfile.by_lengths` for samples of 1, 2, 4, ... documents, of the whole context and of
-        half of it.
+        """Yield rows of `StageProfile.by_lengths` for samples that are divided into 1, 2, 4, ... documents: first for
+        samples of the whole context, then of half of it.
 
         Each value is the median of several rounds.
         """
@@ -223,7 +224,7 @@ class _Measurer:
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return the memory that a micro-batch takes in a stage whose layers are all recomputed, named
+        """Return the bytes that a micro-batch takes in stage `index` if all its layers are recomputed, as
         `recomputed_bytes`.
 
         The result is empty unless the planner may choose recomputation.
@@ -269,7 +270,8 @@ class _Measurer:
         return all_reduce, gather, transfer
 
     def _measure_network(self, session: GenerationSession, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """Measure the links between the first two workers, and the effect of reductions on simultaneous compute."""
+        """Return the latency and bandwidth between the first two workers, and the effect of reductions on simultaneous
+        compute."""
         task = self._task
         little, much = (self._measure_median(lambda: _time_round_trip(
             session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
@@ -373,7 +375,7 @@ class _Measurer:
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _wait_for_processes(self, what: str, workers: int) -> None:
-        """Wait until all processes of `workers` workers have reached this call."""
+        """Wait until all processes of the first `workers` workers have called this method with the same `what`."""
         self._store.add(what, 1)
         while self._store.add(what, 0) < workers * self._task.ranks_per_worker:
             time.sleep(0.002)

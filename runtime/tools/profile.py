@@ -26,7 +26,8 @@ from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4
-"""Largest number of workers that measure an all-reduce. More workers of one machine would measure its memory."""
+"""Largest number of workers that take part in a measured all-reduce. With more workers of one machine, the speed of its
+memory would be measured."""
 
 
 class ProfileError(RuntimeError):
@@ -38,7 +39,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[StageProfile, ...]
     transfer: float
-    """Time to send the largest activation between two workers of this machine, in seconds."""
+    """Seconds to send the largest activation from one worker of this machine to another."""
     device: str
     device_bytes: int
     """Memory, in bytes, of a GPU, or of this machine if layers run on CPUs."""
@@ -58,8 +59,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the time in which a measuring process waited for others of this machine. On CPUs, about 0 is right.
     It is 0 if unknown: on GPUs, and if a worker has several ranks, which wait for each other."""
     network: MeasuredNetwork = MeasuredNetwork()
-    """Properties of links between two workers of this machine, and the largest share of compute that reductions
-    take."""
+    """Latency and bandwidth between two workers of this machine, and the effect of all-reduces on simultaneous
+    compute."""
 
 
 _ANSWER = msgspec.json.Decoder(Measurement)
@@ -114,8 +115,11 @@ def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -
 
 
 def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
-    """Combine the results of the processes. A stage's profile comes from the ranks of the first worker that measured
-    it, all-reduces from those of worker 0."""
+    """Return the profile of each stage, made of the results of all measuring processes.
+
+    A stage's profile comes from the ranks of the first worker that measured it, with the largest value of any rank. The
+    seconds of its all-reduce, and of the gathering after a step, are those of worker 0.
+    """
     profiles = []
     for stage in range(len(tasks[0].ranges)):
         first = next(task.worker for task in tasks if stage in task.measured_stages)
@@ -129,7 +133,7 @@ def _combine_stages(tasks: Sequence[MeasuringTask], answers: Sequence[Measuremen
 
 
 def _max_over_ranks(ranks: Sequence[StageProfile]) -> StageProfile:
-    """Return a stage's profile with the largest of each value over the ranks of a worker."""
+    """Return a profile in which each value is the largest of the `ranks`' profiles of one stage."""
     if len(ranks) == 1:
         return ranks[0]
     values = {name: [getattr(rank, name) for rank in ranks] for name in StageProfile.__struct_fields__}

@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """Result of a reference run."""
+    """Result of training in one plain process, with which a run is compared."""
 
     losses: list[float]
-    """Mean loss of each iteration, before its step."""
+    """Mean loss of each iteration over its micro-batches, computed before its step."""
     parameters: dict[str, Tensor]
-    """Parameters by "layer.name", on the CPU."""
+    """Parameters after the last iteration, on the CPU, by "layer.name"."""
     digest: str
-    """Hash of the parameters (`parameter_digest`)."""
+    """Hash of all parameters after the last iteration (`parameter_digest`)."""
     evaluations: dict[int, float]
     """Loss of the validation data, by the number of the iteration after which it was evaluated."""
     masters: dict[str, Tensor] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class PlainSteps(OptimizerSteps):
                 if parameter.grad is not None]
 
     def _without_rules(self) -> list[nn.Parameter]:
-        """Return all parameters that are not stepped by a rule of their layer."""
+        """Return all parameters except those that a step rule of their layer steps."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
@@ -147,7 +147,7 @@ class PlainSteps(OptimizerSteps):
                 parameter.copy_(stepped)
 
     def get_master_weights(self) -> dict[str, Tensor]:
-        """Return the master weights by "layer.name"."""
+        """Return the float32 master weights of bfloat16 parameters by "layer.name"."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 

@@ -50,7 +50,8 @@ class SelfTest(ChildProcesses):
         super().__init__("slipstream.runtime.tools.self_test:run_test_process", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
-        """Wait for both processes, and return the result that the second one measured. Raises SelfTestError."""
+        """Wait up to `timeout` seconds for both processes, and return the result of the second one. Raises
+        SelfTestError."""
         try:
             return _RESULT.decode(self.collect_results(timeout)[1])
         except ChildError as error:
@@ -60,7 +61,11 @@ class SelfTest(ChildProcesses):
 
 
 def _exchange_tensors(task: _MeetingTask) -> SelfTestResult:
-    """Run one side of the exchange. The first worker sends a tensor, and the second sends it back with 1 added."""
+    """Connect to the other process, exchange a tensor with it for several rounds, and return the measured seconds.
+
+    The first worker sends a tensor, and the second sends it back with 1 added. Raises SelfTestError if the numbers are
+    wrong.
+    """
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)

@@ -21,7 +21,7 @@ from slipstream.runtime.torch_private import LiveStorages, TensorWatchMode
 from slipstream.schedules.schedule import Worker
 
 ROW_MICROBATCHES = 4
-"""Number of micro-batches that are run in a row: as in a run, each op finds caches filled by others."""
+"""Number of micro-batches whose same op is timed in a row: as in a run, each op finds caches filled by others."""
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int | None = None
     """Memory, in bytes, of the optimizer state of all members together, with undo copies; None unless it is sharded."""
     by_lengths: tuple[tuple[float, ...], ...] = ()
-    """Results for samples with several documents or of half the length.
+    """Measured seconds of ops for samples that consist of several documents or have half the length.
 
     Each row has the number of tokens, the sum of the squares of document lengths, and the seconds of F, I and W.
     """
@@ -75,9 +75,10 @@ class StageBench:
         """Micro-batch to run instead of the data's; None to run the data's."""
 
     def measure_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
-        """Measure a row of micro-batches whose samples hold `documents` documents of nearly equal length.
+        """Run micro-batches whose samples consist of `documents` documents of nearly equal length; return a row of
+        results.
 
-        Returns one row of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
+        The row is one of `StageProfile.by_lengths`. `at_layer` has the form of the input of each layer, and of the
         output of the last, for samples of this length.
         """
         stage, usual_forms = self._stage, (self._takes, self._gives)
@@ -96,8 +97,8 @@ class StageBench:
                 seconds["backward_input"], seconds["backward_weight"])
 
     def keep_member_part(self, members: int) -> None:
-        """Keep only the part of the stage's optimizer state that one of `members` workers stores; its values are
-        reset."""
+        """Drop the optimizer state of the stage except for the part that one of `members` workers stores; its values
+        are initialized again."""
         self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(count_elements(module).cut for module in self._holding.modules.values())
@@ -105,7 +106,8 @@ class StageBench:
         self._holding.hold_layers(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
     def measure_round(self) -> dict[str, float]:
-        """Return the mean seconds of F, I and W over a row of micro-batches, and the seconds of an optimizer step."""
+        """Return the mean seconds of F, I and W for a micro-batch and the seconds of a step, by the names of
+        `StageProfile`. The mean is over a row of `ROW_MICROBATCHES` micro-batches."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)

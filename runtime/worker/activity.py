@@ -18,11 +18,11 @@ class Activity:
 
     @property
     def doing(self) -> str | tuple[int, int]:
-        """Description of the activity, or the iteration and the place of an op in the program."""
+        """Description of the activity, or the iteration and the index of an op in the program."""
         return self._doing[0]
 
     def set_activity(self, what: str | tuple[int, int]) -> None:
-        """Record the activity that begins now."""
+        """Record the activity that begins now: a description, or an iteration and an op's index in the program."""
         self._doing = what, time.monotonic()
 
     def build_status(self, worker: Worker, schedule: Schedule, thread: int | None) -> WorkerStatus:

@@ -55,15 +55,16 @@ class Checkpointer:
         self._damaged: set[int] = set()
 
     def is_due(self, iteration: int, asked: int | None) -> bool:
-        """Return whether the state before an iteration is to be saved. `asked` is the iteration of this order that node
-        0 chose."""
+        """Return whether the state before an iteration is to be saved. `asked` is the iteration before which node 0 has
+        asked all members to save; None if it has not."""
         if self._every is None:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
     def save(self, iteration: int, copied: CopyLayers, require: Callable[[], None] = lambda: None) -> None:
-        """Start to save layers as they are before an iteration. Returns after earlier layers have been written and
-        these have been copied. `require` is called during the wait for the disk, and may end it by raising."""
+        """Start to save the layers that `copied` returns, as they are before an iteration. Returns after earlier layers
+        have been written and these have been copied. `require` is called during the wait for the disk, and may end it
+        by raising."""
         if self._every == 0:
             return
         began = time.monotonic()
@@ -76,7 +77,8 @@ class Checkpointer:
                                         partial(self._report_saved, iteration, time.monotonic() - began))
 
     def save_last(self, order: Finish, copied: CopyLayers) -> None:
-        """Save the layers that an order assigns to this worker, and wait until they are written."""
+        """Save the layers that `copied` returns, in the final state of an order to finish, and wait until they are
+        written."""
         self.save(order.first_iteration, copied)
         if self._saving is not None:
             with suppress(CheckpointError):  # the error has already been reported

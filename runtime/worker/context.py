@@ -60,8 +60,8 @@ class WorkerContext:
     corpus: Data
     validation: Data | None
     forms: Sequence[Form]
-    """Forms (shapes and dtypes) of the values passed at each of the placement's boundaries, as this process has
-    them."""
+    """Forms (shapes and dtypes), on this rank, of the input of each layer of the schedules, then of the last one's
+    output."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
     """Record of the layers whose ops have been run once."""
     layer_store: LayerStore
@@ -83,7 +83,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects that the parts of a generation share."""
+    """Objects of one order for training, for the code that carries it out on this worker."""
 
     context: WorkerContext
     order: Train

@@ -26,7 +26,7 @@ class NoRoomError(RuntimeError):
 
 
 class DeviceMemory:
-    """Device memory of one process, from order to order."""
+    """Handler of out-of-memory errors of one process's device, which lasts from order to order."""
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self._worker = worker

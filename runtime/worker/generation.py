@@ -70,7 +70,7 @@ class GenerationRunner:
 
     @property
     def order_number(self) -> int:
-        """Number of the order."""
+        """Number of the order that started this generation."""
         return self._order.order
 
     @property
@@ -104,7 +104,7 @@ class GenerationRunner:
                               {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
-        """Pass on the coordinator's acknowledgement of a report."""
+        """Pass the coordinator's acknowledgement of a reported iteration to the thread that waits for it."""
         self._reports.handle_acknowledgement(message)
 
     def abandon_if_stuck(self) -> None:
@@ -133,7 +133,7 @@ class GenerationRunner:
             self._send_paused(f"stuck while {call.what}")
 
     def build_status(self) -> WorkerStatus:
-        """Return the present activity of `run`."""
+        """Return the present activity of this generation, as a message for the coordinator."""
         if self.paused:
             return WorkerStatus(self._context.worker, "waits for the next order", 0.0, waits=True)
         return self._activity.build_status(self._context.worker, self._schedule,

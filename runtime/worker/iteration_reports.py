@@ -30,7 +30,7 @@ class IterationReports:
         self._part = part
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
         self._open: IterationReport | None = None
-        """Report that has not been acknowledged."""
+        """Last report, if it has not been acknowledged; otherwise None."""
         self.reached = part.order.first_iteration - 1
         """Last iteration that this worker may have stepped. Its evaluation or report may have begun."""
         self.save_before: int | None = None

@@ -50,7 +50,7 @@ class PartRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
-    """First message of a connection, and the only one of a receiver."""
+    """Request for parts of layers: the first message of a connection, and the only one of a receiver."""
 
     parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
@@ -59,15 +59,15 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
-    """Part of a layer, as it is before an iteration's step."""
+    """Message with a part of a layer, in its state before an iteration's step."""
 
     part: PartRange
     iteration: _Number
 
 
 class PartStepped(msgspec.Struct, frozen=True, tag=True):
-    """Step of a part in an iteration: the gradients by which it was stepped. Without state: the parameters after the
-    step."""
+    """Message that a part was stepped in an iteration, with the gradients of the step. For a part without optimizer
+    state: with the parameters after it."""
 
     part: PartRange
     iteration: _Number
@@ -106,8 +106,8 @@ for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(
 
 def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
                    | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a message, piece by piece. Tensors may be on any device. Pieces may be the tensors' own
-    memory, which must not change until they have been sent."""
+    """Yield the bytes of a message, piece by piece; `tags` authenticates its header. Tensors may be on any device.
+    Pieces may be the tensors' own memory, which must not change until they have been sent."""
     batches = _group_tensors(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
     yield _HEADER_LENGTH.pack(len(header)) + header + tags.compute_next(hashlib.sha256(header).digest())
@@ -118,8 +118,8 @@ def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Te
 
 
 def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, dict[str, Tensor]]:
-    """Read the next message. Tensors are read into host memory. Raises MessageError, and OSError when the peer is
-    gone."""
+    """Read the next message, and return it with its tensors, by name, in host memory. Raises MessageError, and OSError
+    when the peer is gone."""
     (length,) = _HEADER_LENGTH.unpack(_read_exactly(stream, _HEADER_LENGTH.size))
     header = _decode_header(_read_tagged(stream, _check_length(length, MAX_HEADER_BYTES, "a header"), tags))
     tensors: dict[str, Tensor] = {}

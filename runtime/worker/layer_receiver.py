@@ -47,7 +47,7 @@ Address = tuple[str, int]
 
 
 class LayerSource(NamedTuple):
-    """Address of a worker, and the parts that it sends."""
+    """Address of a worker, and the parts of layers that it is to send to this worker."""
 
     address: Address
     parts: tuple[PartRange, ...]
@@ -71,7 +71,7 @@ def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
                        rank: int = 0) -> dict[Worker, LayerSource]:
     """Return, for each source of moves to `worker`, its address and the parts that these moves bring to one rank.
 
-    The argument `addresses` has those of all ranks of all sources.
+    The argument `addresses` has the addresses of all ranks of each source.
     """
     by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
     for move in moves:
@@ -86,7 +86,7 @@ class ReceiverCallbacks:
     """Callbacks from a receiver's threads, about a fetch during training. By default, they do nothing."""
 
     def on_part_loaded(self, iteration: int) -> None:
-        """Handle a part that has come, as it is before this iteration's step. An exception ends the fetch."""
+        """Handle a part that has arrived, in its state before the step of `iteration`. An exception ends the fetch."""
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
         """Handle a fetch all of whose layers have come, and that now follows the steps of its senders. Called once."""
@@ -103,7 +103,7 @@ class LayerReceiver:
     module
         Function that returns a layer of which parts will come. Its values do not matter.
     follow
-        Function that creates the follower of a part with its optimizer's state.
+        Function that returns the `ReceivedPart` of a part with optimizer state, which then makes the sender's steps.
     secret
         Secret of the run, which senders must know.
     """
@@ -114,7 +114,8 @@ class LayerReceiver:
                               events=events or ReceiverCallbacks())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """Transfers by order, and by whether they follow: a fetch may come before the worker is in that order."""
+        """Fetches by order, and by whether senders train meanwhile: a fetch may come before the worker is in that
+        order."""
 
     def start_fetch(self, fetch: FetchRequest) -> None:
         """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
@@ -145,18 +146,19 @@ class LayerReceiver:
         return states
 
     def drop_fetches(self, order: int) -> None:
-        """Drop all parts that were fetched for an order, which begins without this worker."""
+        """Drop all parts that were fetched for order number `order` or earlier ones, as it begins without this
+        worker."""
         for transfer in self._pop_until(order):
             transfer.close()
 
     def list_sockets(self) -> Sockets:
-        """Return the open sockets."""
+        """Return the open sockets of the connections to all senders."""
         with self._lock:
             transfers = list(self._transfers.values())
         return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
     def _pop_until(self, order: int) -> list["_Transfer"]:
-        """Remove and return the transfers that end when an order begins."""
+        """Remove and return the fetches that end when an order begins."""
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 
@@ -185,7 +187,10 @@ class _Transfer:
                              name=f"layers from {source}").start()
 
     def wait_for_order(self, order: int, require: Callable[[], None]) -> None:
-        """Wait until all senders have begun the order. See `LayerReceiver.take_parts`."""
+        """Wait until all senders have begun order number `order`. Raises CommunicationError if one of them is gone.
+
+        The function `require` is called meanwhile, and may raise.
+        """
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
@@ -203,7 +208,7 @@ class _Transfer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def list_sockets(self) -> Sockets:
-        """Return the open sockets."""
+        """Return the open sockets of the connections to this fetch's senders."""
         with self._changed:
             return identify_sockets(self._connections)
 

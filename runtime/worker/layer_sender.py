@@ -57,15 +57,21 @@ class LayerSender:
         return any(receiver.request.order is None for receiver in self._server.list_asking())
 
     def send_state_before_step(self, iteration: int, layers: LayerStore) -> None:
-        """Send the state before an iteration's step to receivers that wait. All iterations before it must be
-        committed."""
+        """Send the state before an iteration's step to the receivers that have requested it.
+
+        All iterations before it must be committed.
+        """
         copied = _HostCopies()
         for receiver in self._server.list_asking():
             if receiver.request.order is None and self._drop_unless_held(receiver, layers):
                 self._server.send_states(receiver, _read_parts(receiver.request, iteration, layers, copied))
 
     def queue_step(self, iteration: int, layers: LayerStore) -> None:
-        """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
+        """Queue the gradients of an iteration's step, or the new parameters, for all receivers that follow this
+        worker's steps.
+
+        Receivers of parts without optimizer state get the parameters.
+        """
         copied = _HostCopies()
         for receiver in self._server.list_following():
             if self._drop_unless_held(receiver, layers):
@@ -74,7 +80,7 @@ class LayerSender:
                         layers.get_part_gradients if part.state else layers.get_part_state, after=iteration), part))
 
     def queue_order_begins(self, order: int, committed: int) -> None:
-        """Queue a message for all receivers that follow: an order begins, and this worker is at the iteration
+        """Queue a message for all receivers that follow this worker's steps: order `order` begins after iteration
         `committed`."""
         for receiver in self._server.list_following():
             self._server.queue_message(receiver, OrderBegins(order, committed))
@@ -98,14 +104,16 @@ class LayerSender:
             time.sleep(POLL_SECONDS)
 
     def wait_for_room(self, require: Callable[[], None]) -> None:
-        """Wait while too much data is queued for a receiver that follows. `require` is called meanwhile, and may
-        raise."""
+        """Wait while too much data is queued for a receiver that follows this worker's steps.
+
+        The function `require` is called meanwhile, and may raise.
+        """
         while any(receiver.full for receiver in self._server.list_following()):
             require()
             time.sleep(POLL_SECONDS)
 
     def list_sockets(self) -> Sockets:
-        """Return the open sockets."""
+        """Return the open sockets: the one that listens, and those of connections to receivers."""
         return identify_sockets([self._listener, *self._server.list_sockets()])
 
     def close(self) -> None:

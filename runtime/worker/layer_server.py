@@ -108,12 +108,12 @@ class LayerServer:
             endpoint.setblocking(False)
 
     def list_asking(self) -> list[ReceiverConnection]:
-        """Return the receivers that wait for an answer."""
+        """Return the receivers whose request has not been answered."""
         with self._lock:
             return [receiver for receiver in self._receivers if receiver.asking and not receiver.closed]
 
     def list_following(self) -> list[ReceiverConnection]:
-        """Return the receivers that have been answered and want every later step."""
+        """Return the receivers whose request has been answered, and that want the gradients of every later step."""
         if not self._receivers:
             return []
         with self._lock:
@@ -121,7 +121,7 @@ class LayerServer:
                     and not receiver.closed]
 
     def list_sockets(self) -> list[socket.socket]:
-        """Return the open sockets."""
+        """Return the open sockets: those of connections to receivers, and the pair that wakes the thread."""
         with self._lock:
             return [self._wake_up, self._woken, *(receiver.connection for receiver in self._receivers)]
 
@@ -267,7 +267,7 @@ class LayerServer:
             receiver.request, receiver.asking = request, True
 
     def _send_chunk(self, receiver: ReceiverConnection) -> None:
-        """Send one chunk on the connection."""
+        """Send at most `CHUNK_BYTES` of the queued data to a receiver."""
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
@@ -280,7 +280,7 @@ class LayerServer:
             receiver.piece = memoryview(self._next_piece(receiver))
 
     def _next_piece(self, receiver: ReceiverConnection) -> bytes | memoryview:
-        """Return the next piece to send; empty if everything has been sent."""
+        """Return the next piece of bytes to send to a receiver; empty if everything queued for it has been sent."""
         while True:
             piece = next(receiver.pieces, None)
             if piece is not None:

@@ -31,7 +31,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class BuildLayer(Protocol):
-    """Function that builds a layer."""
+    """Function that builds a layer of the model, with or without initial values."""
 
     def __call__(self, layer: int, *, filled: bool) -> nn.Module:
         """Build a layer as it is before iteration 0. Unless `filled`, its state is to be loaded afterwards:
@@ -39,7 +39,10 @@ class BuildLayer(Protocol):
 
 
 RestoreLayers = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""Function that reads whole states of layers before an iteration; empty if the layers are as built."""
+"""Function that returns the whole states of given layers before an iteration, by layer and by the tensor's name.
+
+It returns an empty mapping if the layers are then as they were built.
+"""
 
 
 class LayerStore:
@@ -68,12 +71,15 @@ class LayerStore:
             self.get_module(layer)
 
     def drop_all(self) -> None:
-        """Drop all layers."""
+        """Drop all layers, with their gradients and optimizer state, and all received parts."""
         self.holding.clear()
         self._received, self._filled = [], frozenset()
 
     def restore_layers(self, layers: Collection[int], iteration: int) -> None:
-        """Read layers as they were before an iteration. Raises CheckpointError."""
+        """Read layers as they were before an iteration from a checkpoint, or build them if no iteration had run.
+
+        They are held after the next `keep_parts`. Raises CheckpointError.
+        """
         self._received = []
         states = self._restore(iteration, sorted(layers))
         for layer in set(layers) - states.keys() - self.holding.modules.keys():
@@ -109,8 +115,8 @@ class LayerStore:
     def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:
         """Hold the layers of these partitions, and of their optimizer state the parts that they assign to a worker.
 
-        All held, read and received state must be that after the iteration `after`, with no step open. Raises
-        VersionError.
+        All held, read and received state must be that after iteration `after`, and the last step must be final or
+        undone. Raises VersionError otherwise.
         """
         self.holding.hold_layers(self._get_device_modules(cuts), cuts, worker, self._received, after, self._filled)
         self._received, self._built, self._filled = [], {}, frozenset()
@@ -159,7 +165,7 @@ class LayerStore:
     def set_parameters(self, received: Sequence[PartState], after: int) -> None:
         """Set the parameters that this worker does not keep up to date to received ones.
 
-        Raises VersionError unless these are those after the iteration `after`.
+        Raises VersionError unless the received ones are the state after iteration `after`.
         """
         for part in received:
             part.require_version(after)

@@ -78,7 +78,7 @@ class MainThread:
         self._doubted = False
         """True if the last order for training has ended because copies of its members' state differ."""
         self._assigned: AssignedShare | None = None
-        """Last `AssignedShare` that was received."""
+        """This worker's share of the next order's schedule, as received last; None if none has come."""
         self._contents: dict[str, bytes] = {}
         """Contents of schedules that were received, by digest, in order of arrival."""
         self._losses: dict[int, float] = {}
@@ -264,7 +264,8 @@ class MainThread:
             self._losses.pop(iteration - MAX_STORED_LOSSES, None)
 
     def _build_status(self) -> WorkerStatus:
-        """Return the present activity. There is no generation before the first order, and after the last."""
+        """Return this worker's present activity, as a message. Without a generation, it waits for an order or writes
+        parameters."""
         if self._generation is not None:
             return self._generation.build_status()
         if self._threads.is_finishing:

@@ -46,7 +46,8 @@ class OrderThreads:
 
     def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
                        previous: GenerationRunner | None) -> None:
-        """Start a thread that takes part in an order for training."""
+        """Start a thread that ends the generation before and runs `generation`, this worker's part in an order for
+        training."""
         self._begin_order()
 
         def work() -> None:
@@ -82,9 +83,11 @@ class OrderThreads:
         self.start_thread(context.device, "leaving the order", work)
 
     def start_finishing(self, context: WorkerContext, order: Finish, previous: GenerationRunner | None) -> None:
-        """Start a thread that writes some layers, and reports the digests of all, which must agree between peers.
+        """Start a thread that writes the layers that `order` assigns to this worker, and reports digests of all held
+        parameters.
 
-        If another worker that has parts of these layers is lost, there will be another order.
+        Digests must agree between peers. If another worker that has parts of these layers is lost, there will be
+        another order.
         """
         over = self._begin_order()
 
@@ -114,7 +117,8 @@ class OrderThreads:
         return self._next
 
     def start_thread(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Run `work` in a thread of this name."""
+        """Start a thread of this name that runs `work` with `device` as its GPU, and return it. Errors are passed to
+        `failed`."""
         def run() -> None:
             try:
                 if device.type == "cuda":

@@ -12,11 +12,12 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import ReplayStep, replay_steps
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""Kinds of op whose costs are stored: an array of costs has a column for each of them at each slice."""
+"""Kinds of op by whose costs an op's ticks are scaled; a sample has a cost for each of them at each slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
-    """Return the steps of a schedule as arrays, divided into blocks that are replayed one after the other.
+    """Return the steps of a schedule (ops, and whole all-reduces) as arrays, in blocks to be replayed one after the
+    other.
 
     The compute ops of each group of pipelines that share micro-batches are a block. The last block, the tail, has the
     reductions and optimizer steps. If compute ops follow reductions, all steps are in one block. Raises ValueError if
@@ -69,14 +70,15 @@ def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> boo
 
 
 def _cost_kinds(op: Op) -> tuple[OpKind, ...]:
-    """Return the kinds whose costs an op has: B has those of I and W."""
+    """Return the kinds of op whose costs scale this op: B has those of I and W, others their own."""
     return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
 
 
 def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[tuple[int, int, int, int]]:
-    """Iterate over the steps, each as (column of costs, second column, ticks, ticks of the second column).
+    """Iterate over the steps, each as (index of its cost, index of a second cost, ticks for the first, ticks for the
+    second).
 
-    Ticks are scaled by the costs in their column. Only B has two columns; a missing column is -1.
+    A sample's costs are indexed by slice and kind, 3 x slice + kind. Only B has two; a missing index is -1.
     """
     known: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}
     for step in steps:
@@ -93,7 +95,7 @@ def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[t
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return which share of the layers of each slice lies in each stage of a chain, [slices, depth].
+    """Return which share of each slice's layers lies in each stage that a micro-batch passes, [slices, stages].
 
     A slice that is a stage has a single 1.
     """

@@ -10,7 +10,8 @@ from slipstream.schedules.dealing.kernel import Arrays, improve_by_swaps, replay
 
 
 def load_kernels() -> None:
-    """Load the machine code into this process, or compile it. numba does so when a function is first called."""
+    """Load the machine code of dealing's loops into this process, or compile them. numba does so when one is first
+    called."""
     empty, one, pairs = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros((0, 2), np.int64)
     arrays = Arrays(begin=np.zeros(2, np.int64), worker=empty, name=empty, column=pairs, ticks=pairs, source_begin=one,
                     source=empty, hop=empty, other_begin=one, other=empty, block_of=one, release=one)

@@ -11,22 +11,22 @@ from slipstream.schedules.dealing.kernel import Ints, improve_by_swaps, replay_i
 from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
-"""Number of cost units in the mean: costs are rounded to millionths. From there on all numbers are integers, so that
-all machines get the same result."""
+"""Number of integer units in a cost of 1, the mean: costs are rounded to millionths. From there on all numbers are
+integers, so that all machines get the same result."""
 MAX_COST = 1000
 """Highest cost of a sample, as a multiple of the mean."""
 STEPS_PER_SECOND = 64_000_000
-"""Approximate number of replayed steps per second of a core.
+"""Approximate number of ops that a core replays per second when it tries other samples for micro-batches.
 
 Dealing an iteration may take one second at most, and at most half of the planned time of the iteration, because the
 next iteration is dealt while it runs. Larger schedules try fewer swaps.
 """
 
 Costs = npt.NDArray[np.float64]
-"""Time of F, I and W of each sample, as multiples of the mean: [samples, 3], or [samples, stages, 3] if stages differ.
+"""Times of F, I and W of each sample, as multiples of the mean: [samples, 3], or [samples, stages, 3] if stages differ.
 
-Samples are numbered like the micro-batches that they would be in without dealing. With several chains, the stages are
-those of one chain.
+Samples are numbered like the micro-batches that they would be in without dealing. In a bidirectional pipeline, the
+stages are those of one direction.
 """
 
 
@@ -35,7 +35,7 @@ class CostError(ValueError):
 
 
 class Dealt(NamedTuple):
-    """Samples of an iteration after dealing, and the effect on its length."""
+    """Assignment of an iteration's samples to micro-batches, with the iteration's length before and after."""
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].
@@ -48,7 +48,7 @@ class Dealt(NamedTuple):
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
-    """Return costs by stage, [samples, stages, 3]. Raises CostError unless `costs` are valid for these samples."""
+    """Return the costs of samples by stage, [samples, stages, 3]. Raises CostError unless `costs` are valid."""
     try:
         array = np.asarray(costs, np.float64)
     except (TypeError, ValueError):
@@ -65,7 +65,7 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
 
 
 class Dealer:
-    """Assignment of the samples of iterations to the micro-batches of one schedule.
+    """Assigner of each iteration's samples to the micro-batches of one schedule, so that the iteration ends early.
 
     Raises ValueError if the schedule's ops wait for each other in a circle.
     """
@@ -107,10 +107,12 @@ class Dealer:
         return Dealt(sample, before / UNIT, after / UNIT)
 
     def iteration_seconds(self, costs: Iterable[object], samples: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the seconds from one iteration to the next, of iterations in a row. The first starts as planned.
+        """Return the seconds that each of several iterations in a row takes, from the end of the one before to its own
+        end.
 
         The argument `costs` has the costs of each iteration, and `samples` the sample of each micro-batch, [iterations,
-        micro-batches]. Workers do not wait for each other between iterations. Raises CostError.
+        micro-batches]. The first iteration starts as planned. Workers do not wait for each other between iterations.
+        Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -120,7 +122,8 @@ class Dealer:
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
     def costs_by_slice(self, costs: object) -> Costs:
-        """Return costs by slice, [samples, slices, 3]: the mean over the stages in which the slice has layers.
+        """Return the costs of samples by slice, [samples, slices, 3]: the mean over the stages in which the slice has
+        layers.
 
         Stages are weighted by their number of these layers. Raises CostError.
         """
@@ -128,8 +131,10 @@ class Dealer:
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return costs in integer multiples of 1 / `UNIT`, [samples, columns]. A column is one kind of op at one
-        slice."""
+        """Return the costs of samples as integers, in units of 1 / `UNIT`, [samples, columns].
+
+        A column is one kind of op at one slice.
+        """
         whole: Ints = np.rint(self.costs_by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples,
                                                                                           3 * len(self._shares))
         return whole
@@ -143,16 +148,17 @@ class Dealer:
         return int(before)
 
     def _work_by_column(self) -> Ints:
-        """Return the ticks that all steps together take by each column of costs, [columns]."""
+        """Return the ticks of all ops of an iteration that each cost scales, by column (one kind of op at one
+        slice)."""
         arrays = self._arrays
         computing = arrays.column >= 0
         return np.bincount(arrays.column[computing], arrays.ticks[computing],
                            minlength=3 * len(self._shares)).astype(np.int64)
 
     def _deal_evenly(self, costs: Ints) -> Ints:
-        """Deal samples by cost, highest first, each to the pipeline with the least work that has micro-batches left.
+        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about equal work.
 
-        Returns the sample of each micro-batch, [micro-batches].
+        Samples are dealt by cost, highest first, each to the pipeline with the least work that has micro-batches left.
         """
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
@@ -165,9 +171,10 @@ class Dealer:
 
 
 def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
-    """Return pairs of different micro-batches, [swaps, 2], from the generator's raw numbers.
+    """Return random pairs of different micro-batches, [swaps, 2].
 
-    The stream of these numbers never changes.
+    A seed gives the same pairs on any machine and with any version of numpy, since they use the generator's raw
+    numbers.
     """
     if samples < 2:
         return np.empty((0, 2), np.int64)

@@ -11,13 +11,14 @@ import numpy.typing as npt
 from slipstream.schedules.dealing.deal import Costs
 
 Coefficients = tuple[float, float, float]
-"""Seconds per sample, per token, and per pair of tokens of a document (its length squared)."""
+"""Seconds of an op per sample, per token of it, and per square of the length of a document of it."""
 
 Rows = npt.NDArray[np.float64]
 
 
 class CoefficientFit(NamedTuple):
-    """Fitted coefficients, none of which is negative."""
+    """Coefficients of an op's seconds that were fitted to measurements, none of them negative, and the error of the
+    fit."""
 
     coefficients: Coefficients
     error: float
@@ -25,8 +26,9 @@ class CoefficientFit(NamedTuple):
 
 
 def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CoefficientFit:
-    """Return the non-negative coefficients with the least sum of squared relative errors.
+    """Return non-negative coefficients of an op's seconds with the least sum of squared relative errors.
 
+    The arguments have the tokens, the sum of squares of documents' lengths, and the seconds of each measured sample.
     With three coefficients, the best of all subsets whose least-squares solution has no negative one is the exact
     solution of non-negative least squares (Lawson and Hanson, Solving Least Squares Problems, 1974).
     """
@@ -37,7 +39,8 @@ def fit_coefficients(tokens: Sequence[float], squares: Sequence[float], seconds:
 
 
 def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
-    """Return the non-negative coefficients of least squares, and the sum of the squared residuals."""
+    """Return the non-negative coefficients of least squares for `targets` from `rows`, and the sum of squared
+    residuals."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(3), float((targets**2).sum())
@@ -53,7 +56,10 @@ def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
 
 
 def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
-    """Return 1, tokens and sum of squares of each sample, [samples, 3], from documents' lengths. All are integers."""
+    """Return 1, the tokens and the sum of squares of documents' lengths of each sample, [samples, 3]; all are integers.
+
+    A sample is given as the lengths of its documents.
+    """
     sizes: Rows = np.array([(1, sum(docs), sum(length * length for length in docs)) for docs in samples], np.float64)
     return sizes
 

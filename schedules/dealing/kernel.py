@@ -18,34 +18,37 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Arrays(NamedTuple):
-    """Steps of a schedule (`schedules.timing.ReplayStep`) as arrays, in blocks that do not wait for each other.
+    """Steps of an iteration (`schedules.timing.ReplayStep`: an op, or a whole all-reduce) as arrays, in blocks.
 
-    The last block is the tail: the reductions and optimizer steps that no other op follows.
+    Blocks do not wait for each other, except for the last, the tail: reductions and optimizer steps that no other op
+    follows.
     """
 
     begin: Ints
-    """Number of the first step of each block, [blocks + 1]."""
+    """Index of the first step of each block, and the number of steps, [blocks + 1]."""
     worker: Ints
     """Number of the first worker of each step, [steps]."""
     name: Ints
     """Number of the micro-batch of each step, [steps]; -1 if it has none."""
     column: Ints
-    """Columns of costs that scale the ticks of each step, [steps, 2]. B has two; others have -1 in the second place."""
+    """Indices of the one or two costs of a sample that scale the step's ticks, [steps, 2]; -1 if there is no such
+    cost."""
     ticks: Ints
-    """Ticks of each step by column, [steps, 2]. If the step has no micro-batch, the first is its duration."""
+    """Ticks of the step by the cost that scales them, [steps, 2]; for a step without micro-batch, its duration."""
     source_begin: Ints
-    """First index into `source` and `hop` of each step, [steps + 1]."""
+    """Index in `source` and `hop` of the first entry of each step, [steps + 1]."""
     source: Ints
     hop: Ints
-    """Ticks between the end of the source and the arrival of its tensor."""
+    """Ticks from the end of the step in `source` until its tensor arrives."""
     other_begin: Ints
-    """First index into `other` of each step, [steps + 1]."""
+    """Index in `other` of the first entry of each step, [steps + 1]."""
     other: Ints
-    """Workers of each step besides its first one. If reductions overlap with compute, links count as workers."""
+    """Numbers of the workers that each step occupies besides its first. If reductions overlap compute, links count as
+    workers."""
     block_of: Ints
-    """Block of each micro-batch, [micro-batches]."""
+    """Number of the block that the micro-batch is in, [micro-batches]."""
     release: Ints
-    """Planned start of each worker, [workers], in ticks."""
+    """Tick at which the worker starts its first op as planned, [workers]."""
 
 
 def _jit(function: Function) -> Function:
@@ -61,8 +64,8 @@ def _jit(function: Function) -> Function:
 def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: int, free: Ints, ends: Ints) -> None:
     """Replay the steps of one block, and update `free`, when each worker is free, and `ends`, when each step ends.
 
-    Both are in multiples of 1 / `unit` ticks. `costs`, [samples, columns], are in multiples of 1 / `unit`; `sample` is
-    the sample of each micro-batch.
+    Both are in multiples of 1 / `unit` ticks. The integers in `costs`, [samples, columns], are `unit` times the costs;
+    `sample` is the sample of each micro-batch.
     """
     for step in range(arrays.begin[block], arrays.begin[block + 1]):
         worker = arrays.worker[step]

@@ -39,7 +39,7 @@ from slipstream.schedules.schedule import (
 
 VERSION = 2
 OLDER_VERSIONS = (1,)
-"""Older versions that can be read. Version 1 has neither slices nor held layers."""
+"""Older versions of a table's files that can be read. Version 1 has neither slices nor held layers."""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
 JOB = "job.toml"
@@ -47,7 +47,7 @@ PROGRAMS = "programs.json.gz"
 ENTRIES = "entries"
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_PROGRAMS_BYTES = 512 * 2**20
-"""Maximum size of the decompressed programs."""
+"""Largest size of a table's programs in bytes when decompressed."""
 
 
 class TableError(DocumentError):
@@ -55,7 +55,8 @@ class TableError(DocumentError):
 
 
 class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Values that all entries of a table share: the job, with times in ticks, and the options of planning."""
+    """Values that all entries of a table of schedules share: the job, with times in ticks, and the options of
+    planning."""
 
     job: str
     tick_seconds: TickSeconds
@@ -66,21 +67,21 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     optimizer: OptimizerMode
     method: str
     time_limit: float
-    """Planning time per entry, in seconds."""
+    """Seconds of planning for each entry of the table."""
     seed: int
     steps: int | None = None
-    """Counted search steps per entry. If set, they replace `time_limit`."""
+    """Search steps of planning for each entry of the table. If given, they replace `time_limit`."""
     params: dict[str, Any] = {}
     """Search parameters that differ from the defaults."""
 
     @property
     def default_costs(self) -> "EntryCosts":
-        """Costs of entries that have none of their own."""
+        """Times, sizes and tick length for entries of the table that have none of their own."""
         return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices of an entry, and its times and sizes if they differ from the basis.
+    """Slices, times, sizes and tick length of one entry of a table, if they differ from those of the basis.
 
     They differ if the entry has slices or finer ticks, or if a slow worker is down in it.
     """
@@ -92,7 +93,7 @@ class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Schedule of a table, in which every live worker plays its own role."""
+    """Schedule as a table of schedules stores it, for some failures; in it every live worker plays its own role."""
 
     key: str
     failed: tuple[Worker, ...]
@@ -101,22 +102,22 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     status: Status
     method: str
     seats: tuple[tuple[Natural, ...], ...]
-    """Program number of each live worker, ascending by worker, followed by the other pipelines whose micro-batches it
-    runs."""
+    """Program of each live worker, sorted by worker: its number in the table, then the other pipelines whose
+    micro-batches it runs."""
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
-    """Layers that each live worker holds; None: those of its column. Empty if this is so for all workers."""
+    """Layers that each live worker holds, sorted by worker; None: those of its column. Empty if this is so for all."""
     costs: EntryCosts | None = None
-    """Costs of this entry. None: those of the basis."""
+    """Times, sizes and tick length of this schedule. None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
-    """Scope of the lower bound (see `Schedule.bound_scope`)."""
+    """Scope of the lower bound: what the schedules that it covers may change (see `Schedule.bound_scope`)."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """Return the length of a tick of this entry, in seconds."""
+        """Return the length of a tick of this schedule, in seconds."""
         return (self.costs or basis.default_costs).tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Line of the index for one entry. Durations are in seconds."""
+    """Line of a table's index about the schedule of one entry. Durations are in seconds."""
 
     key: str
     failures: int
@@ -135,17 +136,17 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     nodes: tuple[tuple[int, ...], ...] = ()
     """Sets of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
-    """Number of copies of layers that workers load for these roles, in a settled entry."""
+    """Number of layers that workers load for this schedule, each counted once per worker, if layers have moved."""
     bytes_moved: float | None = None
-    """Size of the copied layers, if the job has the weights of layers."""
+    """Bytes of all layers that workers load, if the job has the weights of layers."""
     seconds_to_move: float | None = None
-    """Time of these copies at the bandwidth that the table was made for."""
+    """Seconds to load these layers at the bandwidth that the table was made for."""
     sha256: str | None = None
-    """Digest of the entry's file."""
+    """SHA-256 digest of the entry's file; None without a plan."""
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Index of a table."""
+    """Index of a table of schedules, as in `index.json`: what all entries share, and a row for each."""
 
     format: str = "slipstream.table"
     version: int = VERSION
@@ -156,7 +157,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     exact: bool
     """True if every failure pattern of up to `max_failures` has its own entry."""
     settled: bool = False
-    """True if each entry has a second one, for which layers may have moved."""
+    """True if entries for failures have second ones, in whose schedules layers may have moved."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]
@@ -171,7 +172,7 @@ class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Entry as stored in a file."""
+    """Entry of a table in the form of a file, with the keys `format` and `version`."""
 
     format: str = "slipstream.entry"
     version: int = VERSION
@@ -191,12 +192,13 @@ def sha256_digest(data: bytes) -> str:
 
 
 def entry_file(key: str) -> str:
-    """Return the path of an entry relative to the table's folder. Long keys are truncated, with a digest appended."""
+    """Return the path of an entry's file, relative to the table's folder. Long keys are truncated, with a digest
+    appended."""
     return f"{ENTRIES}/{key if len(key) <= 100 else key[:60] + '-' + sha256_digest(key.encode())[:32]}.json"
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
-    """Encode a document as canonical JSON: one line, a newline at the end, `format` and `version` first.
+    """Encode a file of a table as canonical JSON: one line, a newline at the end, `format` and `version` first.
 
     Unset fields, as in entries of earlier versions, are left out.
     """
@@ -206,13 +208,13 @@ def encode_document(document: Index | Programs | EntryDocument) -> bytes:
 
 
 def with_digest(index: Index) -> Index:
-    """Return the index with `sha256` set to its digest."""
+    """Return a copy of the index with its digest in `sha256`."""
     blank = msgspec.structs.replace(index, sha256="")
     return msgspec.structs.replace(index, sha256=sha256_digest(encode_document(blank)))
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a table. Raises TableError if it cannot be read or its digest does not match."""
+    """Read the index of the table in a folder. Raises TableError if it cannot be read or its digest does not match."""
     path = folder / INDEX
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
@@ -223,7 +225,10 @@ def read_index(folder: Path) -> Index:
 
 
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
-    """Return the bytes of a file of a table. Raises TableError if it cannot be read or its digest is not `sha256`."""
+    """Return the bytes of a table's file of at most `limit` bytes.
+
+    Raises TableError if it cannot be read or its digest is not `sha256`.
+    """
     data = read_at_most(path, limit, TableError)
     if sha256_digest(data) != sha256:
         raise TableError(f"{path}: not as the index describes it: its digest does not match")
@@ -231,7 +236,7 @@ def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) 
 
 
 def decompress(data: bytes, source: str) -> bytes:
-    """Decompress gzip data of at most `MAX_PROGRAMS_BYTES`. Raises TableError."""
+    """Decompress gzip data to at most `MAX_PROGRAMS_BYTES`. Raises TableError, which names `source`."""
     try:
         inflate = zlib.decompressobj(wbits=31)
         text = inflate.decompress(data, MAX_PROGRAMS_BYTES + 1)
@@ -254,9 +259,10 @@ def compress(data: bytes) -> bytes:
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
-    """Encode a schedule as an entry. `numbers` maps each known program's text to its number; new ones are added.
+    """Encode a schedule as a table's entry with this key.
 
-    Raises TableError if the schedule is too large to be read again.
+    The mapping `numbers` has the number in the table of each known program, by its text; new ones are added. Raises
+    TableError if the schedule is too large to be read again.
     """
     try:
         require_op_limit(schedule)
@@ -277,9 +283,10 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return the text of a program, and the other pipelines whose micro-batches it runs, by their first op.
+    """Return the JSON text of a program, and the other pipelines whose micro-batches it runs, in the order of their
+    first ops.
 
-    The text has positions in this list in place of their numbers.
+    In the text these pipelines are named by their positions in that list.
     """
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(with_pipeline_numbers(program, {pipeline: index for index,
@@ -287,7 +294,8 @@ def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
 
 
 def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """Decode the schedule of an entry. `programs` are those of the table. Raises TableError if it is malformed."""
+    """Decode the schedule of a table's entry. `programs` are those of the table. Raises TableError if it is
+    malformed."""
     try:
         schedule = _schedule_of(entry, basis, programs)
         validate(schedule)
@@ -300,7 +308,7 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 
 
 def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
-    """Build the schedule of an entry. Raises ValueError or LookupError if the entry is malformed."""
+    """Build the schedule of a table's entry. Raises ValueError or LookupError if the entry is malformed."""
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}

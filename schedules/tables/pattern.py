@@ -15,13 +15,18 @@ from slipstream.schedules.schedule import Grid, Memory, Times, Worker
 Columns = tuple[int, ...]
 """Columns that one pipeline has lost, ascending."""
 BrokenPipeline = tuple[int, Columns]
-"""Pipeline with failures: (class, columns)."""
+"""Pipeline with failures, as (class of interchangeable pipelines, columns that it has lost)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""Pipelines with failures, sorted."""
+"""Failures up to the order of interchangeable pipelines: (class, lost columns) of each pipeline with failures,
+sorted."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
-    """Return the class of each pipeline. Classes are numbered in the order of their first pipelines."""
+    """Return the class of each pipeline: pipelines of one class are interchangeable.
+
+    They have equal numbers of micro-batches, speeds and memory. Classes are numbered in the order of their first
+    pipelines.
+    """
     deviations: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for worker, per_mille in times.per_mille_of.items():
         deviations[worker.pipeline].append(("slow", worker.column, per_mille))
@@ -33,7 +38,7 @@ def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[i
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """Return the columns that each pipeline with failures has lost."""
+    """Return the columns whose workers have failed, ascending, of each pipeline with failures, by its number."""
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)
@@ -41,12 +46,15 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """Return the pattern of a failure set. `classes` are as `pipeline_classes` returns them."""
+    """Return the pattern of these failures: what remains if interchangeable pipelines are not told apart.
+
+    The argument `classes` has the class of each pipeline (`pipeline_classes`).
+    """
     return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
 
 
 def count_key(failures: int, slow: Worker | None = None) -> str:
-    """Return the key of the entry for a number of failures, in which the planner has chosen the roles that are vacant.
+    """Return the key of a table's entry for a number of failures, in which the planner chose the vacant roles.
 
     With `slow`, it is the entry for the case that this slow worker has failed: no role is planned at its speed.
     """
@@ -54,19 +62,19 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the key of an exact pattern. Classes are named only if there are several."""
+    """Return the key of a table's entry for a pattern of failures. Classes are named only if there are several."""
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
                                  for kind, columns in pattern)
 
 
 def settled_key(key: str) -> str:
-    """Return the key of the settled entry, for which layers may have moved, that belongs to the entry with this key."""
+    """Return the key of the entry, with layers moved, that belongs to the table's entry with this key."""
     return f"settled-{key}"
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """Return a failure set of a pattern: it breaks the first pipelines of each class, in the order of the pattern."""
+    """Return failed workers with this pattern: in the first pipelines of each class, in the order of the pattern."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -77,16 +85,19 @@ def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[W
 
 
 def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Iterate over all patterns of exactly `failures` failures, each once. Some leave a column without live workers."""
+    """Iterate over all patterns of exactly `failures` failures in this many columns, each once.
+
+    Some leave a column without live workers. `classes` has the class of each pipeline.
+    """
     lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
     yield from _patterns_of_kinds(failures, sorted(kinds), Counter(classes))
 
 
 def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns of this number of failures, made of the given kinds of broken pipelines, ascending.
+    """Iterate over patterns of this number of failures in which each pipeline with failures is one of `kinds`.
 
-    At most `room[c]` pipelines of class c are broken.
+    The kinds are ascending, and at most `room[c]` pipelines of class c have failures.
     """
     if failures == 0:
         yield ()

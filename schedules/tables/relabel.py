@@ -27,7 +27,7 @@ from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pi
 
 
 def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """Return the number of model layers that a worker must load before it can play a role.
+    """Return how many layers a worker that holds the layers of its own column must load before it can play a role.
 
     A stage counts as one layer if the job does not say how many it has.
     """
@@ -36,7 +36,8 @@ def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
 
 
 def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """Return the layers that a worker must load for its seat: those that are not in its own column's stages."""
+    """Return the layers that a seat's worker must load: those that it holds in the schedule but not in its own
+    column."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
     return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(schedule.held_layers_of_column(seat.worker.column))
@@ -51,14 +52,14 @@ def _layers_of_column(grid: Grid, column: int) -> set[int]:
 
 
 Nodes = Sequence[Sequence[Worker]]
-"""Workers of each machine."""
+"""Workers of each machine, by the machine's number."""
 
 
 def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
     """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker.
 
-    Each swap is the one that reduces the number of such pairs most, until no swap reduces it. One of the two workers
-    must already play a role of another column; if no worker does, nothing changes.
+    Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. One of
+    the two workers must already play a role of another column; if no worker does, nothing changes.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _MachineSpread(schedule, list(seats), node)
@@ -73,7 +74,8 @@ def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -
 
 
 class _MachineSpread:
-    """Seats with their machines, and the number of holders of the same layers on each machine."""
+    """Assignment of seats (roles) to workers, with each worker's machine and the number of holders of the same layers
+    there."""
 
     def __init__(self, schedule: Schedule, seats: list[Seat], node: Mapping[Worker, int]) -> None:
         self._schedule, self.seats, self._node = schedule, seats, node
@@ -86,7 +88,7 @@ class _MachineSpread:
         return [place for place, seat in enumerate(self.seats) if seat.worker.column != seat.role.column]
 
     def swap_gain(self, one: int, other: int) -> int:
-        """Return by how many the pairs of holders of equal layers on one machine decrease if two seats swap roles.
+        """Return how many fewer pairs of holders of equal layers share a machine if two seats swap roles.
 
         The seats are given by index. The result is 0 if they cannot swap.
         """
@@ -99,7 +101,7 @@ class _MachineSpread:
         return (count[mine, here] - 1 - count[mine, there]) + (count[theirs, there] - 1 - count[theirs, here])
 
     def swap_roles(self, one: int, other: int) -> None:
-        """Swap the roles of two seats, given by index."""
+        """Let the workers of two seats, given by index, swap their roles, programs and held layers."""
         a, b = self.seats[one], self.seats[other]
         for seat, worker in ((a, b.worker), (b, a.worker)):
             self._count[_held_layers_key(seat), self._machine_of(seat.worker)] -= 1
@@ -120,7 +122,7 @@ class _MachineSpread:
         return after <= before
 
     def _machine_of(self, worker: Worker) -> Hashable:
-        """Return the machine of a worker. A worker without a machine counts as its own."""
+        """Return the number of a worker's machine, or the worker itself if none is known."""
         return self._node.get(worker, worker)
 
 
@@ -137,9 +139,10 @@ B = TypeVar("B", bound=Hashable)
 IdleKind = tuple[int, int, Worker | None]
 """Kind of worker whose own role is vacant: (column, per mille of usual time, the worker if it has its own capacity)."""
 WantedRole = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
-"""Kind of role to be taken over, as planned: (column, per mille of the usual time, layers held, room)."""
+"""Kind of role without a worker, as planned: (column, per mille of the usual time, layers held if listed, memory for
+activations)."""
 ANY_PIPELINE = -1
-"""Pipeline number that represents any pipeline."""
+"""Number of a pipeline in a worker's name if it may be any pipeline."""
 
 
 def preload_solver() -> None:
@@ -182,7 +185,10 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return new pipeline numbers, within classes, with as many vacant roles as possible at failed workers."""
+    """Return a new number for each pipeline such that as many vacant roles as possible are those of failed workers.
+
+    Only interchangeable pipelines swap numbers.
+    """
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
@@ -195,10 +201,11 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 
 def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
                      ) -> dict[int, int]:
-    """Return new numbers for the pipelines of a class, so that vacant columns meet lost ones as often as possible.
+    """Return new numbers for interchangeable pipelines such that their vacant columns are lost ones as often as
+    possible.
 
-    Pipelines whose vacant columns equal the lost ones are matched first, which is never worse, then those with the most
-    in common.
+    The mappings `vacant` and `lost` have the columns by old and by new number. Pipelines whose vacant columns equal the
+    lost ones are matched first, which is never worse, then those with the most in common.
     """
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
@@ -229,10 +236,10 @@ def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lo
 
 def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
         dict[Worker, Worker] | None:
-    """Return new players for the roles that are not vacant but whose own worker is down, with fewest layers to load.
+    """Return live workers for the roles whose own worker has failed, by role, such that the fewest layers are loaded.
 
-    Players are live workers whose own role is vacant. Each is at least as fast as the role was planned for, and has at
-    least as much room. Returns None if there is no such assignment.
+    These workers' own roles are vacant. Each is at least as fast as the role was planned for, and has at least as much
+    memory. None if there is no such assignment. `numbers` has the new numbers of pipelines.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
     own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}
@@ -295,8 +302,10 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
                   players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return the schedule with new pipeline numbers and players, and its programs numbered in the order of first
-    use."""
+    """Return a copy of the schedule with new pipeline numbers, and with `players`, the worker that plays each role.
+
+    Its programs are numbered in the order of first use.
+    """
     seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
                                                key=lambda seat: seat.worker), nodes)
     players = {seat.role: seat.worker for seat in seats}
@@ -309,14 +318,14 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
 
 def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
                       players: Mapping[Worker, Worker]) -> Iterable[Seat]:
-    """Iterate over the seats with new pipeline numbers and players."""
+    """Iterate over the seats with new pipeline numbers, and with `players`, the worker that plays each role."""
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
 
 
 def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """Return the lower bound that is proven with these players.
+    """Return the lower bound in ticks that is proven if `players` has the worker that plays each role.
 
     If some players are faster than planned, the bound is divided by the largest factor: a schedule of the faster job,
     with all times multiplied by that factor, is a schedule of the planned job.

@@ -42,11 +42,11 @@ from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_
 from slipstream.schedules.tables.relabel import Nodes, missing_layers, preload_solver, relabel_schedule
 
 LIBRARY = Path(__file__).parents[1] / "library"
-"""Folder with the tables that come with Slipstream, one folder per table."""
+"""Folder of the tables of schedules that come with Slipstream, one folder for each."""
 
 
 class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule for a set of failed workers, and the key of the entry that it was made from."""
+    """Schedule found in a table for a set of failed workers, and the key of the entry that it was made from."""
 
     key: str
     schedule: Schedule
@@ -58,12 +58,15 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_to_load(self) -> int:
-        """Total number of model layers to load. A stage counts as one layer if the job does not say how many it has."""
+        """Number of layers that workers must load for this schedule, in all.
+
+        A stage counts as one layer if the job does not say how many it has.
+        """
         return sum(len(missing_layers(self.schedule, seat)) for seat in self.schedule.seats)
 
 
 class Table:
-    """Table in memory, with its digests verified."""
+    """Table of schedules in memory, with its digests verified."""
 
     def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]) -> None:
         self.folder = folder
@@ -75,7 +78,10 @@ class Table:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
-        """Read a table. Raises TableError with a message of one line if a file is missing, malformed or changed."""
+        """Read the table of schedules in a folder.
+
+        Raises TableError with a message of one line if a file is missing, malformed or changed.
+        """
         preload_solver()
         folder = Path(folder)
         index = read_index(folder)
@@ -92,7 +98,7 @@ class Table:
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the index: one row per entry, with the entries for numbers of failures first."""
+        """Return the lines of the table's index, one per entry; those for numbers of failures come first."""
         return self.index.entries
 
     def job_text(self) -> bytes:
@@ -101,21 +107,24 @@ class Table:
 
     @property
     def program_texts(self) -> tuple[msgspec.Raw, ...]:
-        """Programs of the table, as JSON text."""
+        """Programs of all entries of the table, as JSON text, by number."""
         return self._programs
 
     def stored_entry(self, key: str) -> TableEntry:
-        """Return an entry as it is stored. Raises KeyError if the key is unknown or has no plan."""
+        """Return the table's entry with this key, not decoded. Raises KeyError if the key is unknown or has no plan."""
         return self._entries[key]
 
     def checked_schedule(self, key: str) -> Schedule:
-        """Return the stored schedule of an entry, checked. Raises TableError, or KeyError for an unknown key."""
+        """Return the schedule that the table stores under this key, after the checker has passed it.
+
+        Raises TableError, or KeyError for an unknown key.
+        """
         if key not in self._checked:
             self._checked[key] = self._decode_checked(key)
         return self._checked[key]
 
     def verify(self) -> None:
-        """Check all schedules now, so that no later lookup has to. Raises TableError."""
+        """Check the schedules of all entries now, so that no later lookup has to. Raises TableError."""
         for key in self._entries:
             self.checked_schedule(key)
 
@@ -159,16 +168,19 @@ class Table:
         return None
 
     def _period_seconds(self, key: str) -> float:
-        """Return the period of an entry, in seconds."""
+        """Return the period of the entry with this key, in seconds."""
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def unchecked_schedule(self, key: str) -> Schedule:
-        """Return the stored schedule of an entry, unchecked. Raises TableError, or KeyError for an unknown key."""
+        """Return the schedule that the table stores under this key, without checking its rules.
+
+        Raises TableError, or KeyError for an unknown key.
+        """
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:
-        """Return the stored schedule of an entry. Raises TableError if it breaks a rule."""
+        """Decode and check the schedule that the table stores under this key. Raises TableError if it breaks a rule."""
         schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
@@ -177,17 +189,18 @@ class Table:
 
 
 def library_names() -> tuple[str, ...]:
-    """Return the names of the tables that come with Slipstream."""
+    """Return the names of the tables of schedules that come with Slipstream."""
     return tuple(sorted(path.parent.name for path in LIBRARY.glob(f"*/{INDEX}")))
 
 
 def library(name: str) -> Path | None:
-    """Return the folder of a table that comes with Slipstream; None for an unknown name."""
+    """Return the folder of the table of schedules with this name that comes with Slipstream; None for an unknown
+    name."""
     return LIBRARY / name if name in library_names() else None
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:
-    """Raise TableError unless the values that all entries share are valid."""
+    """Raise TableError, which names `path`, unless the values that all entries of a table share are valid."""
     empty = Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
                      memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=(), seats=(),
                      programs=(), period_ticks=0, lower_bound_ticks=0, status="optimal", method=basis.method)
@@ -198,7 +211,7 @@ def _validate_basis(basis: Basis, path: Path) -> None:
 
 
 def _read_entry(folder: Path, row: Row) -> EntryDocument:
-    """Read the entry that a row of the index describes. Raises TableError."""
+    """Read the file of the entry that this row of a table's index describes. Raises TableError."""
     path = folder / entry_file(row.key)
     if path.parent != folder / ENTRIES:
         raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")

@@ -29,7 +29,7 @@ class Bamboo(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
-        """Machine of each pipeline and stage. None: its predecessor covers the stage."""
+        """Pipelines, each with the machine of each stage; None where the predecessor covers the stage."""
         self._pipeline_of: dict[int, list[int | None]] = {}
         """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
@@ -46,11 +46,11 @@ class Bamboo(Policy):
         return whole * machines / self.scenario.workers
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second in proportion to the live workers."""
+        """Return the samples per second with this many failures, in proportion to the live workers."""
         return self._rate_for_machines(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form pipelines of the live machines, and return the phases from the beginning."""
+        """Form pipelines of the live machines, and return the phases from the beginning of the trace."""
         self._spares = sorted(live)
         self._form_pipelines()
         return self.resume_training(self._current_rate())
@@ -81,7 +81,8 @@ class Bamboo(Policy):
                                     lost_samples=lost_samples)
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
-        """Remove dead machines. Return whether any was in a pipeline, and whether a stage cannot be covered."""
+        """Remove the machines in `gone`; return whether any was in a pipeline, and whether some stage cannot be
+        covered."""
         died = gone & self._pipeline_of.keys()
         touched = [(self._pipeline_of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
@@ -106,7 +107,7 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form pipelines of all live machines, with as few covered stages as possible, and never two neighbours."""
+        """Form pipelines of all live machines, with as few covered stages as possible and no two of them adjacent."""
         stages = self.scenario.stages
         live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
         most_covered = stages // 2

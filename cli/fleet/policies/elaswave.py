@@ -36,7 +36,7 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with layers divided for the remaining replicas."""
+        """Return the samples per second with layers divided for the replicas left, `down` being dead by stage."""
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:
@@ -55,9 +55,10 @@ class ElasWave(Rerouting):
         return self.throughputs.scale_by_formula(whole, seconds)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return phases from `now` on: the stalls, training with the old division of layers, then with the new one.
+        """Return the phases from `now` on: the `stalls`, training with the old division of layers, then with the new
+        one.
 
-        The new division begins when its layers have migrated.
+        Training includes redoing `lost_samples`. The new division begins when its layers have migrated.
         """
         first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
         final_rate = self._rate_for_stages(self._stages)

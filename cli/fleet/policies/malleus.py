@@ -26,7 +26,7 @@ _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes
                 "a checkpoint")
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""Number of pipelines for each list of their machines' slowdown factors, ascending."""
+"""Number of pipelines for each ascending list of slowdown factors, one factor for each machine of a pipeline."""
 
 
 class Malleus(Policy):
@@ -46,17 +46,19 @@ class Malleus(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
-        """Return the GPUs that a worker uses if `alive` of `whole` are alive: all, or else the largest power of two."""
+        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: all, else the largest power of
+        two."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with failures spread over pipelines."""
+        """Return the samples per second with this many failures, spread evenly over pipelines."""
         live, count = self.scenario.workers - failures, self.scenario.pipelines
         sizes = [live // count + (index < live % count) for index in range(count)]
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Distribute the live machines evenly over the pipelines, and return the phases from the beginning."""
+        """Distribute the live machines evenly over the pipelines, and return the phases from the beginning of the
+        trace."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 
@@ -70,7 +72,7 @@ class Malleus(Policy):
                                         state_lost=state_lost)
 
     def _place_machines(self, machines: Sequence[int]) -> None:
-        """Put machines into the shortest pipelines, and move some if lengths differ by more than one."""
+        """Add machines to the shortest pipelines, and move some so that lengths differ by at most one."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for machine in machines:
             groups.add_machine(machine, min(pipelines, key=len))
@@ -88,7 +90,7 @@ class Malleus(Policy):
         return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
     def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
-        """Return the samples per second of pipelines whose machines have these factors, ascending."""
+        """Return the samples per second of pipelines with these slowdown factors of machines."""
         if not pipelines:
             return 0.0
         return self.throughputs.scale_by_formula(self._fault_free_seconds, self._iteration_seconds(pipelines))
@@ -111,5 +113,5 @@ class ResiHP(Malleus):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of remaining GPUs."""
+        """Return the number of GPUs that a worker uses if `alive` of `whole` are alive: all of them."""
         return alive

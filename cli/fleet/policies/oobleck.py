@@ -26,10 +26,11 @@ class Oobleck(Policy):
         self._pipelines = PipelineGroups()
         self._idle: list[int] = []
         self._min_nodes = -(-scenario.stages // 2)
-        """Minimum number of nodes of a pipeline."""
+        """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the better of two rates: failures spread over pipelines, or failures that remove whole pipelines."""
+        """Return the samples per second with this many failures, spread over pipelines or removing whole ones, if
+        better."""
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
@@ -38,7 +39,8 @@ class Oobleck(Policy):
                    if all(size == 0 or size >= self._min_nodes for size in sizes))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many pipelines of the job's length as possible, and return the phases from the beginning.
+        """Form as many pipelines of the job's length as possible, and return the phases from the beginning of the
+        trace.
 
         The remaining machines join these pipelines.
         """
@@ -50,7 +52,7 @@ class Oobleck(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Form new pipelines if a machine of one died, and return the phases after the change.
 
-        Machines that are added otherwise wait, idle, until then.
+        Machines that are added while none dies wait, idle, until one does.
         """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)
@@ -65,7 +67,8 @@ class Oobleck(Policy):
                                         worker_died=died, state_lost=layers_lost)
 
     def _instantiate_pipelines(self) -> None:
-        """Give pipelines new lengths: idle nodes fill or form pipelines; too short ones grow or merge."""
+        """Change the lengths of pipelines after a failure: idle nodes fill or form pipelines; too short ones grow or
+        merge."""
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
@@ -84,7 +87,8 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Give short pipelines nodes of the largest ones, or dissolve them if there are none to spare."""
+        """Give pipelines below the minimum length nodes of the longest ones, or dissolve them if there are none to
+        spare."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
             while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:
@@ -100,7 +104,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines with these numbers of nodes."""
+        """Return the samples per second of pipelines with these numbers of nodes, one for each pipeline."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.compute_once((self.name, lengths), lambda: self._compute_rate(lengths))
 
@@ -115,14 +119,14 @@ class Oobleck(Policy):
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the number of nodes of each pipeline when failures are spread over pipelines."""
+    """Return the number of nodes of each pipeline if failures are spread evenly over pipelines of `stages` nodes."""
     return [stages - failures // pipelines - (index < failures % pipelines) for index in range(pipelines)]
 
 
 def stacked_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the number of nodes of each pipeline when failures remove whole pipelines.
+    """Return the number of nodes of each remaining pipeline if failures remove whole pipelines of `stages` nodes.
 
-    The remaining nodes of the last of these join the other pipelines.
+    The remaining nodes of the last pipeline that is removed join the other pipelines.
     """
     removed, remainder = divmod(failures, stages)
     sizes = [stages] * (pipelines - removed - (remainder > 0))

@@ -15,16 +15,16 @@ class Template(NamedTuple):
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
     fill: float
-    """Seconds to fill and drain the pipeline."""
+    """Seconds to fill and drain the pipeline, in addition to `step` for each micro-batch."""
 
     def seconds_for(self, microbatches: int) -> float:
-        """Return the time of an iteration, without all-reduce and optimizer."""
+        """Return the seconds of an iteration with this many micro-batches, without all-reduce and optimizer."""
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
 @lru_cache(maxsize=1024)
 def find_template(layers: tuple[float, ...], nodes: int) -> Template:
-    """Return the best contiguous division of layers (seconds each) over nodes, by Oobleck's formula.
+    """Return the times of the best contiguous division of `layers` (seconds each) over nodes, by Oobleck's formula.
 
     With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
 
@@ -54,7 +54,7 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that counts the fewest stages for a range of layers, none longer than a number of seconds.
+    """Return a function that counts the stages that a range of layers needs if none may take longer than some seconds.
 
     Its arguments are the first layer, the end of the range, and the seconds. `prefix` has the sums of layers' seconds.
     """
@@ -84,9 +84,9 @@ def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple
 
 
 def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Return the seconds of an iteration with the best division of micro-batches over the pipelines.
+    """Return the seconds of an iteration if its micro-batches are divided over the pipelines in the best way.
 
-    `pipelines`: number of pipelines of each template.
+    The argument `pipelines` has the number of pipelines of each template.
     """
     def count_fitting(seconds: float) -> int:
         return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())

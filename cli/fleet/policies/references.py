@@ -8,7 +8,7 @@ from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """A line that depends on the number of live workers and their speed. Changes cost nothing."""
+    """Reference line whose rate depends on the number of live workers and their speed. Changes cost nothing."""
 
     is_reference = True
     balances_speeds = True
@@ -19,7 +19,7 @@ class _Reference(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of live GPUs: each one counts."""
+        """Return the number of GPUs that count of a worker with `alive` of `whole` GPUs: all live ones."""
         return alive
 
     @abstractmethod
@@ -32,23 +32,23 @@ class _Reference(Policy):
         return self._rate_for_live(self.scenario.workers)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on the live workers."""
+        """Return the samples per second on the workers that are left after this many failures."""
         return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return one phase of training on the live machines."""
+        """Return one phase: training on the live machines, without end."""
         self._live = len(live)
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Continue training without a pause."""
+        """Return one phase after the change: training without a pause on the machines that are live now."""
         self._live += len(change.added) - len(change.removed)
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]
 
 
 class FaultScaled(_Reference):
-    """The fault-free throughput of 1F1B times the share of workers alive."""
+    """Reference line: the fault-free throughput of 1F1B times the share of workers alive."""
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -60,7 +60,7 @@ class FaultScaled(_Reference):
 
 
 class WorkConserving(_Reference):
-    """An upper bound for synchronous training: all live workers are busy all the time."""
+    """Reference line: an upper bound for synchronous training, in which all live workers are busy all the time."""
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"

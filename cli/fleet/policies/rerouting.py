@@ -9,47 +9,47 @@ from slipstream.cli.fleet.policy import Cause, Phase, RatedByStage, Scenario
 
 
 class StageAssignment:
-    """Assignment of stages to machines, and the number of machines that each stage lacks."""
+    """Table of the stage that each machine runs, and of the number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Begin without machines; `lacking` has the number of workers that are down in each stage."""
+        """Begin without machines; `lacking` has the number of machines that each stage needs."""
         self.stage_of: dict[int, int] = {}
-        """Stage of each machine."""
+        """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
         self._down: DownByStage | None = None
-        """Cached value of `down_by_stage`, or None."""
+        """Cached value of `down_by_stage`; None after a change."""
         self._most_down: int | None = None
 
     @property
     def down_by_stage(self) -> DownByStage:
-        """Number of dead workers of each stage."""
+        """Number of machines that each stage lacks."""
         if self._down is None:
             self._down = tuple(self._lacking)
         return self._down
 
     @property
     def most_down(self) -> int:
-        """Number of dead workers of the stage that lacks most."""
+        """Largest number of machines that any stage lacks."""
         if self._most_down is None:
             self._most_down = max(self._lacking)
         return self._most_down
 
     def assign_stage(self, machine: int, stage: int) -> None:
-        """Assign this stage to a machine, which may have had another one."""
+        """Assign a stage to a machine, instead of the one that it had, if any."""
         self.remove_machine(machine)
         self.stage_of[machine] = stage
         self._lacking[stage] -= 1
         self._down = self._most_down = None
 
     def remove_machine(self, machine: int) -> None:
-        """Take the stage of a machine away, if it had one."""
+        """Remove a machine from the table, if it has a stage."""
         stage = self.stage_of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
             self._down = self._most_down = None
 
     def copy(self) -> "StageAssignment":
-        """Return an independent copy."""
+        """Return a copy of the table that can change independently."""
         other = StageAssignment(self._lacking)
         other.stage_of, other._down = dict(self.stage_of), self._down
         return other
@@ -77,15 +77,15 @@ class Rerouting(RatedByStage):
         self._stages = StageAssignment([scenario.pipelines] * scenario.stages)
         """Stage assigned to each live machine."""
         self._held_stages = self._stages
-        """Stage that each machine holds now, until `_loaded_at`. A machine that is about to join holds none.
+        """Stage whose parameters each machine holds, until `_loaded_at`. A machine that is about to join holds none.
 
         This is the same object as `_stages` if no machine loads a stage.
         """
         self._loaded_at = 0.0
-        """Time at which every machine holds its assigned stage."""
+        """Time in seconds of the trace from which on every machine holds its assigned stage."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Assign a stage to every live machine, and return the phases from the beginning.
+        """Assign a stage to every live machine, and return the phases from the beginning of the trace.
 
         It is the stage of its place in the grid, unless some stage would have no worker.
         """
@@ -126,7 +126,7 @@ class Rerouting(RatedByStage):
 
     @abstractmethod
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from `now` on.
+        """Return the phases from the time `now` on, with the stages assigned as they are now.
 
         They begin with `stalls` and redo `lost_samples`. By the last phase each machine has loaded its assigned stage.
         """
@@ -146,13 +146,14 @@ class Rerouting(RatedByStage):
         return stages.most_down >= self._pipelines
 
     def _assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, which must load it."""
+        """Assign a stage to a machine, which must load its parameters before it holds it."""
         if self._held_stages is self._stages:
             self._stages = self._held_stages.copy()
         self._stages.assign_stage(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
-        """Assign stages to all live machines anew. If they are too few, newcomers get the first stage."""
+        """Assign stages to the live machines again, failures spread evenly. If they are too few for that, each keeps
+        its stage, and newcomers get the first one."""
         spread = self.throughputs.loads.spread_evenly(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
@@ -199,11 +200,12 @@ class ReCycle(Rerouting):
                    "switches and lost work as for slipstream")
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of ReCycle's schedule."""
+        """Return the samples per second of ReCycle's schedule with `down` dead workers by stage."""
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return phases in which all workers wait while some load a stage."""
+        """Return the phases from the time `now` on, in which all workers wait while some load a stage. They begin with
+        `stalls` and redo `lost_samples`."""
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._is_loading:
             stalls.append(self.load)

@@ -27,11 +27,11 @@ class Restart(Policy):
         self._rate = 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on whole pipelines."""
+        """Return the samples per second on as many whole pipelines as this many failures leave machines for."""
         return self.throughputs.one_f_one_b_rate((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole pipelines as possible, and return the phases from the beginning."""
+        """Form as many whole pipelines as possible, and return the phases from the beginning of the trace."""
         self._idle_machines = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
@@ -54,7 +54,8 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return phases of training, with a restart after the next checkpoint if idle machines make a pipeline."""
+        """Return the phases from the time `now` on: training, with a restart after the next checkpoint if idle machines
+        suffice for another pipeline."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]
@@ -70,7 +71,7 @@ class Restart(Policy):
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
 
     def _grow_if_due(self, now: float) -> None:
-        """Put idle machines to use if the restart that was planned for them was before `now`."""
+        """Use idle machines for more pipelines if the restart that was planned for them is before the time `now`."""
         if self._grow_at is None or now < self._grow_at:
             return
         self._fill_pipelines()
@@ -78,12 +79,12 @@ class Restart(Policy):
         self._grow_at = None
 
     def _count_usable_machines(self) -> int:
-        """Return the number of live machines that make whole pipelines."""
+        """Return the number of live machines that whole pipelines, at most those of the job, can use."""
         stages = self.scenario.stages
         return min(self.scenario.workers, (len(self._machines_in_use) + len(self._idle_machines)) // stages * stages)
 
     def _fill_pipelines(self) -> None:
-        """Use as many machines as make whole pipelines. All others are idle."""
+        """Change the machines in use to as many as whole pipelines can use; all others are idle."""
         count = self._count_usable_machines()
         surplus = [self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines

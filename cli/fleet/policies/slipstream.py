@@ -27,7 +27,8 @@ SETTLED_ASSUMPTIONS = ("; layers move while it trains on, for as long as the bus
 
 
 SPEED_STEP = 0.25
-"""Granularity of slow workers' speeds, which are rounded up to its multiples so that few plans are needed."""
+"""Step of the slowdown factors that are planned for: factors are rounded up to multiples of it, so that few plans are
+needed."""
 
 
 class LeaveOutChoice(NamedTuple):
@@ -58,9 +59,10 @@ class Slipstream(Rerouting):
         self._left_out: frozenset[int] = frozenset()
         """Slow machines that the present schedule leaves idle, including those that still load a stage."""
         self._settled_at, self._planned_rate = 0.0, 0.0
-        """Start of the rebalanced plan, and its samples per second at the speeds it was made for; 0: no such plan."""
+        """Time in seconds of the trace at which the plan with layers moved begins, and its samples per second at the
+        speeds it was made for; 0: no such plan."""
         self._planned_slowness: dict[int, float] = {}
-        """Slowdown factors of the machines that were slow when the rebalanced plan was made."""
+        """Slowdown factors of the machines that were slow when the plan with layers moved was made."""
 
     def rate(self, down: DownByStage) -> float:
         """Return the samples per second of the planner's schedule with layers in place, or of 1F1B if that is faster.
@@ -75,23 +77,24 @@ class Slipstream(Rerouting):
         return self.steady_rate(0)
 
     def rebalanced_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule after layers have moved."""
+        """Return the samples per second of the planner's schedule with layers moved, `down` workers being dead by
+        stage."""
         failures = sum(down)
         return self.throughputs.rebalanced_answer(failures)[0] if failures < self.throughputs.workers else 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """Return the steady rate with layers in place or moved, whichever is faster."""
+        """Return the samples per second with this many failures, with layers in place or moved, whichever is faster."""
         at_once = super().steady_rate(failures)
         return max(at_once, self.throughputs.rebalanced_answer(failures)[0]) if self.moves_layers else at_once
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning, by the rebalanced plan if that is faster."""
+        """Return the phases from the beginning of the trace, with layers moved if that is faster."""
         super().start(live)
         self._settled_at, self._planned_rate, self._planned_slowness = 0.0, self._rebalanced_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return the phases of a restart, by the rebalanced plan if that is faster.
+        """Return the phases of a restart from the last checkpoint, with layers moved if that is faster.
 
         All machines load their layers from the checkpoint anyway. The parameter `rate` is not used.
         """
@@ -106,11 +109,12 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the best rate with layers moved, for the slow workers or without the slowest ones."""
+        """Return the best samples per second with layers moved: for the slow workers, or without the slowest ones."""
         return max(self._rate_of_best_choice(self._stages, self.rebalanced_rate), self._rate_for_slow_workers())
 
     def _rate_for_slow_workers(self) -> float:
-        """Return the rate of a plan for the present slow workers; 0 if there are none."""
+        """Return the samples per second of a plan, with layers moved, for the present slow workers; 0 if there are
+        none."""
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
             return 0.0
@@ -119,7 +123,7 @@ class Slipstream(Rerouting):
                                                   SlowWorkerCount(len(slow), longest))[0]
 
     def _current_rebalanced_rate(self) -> float:
-        """Return the rate of the rebalanced plan at present speeds.
+        """Return the samples per second of the last plan with layers moved, at the machines' present speeds.
 
         If an op takes f times as long, the plan takes at most f times as long.
         """
@@ -127,7 +131,7 @@ class Slipstream(Rerouting):
                                                 for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases after a change.
+        """Return the phases after machines were lost, added, or changed in speed.
 
         They begin with a switch if the change makes other slow machines idle than before.
         """
@@ -154,7 +158,7 @@ class Slipstream(Rerouting):
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
 
     def _choose_left_out(self, stages: StageAssignment, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
-        """Choose how many of the slowest machines to leave idle. All others wait for the slowest of the rest.
+        """Return which of the slowest machines to leave idle; all others wait for the slowest that is not idle.
 
         The function `rate` maps the dead or idle workers of each stage to samples per second. A schedule in which every
         op takes at most f times as long has at most f times the period.
@@ -174,9 +178,11 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from `now` on: with machines that hold their stage, then with all, then rebalanced.
+        """Return the phases from the time `now` on: with machines that hold their stage, then with all, then with
+        layers moved.
 
-        If the last rebalanced plan is still possible and faster, it is used from the beginning.
+        They begin with `stalls` and redo `lost_samples`. If the last plan with layers moved is still possible and
+        faster, it is used from the beginning.
         """
         settled = self._current_rebalanced_rate()
         first_rate = max(settled, self._rate_for_stages(self._held_stages))
@@ -193,7 +199,8 @@ class Slipstream(Rerouting):
         return self._append_rebalanced(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
 
     def _append_rebalanced(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
-        """Return these phases, which reach `rate` after `seconds`, followed by the rebalanced plan if it pays.
+        """Return the phases, which reach `rate` after `seconds` from `now`, followed by training with layers moved if
+        it pays.
 
         It pays if it makes up for the pause of the switch before the next failure, on average.
         """

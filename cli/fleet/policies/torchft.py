@@ -23,21 +23,21 @@ class TorchFT(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._groups, self._starting = PipelineGroups(), PipelineGroups()
-        """Groups that train, and groups that are being restarted."""
+        """Replica groups (lists of machines) that train, and groups that are being restarted."""
         self._ungrouped: list[int] = []
         self._restarted_at = 0.0
-        """Time at which the restarted groups join."""
+        """Time in seconds of the trace at which the restarted groups join."""
         self._join_phase = self.switch
 
     def _rate_for_groups(self, groups: int) -> float:
         return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
-        """Return the rate after the workers of dropped groups have formed whole groups."""
+        """Return the samples per second on as many whole groups as this many failures leave workers for."""
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many whole groups as possible, and return the phases from the beginning."""
+        """Form as many whole groups as possible, and return the phases from the beginning of the trace."""
         self._ungrouped = sorted(live)
         self._groups = PipelineGroups(self._form_whole_groups())
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
@@ -62,21 +62,21 @@ class TorchFT(Policy):
         return self._training_phases(now, broken, remaining)
 
     def _join_restarted_groups(self) -> None:
-        """Let the restarted groups train."""
+        """Move the restarted groups to those that train."""
         for group in self._starting.groups:
             self._groups.add_group(group)
         self._starting = PipelineGroups()
 
     def _remove_dead(self, gone: set[int]) -> None:
-        """Drop groups that lost a machine."""
+        """Remove dead machines (`gone`), and drop the groups that lost one."""
         for groups in (self._groups, self._starting):
             for group in groups.find_groups(sorted(gone)):
                 self._ungrouped += groups.remove_group(group)
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return phases of training with the groups that run now, and from `_restarted_at` on also with the restarted
-        ones."""
+        """Return the phases from `now` on: training with the groups that run, and from `_restarted_at` on also with the
+        restarted ones. Set `broken` to True if a group that trained has just lost a machine."""
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
         lost_samples = self.discard_lost_samples(remaining, worker_died=broken)
@@ -91,7 +91,7 @@ class TorchFT(Policy):
         return phases
 
     def _form_whole_groups(self) -> list[list[int]]:
-        """Form whole groups of machines that are in none, at most as many as the job lacks."""
+        """Return new whole groups of machines that are in no group, at most as many as the job lacks."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
         room = self.scenario.pipelines - len(self._groups.groups) - len(self._starting.groups)
@@ -119,5 +119,5 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase with training."""
+    """Return the index of the first phase whose cause is `RUN`; 0 if there is none."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

@@ -49,10 +49,11 @@ class PipelineGroups:
 
 @lru_cache(maxsize=65536)
 def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """Return the contiguous division of layers (seconds each) over nodes in this order whose slowest stage takes least.
+    """Return the times of the contiguous division of layers (seconds each) over nodes, in this order, that is fastest.
 
-    A node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take the sum of all c_i
-    plus n - 1 times the longest. A node may be left without layers. Raises ValueError if there are no nodes.
+    Its slowest stage takes least. A node with factor f takes f times as long. If c_i is the time of stage i, n
+    micro-batches take the sum of all c_i plus n - 1 times the longest. A node may be left without layers. Raises
+    ValueError if there are no nodes.
     """
     if not factors:
         raise ValueError("a pipeline of no nodes")
@@ -84,7 +85,8 @@ def _fill_stages_within(prefix: Sequence[float], factors: Sequence[float], secon
 
 
 def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Return whether the remaining machines hold every layer, if node k of n holds about the k-th n-th of them."""
+    """Return whether the machines that are not `gone` hold every layer, taken over all pipelines. Node k of a pipeline
+    of n nodes is assumed to hold the k-th n-th of the layers."""
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):
         return True

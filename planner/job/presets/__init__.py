@@ -20,7 +20,10 @@ ESTIMATED = {
                    vocabulary=128_256),
         ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
 }
-"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3). The layouts are examples."""
+"""Models whose job files are estimated, by preset name: shape and distribution over GPUs, which is an example.
+
+The shapes are those of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3).
+"""
 
 
 def preset_names() -> tuple[str, ...]:

@@ -29,23 +29,23 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 MAX_ITERATIONS_AHEAD = 8
-"""Number of iterations by which a reported one may exceed the last committed one. Members are one ahead, or two if
-clipping is decided later."""
+"""Number of iterations, counted from the first that is not committed, that a message may report. Members are one ahead,
+or two if clipping is decided later."""
 MAX_RANKS = 64
 """Largest number of ranks of a worker, by `[training] tensor_parallel`."""
 MAX_TEXT_CHARACTERS = 1000
-"""Largest number of characters that are kept of a text for users."""
+"""Number of characters to which a worker's text for users, such as an error message, is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBounds:
-    """Bounds of the values in messages of a run."""
+    """Bounds that the values in messages of workers must keep in one run."""
 
     setup: WorkerSetup
     injections: int
-    """Number of injected failures."""
+    """Number of failures that the run is set to inject; a worker reports one by its index below this number."""
     workers: frozenset[Worker] = frozenset()
-    """All workers of the grid."""
+    """All workers of the job's grid, live or not."""
 
     def find_violation(self, message: ToCoordinator, next_iteration: int) -> str | None:
         """Return a description of the impossible value in a message, or None if all its values are possible.
@@ -99,7 +99,7 @@ def _find_time_violation(times: Sequence[OpTime]) -> str | None:
 
 
 def make_printable(message: ToCoordinator) -> ToCoordinator:
-    """Return the message with its text for users made one line of printable characters."""
+    """Return a copy of the message whose text for users, if any, is one line of printable characters."""
     match message:
         case Note():
             return replace(message, text=_clean_text(message.text))
@@ -116,6 +116,7 @@ def _clean_text(text: str) -> str:
 
 
 def _is_ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
-    """Return whether ranges are ascending, do not touch, and lie within the given number of layers."""
+    """Return whether the ranges are in ascending order with a gap between any two, and lie within the first `layers`
+    layers."""
     edges = [edge for one in ranges for edge in one]
     return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)

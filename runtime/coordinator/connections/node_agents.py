@@ -44,7 +44,8 @@ class NodeAgents:
         self._node_of: dict[Worker, int] = {}
         """Node whose agent forwarded the last report of each worker; workers that reported directly are not in it."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """Acknowledgements to send to each agent because of the current event."""
+        """Acknowledgements collected for each node's agent until `send_answers`, each with the workers whose reports it
+        answers."""
 
     @property
     def connected_nodes(self) -> Collection[int]:
@@ -52,18 +53,19 @@ class NodeAgents:
         return self._connections.keys()
 
     def find_represented_workers(self, connection: Connection) -> Collection[Worker]:
-        """Return the workers of the node whose agent uses this connection, if it is the current one."""
+        """Return all workers of the node whose agent uses this connection; empty if it is not the current connection of
+        a node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
         return self._processes.get_node_workers(node)
 
     def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
-        """Answer a node agent that has connected; return whether it starts its workers anew.
+        """Answer a node agent that has connected; return True if the agent now starts all workers of its node.
 
-        Workers of a node that is started again join like any that return. An agent that followed another coordinator
-        keeps its live workers. The agent of a node that is still connected, or whose loss has not been noticed yet, is
-        told to ask again.
+        These workers join like any that return. An agent that followed another coordinator keeps its live workers. The
+        agent of a node that is still connected, or whose loss has not been noticed yet, is told to ask again. Set
+        `restarted` to True if the run has begun, so that the agent starts its workers within it.
         """
         node = join.node
         setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
@@ -156,7 +158,8 @@ class NodeAgents:
             self.send(node, StillRunning())
 
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
-        """Tell all agents how the run has ended, and wait until they have disconnected."""
+        """Tell all agents that the run has ended, with the `error` if there was one, and wait until they have
+        disconnected. With `anew`, the run starts again from its beginning, and the agents must join it again."""
         for node in self._connections:
             self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):

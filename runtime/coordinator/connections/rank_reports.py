@@ -41,7 +41,8 @@ class RankReports:
         self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[MessageKey, dict[int, ToCoordinator]]] = {}
-        """Messages of each worker that some of its ranks have sent, and not all."""
+        """Messages of each worker of which some ranks have not sent theirs yet, by the key of the message and by
+        rank."""
 
     def add_message(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """Add a message of a rank, and return the worker's message once all of its ranks have sent theirs; until then,
@@ -72,7 +73,7 @@ class RankReports:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some ranks are ready, and not all."""
+        """Workers of which some ranks, but not all, have reported that they are ready for an order."""
         return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
 
     def drop_worker(self, worker: Worker) -> None:
@@ -81,7 +82,8 @@ class RankReports:
 
 
 def _find_message_key(message: ToCoordinator) -> MessageKey | None:
-    """Return a key that is equal for the messages that belong together; None if a rank sends the message for itself."""
+    """Return a key that is equal for the messages of all ranks that report the same step of their worker, such as one
+    iteration; None if the rank sends the message for itself alone."""
     match message:
         case IterationReport():
             return IterationReport, message.order, message.iteration
@@ -95,7 +97,8 @@ def _find_message_key(message: ToCoordinator) -> MessageKey | None:
 
 
 def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
-    """Combine the messages of a worker's ranks, given in the order of arrival and in that of ranks."""
+    """Return one message for a worker, made of the messages of its ranks. The same messages are given twice: in the
+    order of their arrival, and in the order of their ranks."""
     first = by_rank[0]
     match first:
         case Ready():
@@ -119,10 +122,10 @@ def _combine_messages(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoor
 
 
 def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> IterationReport:
-    """Combine the ranks' reports of one iteration.
+    """Return the report of a worker on one iteration, made of the reports of its ranks.
 
-    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The window is
-    the longest of any rank.
+    Each rank has the whole loss. Sums of squares of gradients are of one shard each, so they are added. The busy window
+    is the longest of any rank.
     """
     squares = [one.squares for one in reports]
     sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
@@ -134,8 +137,8 @@ def _combine_ran(first: IterationReport, reports: Sequence[IterationReport]) -> 
 
 
 def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
-    """Combine the ranks' reports of a pause. The reason is that of the first rank to give one; the other ranks then
-    only lost their connections to it."""
+    """Return the report that a worker has paused, made of the reports of its ranks in the order of their arrival. The
+    reason is that of the first rank to give one; the other ranks then only lost their connections to it."""
     factors = [one.validated for one in reports if one.validated is not None]
     return replace(first, kept=intersect_held_state([one.kept for one in reports]),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
@@ -143,7 +146,8 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:
-    """Combine the reports of a worker's ranks to a new coordinator; return None if a rank has just been started.
+    """Return what a worker reports to a new coordinator, made of its ranks' reports; None if a rank has just been
+    started.
 
     If only some ranks have received the last order, the worker holds no state from which all can continue. All ranks
     have paused, so none has run anything of that order.

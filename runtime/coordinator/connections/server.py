@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._challenge = Challenge(server.secret, "control")
         self._received = bytearray()
-        """Received bytes of the handshake."""
+        """Bytes of the handshake received so far."""
         self._frames: FrameParser | None = None
         """Decoder of messages; None until the peer has proved that it knows the secret."""
         self._tags: TagSequence | None = None
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         self.peer: Worker | int | None = None
         """Worker, or number of the node, at the other end; None before the first message."""
         self.rank = 0
-        """Rank of the worker's process."""
+        """Rank of the process at the other end among the processes of its worker."""
         self.heard = math.inf
         """Time of `time.monotonic` at which a worker's process last sent anything; infinity: it sends no heartbeats."""
         self.over = False
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Pass on that the connection has ended, at either end."""
+        """Report that the connection has ended, whichever side ended it, to the function that handles messages."""
         self._stop_hello_timer()
         self._server.remove_connection(self)
         self._transport = None

@@ -21,14 +21,14 @@ MAX_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """Activities of all members while nothing is committed."""
+    """Status of each member while nothing is committed, as its main thread has answered."""
 
     seconds: float
     """Seconds since the last commit or order."""
     timeout_seconds: float
     statuses: Mapping[Worker, WorkerStatus]
     silent: tuple[Worker, ...]
-    """Members that have not answered."""
+    """Members that were asked for their status and have not answered."""
     planning: bool
     """True if all members wait for a schedule that is being planned."""
 
@@ -42,10 +42,11 @@ class StallReport:
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
     def find_culprits(self, held: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
-        """Return the members that have hung in one op of their own for most of the timeout and that can be spared.
+        """Return the status of each member that has been busy with one op for most of the timeout and that can be
+        spared.
 
-        Pass the layers of all members as `held`. If all holders of a layer compute for so long, the work itself is
-        long, and none of them can be spared.
+        The argument `held` maps each member to its layers. If all holders of a layer compute for so long, the work
+        itself is long, and none of them can be spared.
         """
         enough = HANG_SHARE * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
@@ -54,7 +55,7 @@ class StallReport:
 
 
 class StallWatch:
-    """Asks all members what they do, once for each timeout that passes without a commit."""
+    """Watch that asks all members for their status each time the timeout passes without a commit."""
 
     def __init__(self, timeout_seconds: float, ask: Callable[[Worker], None]) -> None:
         self._timeout = timeout_seconds
@@ -70,7 +71,7 @@ class StallWatch:
         self._asked = None
 
     def add_status(self, status: WorkerStatus) -> None:
-        """Record the answer of a member."""
+        """Record the status with which a member has answered."""
         if self._asked is not None:
             self._statuses[status.worker] = status
 

@@ -29,11 +29,11 @@ DRAIN_SECONDS = 1.0
 CHECKS_PER_TIMEOUT = 10
 """Number of checks for silent workers in each heartbeat timeout."""
 SILENT_SHARE = 0.5
-"""Share of the heartbeat timeout after which a worker is given up together with another one of its machine. A live
-worker is heard several times in it."""
+"""Share of the heartbeat timeout for which all other workers of a lost worker's machine must be silent to be given up
+with it. A live worker is heard several times in it."""
 
 EnqueueCallback = Callable[[Callable[[], None]], None]
-"""Function that queues a call as an event of its own."""
+"""Function that adds a function to the event loop's queue, to be called as an event of its own."""
 LostCallback = Callable[[Worker, str, float], None]
 """Function called with a lost worker, the reason, and since when it was silent (`time.monotonic`, or 0.0)."""
 
@@ -117,7 +117,7 @@ class WorkerConnections:
 
     @property
     def incomplete_workers(self) -> list[Worker]:
-        """Workers of which some processes are ready, and not all."""
+        """Workers of which some processes, but not all, have reported that they are ready for an order."""
         return self._reports.incomplete_workers
 
     def find_connection(self, worker: Worker, rank: int) -> Connection | None:
@@ -131,7 +131,8 @@ class WorkerConnections:
             connection.heard = time.monotonic()
 
     def give_up_silent(self) -> None:
-        """Give up workers that are silent for the heartbeat timeout, and all of their machine if all are silent."""
+        """Kill and give up each worker that was silent for the heartbeat timeout, and the others of its machine if all
+        are silent."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > 3 * self.check_interval_seconds:
@@ -149,16 +150,18 @@ class WorkerConnections:
             self.give_up_worker(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
 
     def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost although its process may not have ended."""
+        """Count a worker as lost although its process may not have ended; it has been silent since `since`
+        (`time.monotonic`)."""
         self._given_up.add(worker)
         self._mark_lost(worker, reason, since)
 
     def give_up_failed(self, worker: Worker, reason: str) -> None:
-        """Give up a worker that has reported an error of its own."""
+        """Count a worker as lost that has reported an error of its own, described by `reason`."""
         self.give_up_worker(worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})")
 
     def has_given_up_all(self, workers: Collection[Worker]) -> bool:
-        """Return whether no worker of a node is connected and one was given up: its machine may be gone."""
+        """Return whether none of a node's `workers` is connected and at least one was given up: their machine may be
+        gone."""
         return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
     def handle_disconnect(self, connection: Connection) -> bool:
@@ -220,7 +223,7 @@ class WorkerConnections:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a process of which all messages have been handled."""
+        """Count a worker whose process has ended as lost, after its last message, unless it was given up before."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:
@@ -228,7 +231,8 @@ class WorkerConnections:
         self._processes.handle_worker_end(ended)
 
     def _mark_lost(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost, and close its connections."""
+        """Report a worker as lost, silent since `since` (`time.monotonic`, or 0.0 if unknown), and close its
+        connections."""
         self._close_worker(worker)
         ended = self._ended.pop(worker, None)
         if ended is not None:

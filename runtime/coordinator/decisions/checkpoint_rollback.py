@@ -87,10 +87,11 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
 
 def find_newest_checkpoint(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range
                            ) -> tuple[int, list[Worker]] | None:
-    """Return the last of the given iterations whose checkpoint any of the workers can read, and all workers that can
-    read it.
+    """Return the last iteration in `iterations` whose checkpoint at least one of the workers can read, and the workers
+    that can read it, sorted.
 
-    Returns None if there is none. The argument `readable` has the checkpoints that each worker can read.
+    Returns None if there is none. The argument `readable` has the iterations of the checkpoints that each worker can
+    read.
     """
     candidates = {worker: set(readable.get(worker, ())).intersection(iterations) for worker in workers}
     last = max((max(choices) for choices in candidates.values() if choices), default=None)
@@ -98,7 +99,8 @@ def find_newest_checkpoint(readable: Mapping[Worker, Collection[int]], workers: 
 
 
 def assign_layer_readers(needs: LayersByWorker, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:
-    """Return the layers that each of `readers`, the workers that can read the checkpoint, reads from it.
+    """Return the layers that each worker in `readers` must read from a checkpoint, so that every layer in `needs` is
+    read.
 
     A reader reads the layers that it needs itself. Layers that only other workers need are distributed evenly.
     """

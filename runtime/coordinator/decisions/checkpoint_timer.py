@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
 
 MAX_TIME_SHARE = 1 / 160
-"""Largest share of time for measured checkpoint costs. Iterations lose more: with 1 / 125, they lost 1.08 %."""
+"""Largest share of a run's time for checkpoints, by their measured cost. Iterations lose more: with 1 / 125, they lost
+1.08 %."""
 MIN_INTERVAL_SECONDS = 60.0
 """Shortest time between two checkpoints, and from the start to the first one, whose cost is not known before."""
 
@@ -18,8 +19,9 @@ class CheckpointCost(NamedTuple):
 
     iteration: int
     seconds: float
-    """Longest time, over workers, that training stopped to copy layers and that writing them then took to compute.
-    Waiting for a disk holds up no worker and does not count."""
+    """Cost of the checkpoint in seconds, the largest of any worker: the time that training stopped to copy layers, and
+    the computing time that writing them took from training. Waiting for a disk holds up no worker and does not count.
+    """
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +40,13 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration before which the state is being saved; None if no checkpoint is pending."""
     asked_at: float = 0.0
     seconds: PersistentMap[int, float] = PersistentMap()
-    """Cost of each checkpoint, by its iteration."""
+    """Cost in seconds of each checkpoint, by the iteration before which it was saved."""
     newest: int | None = None
     """Iteration of the last checkpoint whose cost became known."""
 
     def with_checkpoint(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
-        """Return the timer after a checkpoint that another coordinator had written."""
+        """Return the timer of a new coordinator, given the last checkpoint of the one before it, which took
+        `seconds`."""
         return replace(self, began=at, seconds=PersistentMap([(iteration, seconds)]), newest=iteration)
 
     @property
@@ -52,11 +55,11 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(CheckpointCost(*entry) for entry in sorted(self.seconds.items()))
 
     def with_order(self, at: float) -> "CheckpointTimer":
-        """Return the timer at the start of an order; a pending checkpoint may never be complete."""
+        """Return the timer at the start of an order, without the pending checkpoint, as it may never be complete."""
         return replace(self, iteration=None, began=at if self.began is None else self.began)
 
     def is_due(self, at: float) -> bool:
-        """Return whether a checkpoint should be saved soon."""
+        """Return whether the next checkpoint should be requested, at time `at`."""
         if not self.automatic or self.iteration is not None or self.began is None:
             return False
         last = 0.0 if self.newest is None else self.seconds[self.newest]

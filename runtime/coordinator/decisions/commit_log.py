@@ -21,7 +21,7 @@ from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, M
 from slipstream.schedules.schedule import Worker
 
 MIN_KEPT_WINDOWS = 4096
-"""Number of last iterations whose windows are always kept. Medians do not need all windows of a long run."""
+"""Number of latest iterations whose busy windows are always kept. Medians do not need all windows of a long run."""
 
 
 class CommitLogError(RuntimeError):
@@ -54,7 +54,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     first_iteration: int = 0
     """First iteration of the run; the iterations before it are committed."""
     skips: bool = False
-    """True if a loss may be infinite or nan. Its iteration made no step, and is recorded with loss nan."""
+    """True if the run continues after a loss that is infinite or nan. Such an iteration makes no step, and its recorded
+    loss is nan."""
     validates: bool = False
     """True if steps depend on the gradients of all stages, so that a commit also needs the factor that scales the
     gradients."""
@@ -65,7 +66,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     """Reports of the current order on iterations that are not committed, by iteration."""
     factors: Mapping[int, float | None] = {}
     difference: CopyDifference | None = None
-    """Difference between copies in the current order; no iteration that ran on them is committed."""
+    """Difference found between copies of state in the current order, if any; no iteration that ran on them is
+    committed."""
     losses_of: PersistentMap[int, float] = PersistentMap()
     """Losses of the committed iterations of this run, by iteration."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -97,7 +99,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_factor(self) -> StepFactor | None:
-        """Gradient factor of the last committed iteration; None if it is not known."""
+        """Factor that scaled the gradients in the last committed iteration; None if it is not known."""
         last = self.next_iteration - 1
         return StepFactor(last, self.factors[last]) if last in self.factors else None
 
@@ -107,7 +109,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
     def with_losses(self, losses: Sequence[float], factor: StepFactor | None) -> "CommitLog":
-        """Return the log with the losses that another coordinator committed, and the factor of the last iteration."""
+        """Return the log with the losses of the iterations that an earlier coordinator committed, from the first
+        iteration on, and the gradient factor of the last of them."""
         return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
                        factors={} if factor is None else {factor.iteration: factor.factor})
 
@@ -125,7 +128,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log with reports of workers added, and the iterations that they commit.
+        """Return the log after reports of workers, and the iterations that have thereby been committed.
 
         Raises CommitLogError if a loss is not finite and such iterations may not be skipped.
         """
@@ -144,7 +147,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log with the gradient factor of an iteration, and the iterations that it commits."""
+        """Return the log after the gradient factor of an iteration became known, and the iterations that have thereby
+        been committed."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
@@ -161,17 +165,19 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
-        """Return the median over iterations of the longest busy window of any member; None without iterations.
+        """Return the median over iterations of the longest busy window of any member, in seconds; None without
+        iterations.
 
-        The iterations are those of this run, or those from `first` up to but excluding `end`. The first one is left
-        out, because it warms up.
+        The iterations are those of this run, or those from `first` up to but excluding `end`. The first one is left out
+        if there are others, because it warms up.
         """
         windows = self._windows_between(first, end)
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def median_period_after(self, iteration: int) -> float | None:
-        """Return the median window in seconds over the iterations committed after one; None if there are none.
+        """Return the median busy window in seconds over the iterations committed after the given one; None if there are
+        none.
 
         The given iteration is left out because it is the first of an order, which begins with empty pipelines.
         """
@@ -179,7 +185,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(windows) if windows else None
 
     def build_trace(self) -> MeasuredTrace:
-        """Return the ops of the traced iterations."""
+        """Return the trace of the run: the measured ops of the iterations that were traced."""
         return MeasuredTrace(job=self.job, iterations=self.traced)
 
     def _windows_between(self, first: int | None, end: int | None) -> list[float]:

@@ -23,7 +23,7 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration that ran on these copies."""
     layers: tuple[int, ...]
     holders: tuple[Worker, ...]
-    """All workers that hold what differs."""
+    """All workers that hold one of the differing copies, right or wrong."""
     wrong: tuple[Worker, ...]
     """Holders whose copy differs from the copy of most holders."""
     spread: bool
@@ -41,9 +41,9 @@ class CopyDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_difference(iteration: int, reports: Iterable[IterationReport]) -> CopyDifference | None:
-    """Return the difference between the copies of state on which an iteration ran, or None if all copies are equal.
+    """Return how the copies of state on which an iteration ran differ, or None if all copies are equal.
 
-    The copies are compared by the checksums in the reports that all members have sent of the iteration.
+    The copies are compared by the checksums in `reports`, which has each member's report on the iteration.
     """
     sums: dict[tuple[int, int, int, bool], dict[Worker, tuple[int, ...]]] = {}
     for report in reports:

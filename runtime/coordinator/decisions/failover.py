@@ -34,10 +34,10 @@ NEXT_START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """State from which a new coordinator continues."""
+    """State of a run from which a new coordinator continues, found from its workers and files."""
 
     order: int
-    """Number of the last order."""
+    """Number of the last order that any worker has followed."""
     committed: int
     """Last committed iteration."""
     losses: tuple[float, ...]
@@ -47,8 +47,8 @@ class FailoverResult:
     factor: StepFactor | None
     """Gradient factor of the last committed iteration, if any worker knows it."""
     kept: Mapping[Worker, HeldState]
-    """Layers and parts that each found member holds; empty for one that cannot go back to `committed`. A worker that
-    was about to join is no member."""
+    """Layers and parts that each worker found holds; empty for one that cannot go back to `committed`. A worker that
+    was about to join when the coordinator died is left out."""
     missing: tuple[Worker, ...]
     """Members of the last order that were not found."""
     doubted: bool
@@ -59,21 +59,21 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Phase in which a dead coordinator's workers are looked for. All times are times of `time.monotonic`."""
 
     losses: Sequence[float] | None
-    """Losses that were written; None if they are not known."""
+    """Losses that the dead coordinator wrote to its file, by iteration from `first` on; None if they are not known."""
     first: int
     """First iteration of the run."""
     gone: frozenset[Worker] = frozenset()
     """Workers that died together with the dead coordinator."""
     expected: frozenset[Worker]
-    """Workers that are waited for if no order has been given."""
+    """Workers to wait for if the dead coordinator had given no order."""
     grid: frozenset[Worker]
     """All workers of the job."""
     began: float
     known: PersistentMap[Worker, RecoveryReport] = PersistentMap()
     came: frozenset[Worker] = frozenset()
-    """All workers that have come, even if lost again, so that such a worker does not prolong the wait."""
+    """All workers that have connected in this phase, even if lost again, so that none prolongs the wait twice."""
     came_last: float | None = None
-    """Time at which the last worker came for the first time."""
+    """Time at which a worker last connected that had not connected in this phase before; None before the first."""
 
     def with_worker(self, worker: Worker, known: RecoveryReport | None, at: float) -> "RejoiningPhase":
         """Return the phase with a worker added that has reported what it knows of the run.
@@ -88,12 +88,12 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
     def without_workers(self, workers: Collection[Worker]) -> "RejoiningPhase":
-        """Return the phase after workers that had come are lost."""
+        """Return the phase without these workers, which had connected and are lost again."""
         return replace(self, known=self.known.without_keys(*workers))
 
     @property
     def missing_members(self) -> frozenset[Worker]:
-        """Members of the last order that have not come."""
+        """Members of the last order that have not connected to this coordinator."""
         last_order = self._last_order
         if not last_order:
             return self.expected.difference(self.known)
@@ -106,7 +106,8 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return max((known.order for known in self.known.values()), default=0)
 
     def is_complete(self, at: float) -> bool:
-        """Return whether no further workers are waited for. Raises NoLiveWorkerError if none came in time."""
+        """Return whether the search for workers is over, because no member is missing or the time limit for the next is
+        past. Raises NoLiveWorkerError if no worker has connected within `FIRST_WORKER_SECONDS`."""
         if not self.known and at - self.began > FIRST_WORKER_SECONDS:
             raise NoLiveWorkerError("no worker of the run that node 0 led here before has reconnected")
         if not self.known or self.came_last is None:
@@ -115,7 +116,8 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return self.missing_members <= self.gone or at - self.came_last > patience
 
     def build_result(self) -> FailoverResult:
-        """Return the state from which to continue."""
+        """Return the state from which this coordinator continues the run, found from the workers' reports and the
+        losses."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
         everyone, last_order = self.known.values(), self._last_order
         holders = [known for known in everyone if known.kept.layers and known.order == last_order]

@@ -15,7 +15,8 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
-    """Prepare the changes that have become possible while all members train."""
+    """Start fetches for workers that join or better schedules, and choose where all members stop or save, as far as
+    possible."""
     if phase.ended:
         return
     _plan_for_speeds(step)
@@ -34,7 +35,8 @@ def _plan_for_speeds(step: TransitionBuilder) -> None:
 
 
 def _begin_fetch(step: TransitionBuilder, schedule: Schedule, *, settles: bool = False) -> bool:
-    """Start a fetch for a schedule while training continues; return whether a fetch or a join is pending now."""
+    """Start to fetch what workers lack for a schedule while training continues; return whether a fetch, or a change
+    that needs none, is pending now. Set `settles` to True if the members stay the same and only their layers change."""
     state = step.state
     join = LayerFetch(schedule=schedule, order=state.order, began=state.log.next_iteration, settles=settles,
                       moves=step.plan_fetches(schedule), speeds=state.slow.planned_speeds)
@@ -113,7 +115,8 @@ def _choose_stop(step: TransitionBuilder) -> None:
 
 
 def _choose_save(step: TransitionBuilder) -> None:
-    """Choose the iteration before whose step all members save, if a checkpoint is due. Acknowledgements announce it."""
+    """Choose the iteration before whose optimizer step all members save their layers, if a checkpoint is due; they are
+    told by acknowledgements."""
     state, before = step.state, _find_earliest_stop(step)
     if state.checkpoints.is_due(step.at) and _can_stop(step):
         step.update_state(phase=replace(state.phase, save_before=before),

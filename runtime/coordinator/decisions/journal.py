@@ -32,14 +32,16 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     began: float | None = None
     """Time of the run's first order, on this process's `time.monotonic` clock, as is the time in `checkpoint`."""
     failures: int = 0
-    """Number of failures; workers of one machine that were lost together count as one."""
+    """Number of failures of workers since the first order; workers of one machine that were lost together count as
+    one."""
     speeds: Mapping[Worker, float] = {}
-    """Measured factor by which the ops of each worker take longer than usual."""
+    """Factor by which each worker's ops were last measured to take longer than usual, for workers that were ever
+    slow."""
     checkpoint: CheckpointWritten | None = None
-    """Last complete checkpoint."""
+    """Event of the last complete checkpoint; None if there is none."""
 
     def with_event(self, event: Event) -> "Journal":
-        """Return the journal with the next event added."""
+        """Return the journal after the next event; the first order of a run begins a new journal."""
         match event:
             case OrderGiven(order=1):
                 return Journal(began=event.time)  # earlier events belong to another run in the same folder

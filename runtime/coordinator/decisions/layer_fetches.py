@@ -31,15 +31,15 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
     order: int
     """Number of the order during which the change is prepared."""
     fetch: int = 0
-    """Number of the fetch; 0: the layers are moved while all members wait."""
+    """Number of the fetch of layers that prepares the change; 0 if the layers are moved while all members wait."""
     began: int
     """First iteration that was not committed when the fetch began."""
     moves: tuple[LayerMove, ...] = ()
-    """Parts of layers that are fetched."""
+    """Moves by which workers fetch parts of layers from others during training."""
     lacking: Mapping[Worker, int] = {}
     """Number of layers that each worker has not fetched yet, for workers that have not fetched all of theirs."""
     layers: int = 0
-    """Number of layers to fetch, over all workers."""
+    """Number of layers to fetch in all, counted once for each worker that fetches them."""
     speeds: Speeds | None = None
     """Speeds of workers for which the schedule was planned."""
     settles: bool = False
@@ -50,7 +50,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     """State of the fetch in progress, if any; a worker that is ready after its start waits for the next."""
 
     number: int = 0
-    """Number of the last fetch."""
+    """Number of the last fetch of layers, by which workers answer it."""
     join: LayerFetch | None = None
     failures: int = 0
     not_before: float = 0.0
@@ -67,17 +67,19 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """True if all workers have the layers that the pending change gives them."""
+        """True if a change of members or layers is pending and all workers have fetched the layers that it gives
+        them."""
         return self.join is not None and not self.join.lacking
 
     @property
     def completed_fetch(self) -> LayerFetch | None:
-        """Pending change, if it is complete; otherwise None."""
+        """Pending change of members or layers, if all its layers have been fetched; otherwise None."""
         return self.join if self.is_complete else None
 
     def begin_fetch(self, join: LayerFetch, addresses: Addresses, told: Collection[Worker],
                     to: EffectCollector) -> "FetchState":
-        """Tell the targets of the moves to fetch their layers from the sources; `told` are all connected workers.
+        """Send all connected workers (`told`) the order to fetch the parts in `join.moves`, and return the state after
+        that.
 
         If fetches have failed too often, a change for joining workers is complete at once and nothing is fetched; a
         change for members only is not begun.
@@ -92,7 +94,7 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
 
     def with_target_ready(self, worker: Worker, fetch: int, to: EffectCollector) -> "FetchState":
-        """Record that a target has fetched its layers."""
+        """Return the state after a worker has reported that it has all layers of the fetch with number `fetch`."""
         join = self.join
         if join is None or join.fetch != fetch or worker not in join.lacking:
             return self
@@ -101,25 +103,27 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, join=replace(join, lacking=lacking))
 
     def with_failure(self, fetch: int, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Cancel a fetch of which a target cannot get its layers; another one may begin after a pause."""
+        """Return the state after a worker could not get its layers: the fetch is cancelled, and the next may begin
+        after a pause."""
         if self.join is None or self.join.fetch != fetch:
             return self
         return replace(self.cancel_fetch("a worker could not get its layers", told, to),
                        not_before=to.at + FETCH_RETRY_SECONDS, failures=self.failures + 1)
 
     def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Cancel the pending change if workers of its schedule are lost."""
+        """Return the state after workers are lost: the pending change is cancelled if its schedule has any of them."""
         gone = sorted(workers & self.join.schedule.seat_of.keys()) if self.join is not None else []
         return self.cancel_fetch(f"worker {gone[0]} is gone", told, to) if gone else self
 
     def with_order(self, to: EffectCollector) -> "FetchState":
-        """Return the state at the start of an order, which either carries out the pending change or abandons it."""
+        """Return the state at the start of an order, without the pending change, which the order makes or abandons."""
         if not self.is_complete and self.join is not None:
             to.add_effect(FetchAbandoned(fetch=self.join.fetch, reason="the workers that take part have changed"))
         return FetchState(number=self.number, failures=0 if self.is_complete else self.failures)
 
     def cancel_fetch(self, reason: str, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Abandon the pending change, and tell all connected workers to end its fetch."""
+        """Return the state without the pending change, after telling all connected workers (`told`) to end its
+        fetch."""
         if self.join is None:
             return self
         if self.join.fetch:

@@ -8,7 +8,7 @@ from slipstream.schedules.schedule import Grid, Worker
 
 
 class WorkerLoss(NamedTuple):
-    """Loss of one worker."""
+    """Loss of one worker: its reason, and the layers lost with it."""
 
     reason: str
     layers: frozenset[int] = frozenset()

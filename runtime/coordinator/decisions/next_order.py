@@ -68,7 +68,8 @@ def record_losses(step: TransitionBuilder, reasons: Iterable[tuple[Worker, str]]
 
 
 def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
-    """Record the loss of each node whose last connected workers are among the `lost` ones."""
+    """Record the loss of each failure domain, such as a node, of which some worker is in `lost` and none is connected
+    now."""
     domains = step.rules.domains
     for node, workers in {domains.domain_of(worker): domains.workers_failing_with(worker) for worker in lost}.items():
         if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
@@ -77,7 +78,7 @@ def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
 
 
 def release_after_save(step: TransitionBuilder) -> bool:
-    """Release leaving members if the last order saved the layers that only they held; return whether it did.
+    """Release the members that are to leave after the last order has saved their layers; return whether there were any.
 
     The remaining members go back to the checkpoint that was saved. If the result is False, the run is complete.
     """
@@ -105,11 +106,11 @@ def _issue_train_order(step: TransitionBuilder, untouched: bool) -> None:
 
 
 def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
-    """Release members that received a signal to end, and return whether the next order can be given.
+    """Release members that received a signal to end; return whether the next order can be given now.
 
     The result is False while a schedule without these members is being planned, or while layers that only they hold are
     being saved. If no member would remain, or no schedule exists for the remaining ones, the whole run is stopped
-    instead.
+    instead. Set `untouched` to True if the run has committed no iteration, so that no layers have to move.
     """
     state = step.state
     staying = state.members - state.leaving
@@ -152,9 +153,9 @@ def _find_speed_schedule(step: TransitionBuilder) -> Schedule | None:
 def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> Schedule | None:
     """Return the schedule of the next order if no layers have been fetched for it; None if it is still being planned.
 
-    A waiting worker that lacks its layers is left out; it fetches them while the others train. Before the first step of
-    the run there is nothing to fetch. If the current members cannot train without the waiting worker, all wait until it
-    has its layers.
+    A waiting worker that lacks its layers is left out; it fetches them while the others train. If the run has committed
+    no iteration (`untouched`), there is nothing to fetch. If the current members cannot train without the waiting
+    worker, all wait until it has its layers.
     """
     state = step.state
     if not untouched and state.members and state.waiting_workers:

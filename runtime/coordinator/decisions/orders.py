@@ -37,7 +37,7 @@ DIGEST_CHARACTERS = 16
 def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[LayerMove, ...],
                      join: LayerFetch | None = None, *, restore: Mapping[Worker, tuple[int, ...]] | None = None,
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> None:
-    """Order training by a schedule from the first iteration that is not committed.
+    """Send all available workers the order to train by a schedule from the first iteration that is not committed.
 
     Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
     order while all trained. `restore` maps workers to the layers that they read from the checkpoint of the first
@@ -92,7 +92,8 @@ def compute_schedule_digest(schedule: bytes) -> str:
 
 
 def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
-    """Send each member its share of the schedule, and before it any schedule contents that the member lacks."""
+    """Send each member its share of a schedule divided in `parts`, after the contents of the schedule file that it
+    lacks."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():

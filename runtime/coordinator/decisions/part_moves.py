@@ -35,7 +35,7 @@ LayersByWorker = Mapping[Worker, Collection[int]]
 HeldStateByWorker = Mapping[Worker, HeldState]
 """Layers and parts that each worker holds, as it reports them when it pauses."""
 NO_PREVIOUS_OWNERS: OriginalMembers = {}
-"""Empty mapping: every range of layers is partitioned among the workers that reduce it now."""
+"""Empty `cut_for` mapping: every range of layers is partitioned among the workers that reduce it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,15 @@ class PartitionPlanner:
     """Planner that divides the state of a run's layers among their holders, and finds the moves between them."""
 
     elements: Sequence[ElementCounts]
-    """Number of elements of each layer of the model on each rank."""
+    """Number of trained elements of each layer of the model, on each rank of a worker."""
     placement: Placement
     domains: Domains
     sharded: bool
     """True if the holders of a layer keep different parts; otherwise each keeps all of it."""
 
     def find_lost_layers(self, keepers: HeldStateByWorker) -> list[int]:
-        """Return the layers with an element that no worker keeps, and untrained layers that no worker holds."""
+        """Return the layers of which some element, or for a layer without trained elements all of it, is kept by no
+        worker. The argument `keepers` has the layers and parts of each worker that remains."""
         kept, held = _group_by_layer(keepers), layers_in(layers for keeper in keepers.values()
                                                          for layers in keeper.layers)
         return [layer for layer, elements in enumerate(self.elements) if (
@@ -74,9 +75,11 @@ class PartitionPlanner:
 
     def find_preserved_ranges(self, schedule: Schedule, present: Schedule, cut_for: OriginalMembers,
                               keepers: HeldStateByWorker) -> OriginalMembers:
-        """Return the ranges that keep their partition after members are lost, each with its former members.
+        """Return the ranges of layers that keep their partition after members are lost, each with its members before
+        that.
 
-        The `schedule` is for the members that remain of the `present` one. They must keep all parts of such a range.
+        The `schedule` is for the members that remain of the `present` one; they must have all parts of such a range, by
+        `keepers`. The argument `cut_for` has the ranges that have kept their partition before.
         """
         if not self.sharded:
             return NO_PREVIOUS_OWNERS
@@ -91,7 +94,11 @@ class PartitionPlanner:
 
     def _has_all_parts(self, ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
                        keepers: HeldStateByWorker) -> bool:
-        """Return whether the workers that reduce some ranges already keep all that they need to keep of them."""
+        """Return whether each worker has all parts, by `keepers`, that the partition of the given ranges of layers
+        assigns to it.
+
+        The `ranges` map to the workers that reduce them, and `cut_for` to the former members whose partition they keep.
+        """
         try:
             cuts = _group_by_member(self._partition_ranges(ranges, cut_for))
         except ValueError:
@@ -103,7 +110,8 @@ class PartitionPlanner:
 
     def plan_fetches(self, schedule: Schedule, present: Schedule, members: Collection[Worker],
                      cut_for: OriginalMembers = NO_PREVIOUS_OWNERS) -> tuple[LayerMove, ...]:
-        """Return the moves that a schedule needs, to be made while members train by the schedule `present`.
+        """Return the moves of parts that `members` can make during training by the schedule `present` to have what
+        `schedule` needs.
 
         Each move with optimizer state is of a whole part that its source steps.
         """
@@ -121,12 +129,13 @@ class PartitionPlanner:
     def plan_moves(self, schedule: Schedule, keepers: HeldStateByWorker, committed: int,
                    fetched: Iterable[LayerMove] = (), *, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                    sources: HeldStateByWorker | None = None) -> tuple[LayerMove, ...]:
-        """Return the moves that give each worker of a schedule the parts that it keeps and all its parameters.
+        """Return the moves that give each worker of a schedule the parts of layers that it must keep, and all its
+        parameters.
 
-        A worker already has the parameters of the layers that it holds if they are those after the iteration
-        `committed`. No layer may be lost (`find_lost_layers`). A worker that is not in the schedule sends only what no
-        other worker has. Moves in `fetched` have been made. `sources` are the parts that each worker may send, by
-        default all that it keeps.
+        The argument `keepers` has what each worker keeps now. A worker already has the parameters of the layers that it
+        holds if they are those after the iteration `committed`. No layer may be lost (`find_lost_layers`). A worker
+        that is not in the schedule sends only what no other worker has. Moves in `fetched` have been made. `sources`
+        are the parts that each worker may send, by default all that it keeps.
         """
         cuts, held = self._partition_schedule(schedule, cut_for), self.placement.held_layers_by_worker(schedule)
         already_fetched = _FetchedParts(fetched)
@@ -152,14 +161,16 @@ class PartitionPlanner:
         return tuple(found)
 
     def plan_writer_moves(self, writers: Mapping[int, Worker], keepers: HeldStateByWorker) -> tuple[LayerMove, ...]:
-        """Return the moves that provide the writers of whole layers with the parts that they lack."""
+        """Return the moves that give the worker which is to write a layer (`writers`) the parts of this layer that it
+        lacks."""
         sources = _MoveSources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
                      for lacking in subtract((0, self.elements[layer].total), _spans_of_layer(keepers[writer], layer))
                      for move in sources.generate_moves(writer, layer, lacking, state=True))
 
     def build_restored_state(self, layers: Collection[int], iteration: int) -> HeldState:
-        """Return what a worker holds after it has read layers in the state before an iteration."""
+        """Return the held state of a worker that has read all of these layers from the checkpoint before an
+        iteration."""
         return HeldState(_join_layers(layers),
                          tuple((layer, 0, self.elements[layer].total) for layer in sorted(layers)),
                          iteration - 1)
@@ -178,7 +189,7 @@ class PartitionPlanner:
 
 
 class _FetchedParts:
-    """Parts that have been fetched, by target."""
+    """Index of the parts that workers have fetched, by target, layer, and whether optimizer state was included."""
 
     def __init__(self, moves: Iterable[LayerMove]) -> None:
         self._spans: dict[tuple[Worker, int, bool], list[Span]] = {}
@@ -190,7 +201,8 @@ class _FetchedParts:
 
 
 class _MoveSources:
-    """Generator of moves that takes each span from the worker that has sent the fewest elements so far."""
+    """Generator of moves that takes each part of a layer from the worker that has been given the fewest elements to
+    send."""
 
     def __init__(self, keepers: HeldStateByWorker) -> None:
         self._kept = _group_by_layer(keepers)
@@ -209,7 +221,7 @@ class _MoveSources:
 
 
 _PartitionsByMember = Mapping[Worker, Mapping[LayerRange, StatePartition]]
-"""Partitions that each worker is a member of, by range of layers."""
+"""Partitions of ranges of layers that each worker is a member of, by range."""
 
 
 def _group_by_member(cuts: Mapping[LayerRange, StatePartition]) -> _PartitionsByMember:

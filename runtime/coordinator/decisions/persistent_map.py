@@ -22,7 +22,7 @@ class PersistentMap(Mapping[K, V]):
         self._size = len(self._entries)
 
     def with_entry(self, key: K, value: V) -> Self:
-        """Return the version with an entry added or replaced."""
+        """Return a version of the map with an entry added or replaced."""
         if len(self._entries) != self._size or key in self._entries:
             return type(self)([*self.items(), (key, value)])
         new = type(self).__new__(type(self))
@@ -31,7 +31,7 @@ class PersistentMap(Mapping[K, V]):
         return new
 
     def without_keys(self, *keys: K) -> Self:
-        """Return the version without some keys; keys that are absent are ignored."""
+        """Return a version of the map without some keys; keys that are absent are ignored."""
         if not any(key in self for key in keys):
             return self
         return type(self)((key, value) for key, value in self.items() if key not in keys)

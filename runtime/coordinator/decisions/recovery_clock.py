@@ -18,17 +18,18 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes (machines) of which the dead workers were the last live ones."""
     returned: tuple[Worker, ...]
     reasons: tuple[str, ...]
-    """Reason of each death."""
+    """Reason for the loss of each worker in `dead`, in the same order."""
     live: int
     """Number of workers that take part after the change."""
     seconds: float
-    """Pause from the first death, or from when all had stopped, until the last member began its first op."""
+    """Seconds from the first death, or from when all had stopped, until the last member began its first op."""
     broken: str | None = None
-    """Cause other than a death, such as a broken connection: which worker lost it, to which one, and why."""
+    """Cause other than a death, such as a broken connection: which worker lost it, to which one, and why; None if
+    none."""
     meanwhile: int = 0
     """Number of iterations that were committed while layers were fetched for the change."""
     commit_gap_seconds: float | None = None
-    """Time from the last commit before the change to the first one after it: the pause, lost work, and an iteration.
+    """Seconds from the last commit before the change to the first one after it: the pause, lost work, and an iteration.
     None if this run does not have both."""
 
     went_back_to: int | None = None
@@ -54,7 +55,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
-    """Measures recoveries, each of which may take several orders. All times are times of `time.monotonic`."""
+    """Clock that measures recoveries, each of which may take several orders. All times are times of
+    `time.monotonic`."""
 
     began: float | None = None
     ordered_at: float = 0.0
@@ -70,7 +72,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     repeated: int = 0
     committed_at: float | None = None
     without_gap: int = 0
-    """Number of last recoveries after which no iteration has been committed yet."""
+    """Number of latest recoveries whose `commit_gap_seconds` is unknown, as no iteration has been committed since."""
     recoveries: tuple[Recovery, ...] = ()
 
     def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
@@ -93,18 +95,23 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, began=at) if self.began is None else self
 
     def with_cause(self, why: str, at: float) -> "RecoveryClock":
-        """Return the clock after a cause other than a death, such as a broken connection. Losses that follow belong to
-        the same recovery."""
+        """Return the clock after a recovery has begun for a reason `why` other than a death, such as a broken
+        connection. Losses that follow belong to the same recovery."""
         return replace(self.with_begin(at), broken=self.broken or why)
 
     def with_order(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
                    ) -> "RecoveryClock":
-        """Return the clock after an order, with which the `returned` workers join or layers have moved."""
+        """Return the clock after an order with which `returned` workers join, or for which layers have moved
+        (`settled`).
+
+        The argument `meanwhile` is the number of iterations committed while layers were fetched for the order.
+        """
         return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
                        ordered_at=at)
 
     def with_rollback(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
-        """Return the clock after the run went back: iterations from the given one on are run again."""
+        """Return the clock after the run went back to `iteration`, from which `repeated` committed iterations are run
+        again. Set `in_doubt` to True if copies of state differed."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
         return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
@@ -124,11 +131,12 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_recovery_seconds(self) -> float | None:
-        """Duration of the last recovery; None if there was none."""
+        """Seconds that the last recovery took; None if there was none."""
         return self.recoveries[-1].seconds if self.recoveries else None
 
     def with_commit(self, at: float) -> "RecoveryClock":
-        """Return the clock after an iteration was committed."""
+        """Return the clock after an iteration was committed at time `at`, which ends the commit gap of recoveries
+        before it."""
         recoveries = self.recoveries
         if self.without_gap and self.committed_at is not None:
             before, last = recoveries[:-self.without_gap], recoveries[-self.without_gap:]

@@ -35,16 +35,16 @@ class RunRules:
     """Settings and functions that stay the same during a whole run."""
 
     first: Schedule
-    """Schedule for the workers that are started with the run."""
+    """Schedule with which the run begins, for the workers that are started with it."""
     iterations: range
     partition: PartitionPlanner
-    """Planner of the partition of each layer's state among its holders."""
+    """Planner that divides the state of each layer among its holders and finds the moves that this requires."""
     prepared: Callable[[Schedule], PreparedSchedule]
     """Pure function that turns a schedule into the form that orders send; it caches its last results."""
     settles: MoveCost | None = None
     """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
-    """Mean time between failures, as in `Settling.mtbf_seconds`."""
+    """Mean time between failures in the whole cluster; None: as observed during the run."""
     automatic_checkpoints: bool = False
     """True if the coordinator chooses when checkpoints are written; otherwise workers write them at a fixed
     interval."""
@@ -57,7 +57,7 @@ class RunRules:
 
     @property
     def placement(self) -> Placement:
-        """Placement of the schedules' layers in the model."""
+        """Mapping between the schedules' stages, their columns, and the layers of the model."""
         return self.partition.placement
 
 
@@ -65,9 +65,9 @@ class ConnectedWorker(msgspec.Struct, frozen=True):
     """Worker that is connected and ready, whether or not it takes part in the current order."""
 
     addresses: tuple[tuple[str, int], ...]
-    """Address of each rank of the worker from which other workers fetch layers."""
+    """Host and port of each rank of the worker, from which other workers fetch layers."""
     contents: tuple[str, ...] = ()
-    """Digests of the schedule contents that the worker already has."""
+    """Digests of the parts of schedule files that the worker already has, so that they are not sent again."""
 
 
 class GatheringPhase(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     began: int = 0
     """First iteration of the current order."""
     ended: bool = False
-    """True if `EndOrder` has been sent."""
+    """True if the members have been told to stop at once (`EndOrder`)."""
     started: PersistentMap[Worker, None] = PersistentMap()
     """Members that have begun their first op in this order."""
     stop_before: int | None = None
@@ -119,7 +119,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     live: PersistentMap[Worker, ConnectedWorker] = PersistentMap()
     """All connected workers: members, those that wait for the next order, and those left out as slow."""
     paused: PersistentMap[Worker, HeldState] = PersistentMap()
-    """Members that have paused, each with the layers and parts that it holds."""
+    """Members that have paused in the current order, each with the layers and parts that it holds."""
     leaving: frozenset[Worker] = frozenset()
     """Members that received a signal to end and stay until the others can continue without them."""
     stopping: bool = False
@@ -134,9 +134,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     doubted: int = -1
     """Iteration before which copies differed when the run last went back not knowing which was right, or -1."""
     cut_for: OriginalMembers = {}
-    """Ranges of layers that keep their former partition in the current order although some of its members are lost."""
+    """Ranges of layers that keep their former partition in the current order although some of its members are lost,
+    each with these former members."""
     corpus: tuple[str, Worker] | None = None
-    """Digest of the text that all workers read, and the first worker that reported it; None before the first report."""
+    """Digest of the text and sample costs that all workers use, and the first worker that reported it; None before
+    that."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
@@ -146,7 +148,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     lost: PersistentMap[Worker, WorkerLoss] = PersistentMap()
     """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read (`checkpoint_rollback`)."""
+    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read, as the run is to go back
+    to one."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, Schedule | Exception] = {}
@@ -176,7 +179,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_planning(self) -> bool:
-        """True if all members have paused and wait for a schedule."""
+        """True if all members have paused in an order to train, and wait for the coordinator's next schedule."""
         return isinstance(self.phase, TrainingPhase) and bool(self.members) and self.all_paused
 
     @property
@@ -220,7 +223,7 @@ class TransitionBuilder(EffectCollector):
         self.state = state
 
     def update_state(self, **fields: Any) -> None:
-        """Replace the given fields of the state."""
+        """Replace the given fields of the state that is being built."""
         self.state = replace(self.state, **fields)
 
     def add_effect(self, effect: object) -> None:
@@ -246,7 +249,8 @@ class TransitionBuilder(EffectCollector):
             self.update_state(slow=self.state.slow.without_worker(worker))
 
     def find_lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """Return the layers whose state these workers do not hold completely."""
+        """Return the layers whose parameters and optimizer state these paused workers, taken together, do not hold
+        completely."""
         return self.rules.partition.find_lost_layers({one: kept for one, kept in self.state.paused.items()
                                                       if one in workers})
 

@@ -53,9 +53,10 @@ def find_settled_schedule(step: TransitionBuilder) -> Schedule | None:
 
 def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
                             moved: ScheduleAttempt) -> Schedule | None:
-    """Return a schedule of whole stages, or the schedule that `moved` finds, whichever is preferred and exists.
+    """Return the schedule in which each worker holds the stages of its column, or the one that `moved` finds.
 
-    The latter is preferred in runs that move layers to better schedules (`RunRules.settles`).
+    The latter is preferred in runs that move layers to better schedules (`RunRules.settles`), otherwise the former. If
+    the preferred one does not exist, the other is returned.
     """
     ways = (_attempt_whole_stages(step, live), moved)
     return _try_in_order(*(ways if step.rules.settles is None else reversed(ways)))
@@ -84,7 +85,11 @@ def _is_first_schedule_for(step: TransitionBuilder, live: Collection[Worker]) ->
 
 def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held: HeldLayers | None = None,
                       settled: bool = False, from_checkpoint: bool = False) -> Schedule | None:
-    """Return the schedule that answers a request; if there is no answer yet, make the request and return None."""
+    """Return the answer to a request for a schedule for `live` workers; if there is none yet, make the request and
+    return None.
+
+    The other arguments are the fields of `ScheduleRequest`. Raises the exception with which the request was answered.
+    """
     down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
     question = ScheduleRequest(down, step.state.slow.planned_speeds, held, settled, from_checkpoint)
     answer = step.state.answers.get(question)

@@ -8,12 +8,12 @@ from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule,
 from slipstream.schedules.worker_programs import DividedSchedule
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that returns the schedule for some workers being down and others having these speeds; it is called like a
-`planning.schedule_finder.Scheduler`."""
+"""Function that returns the schedule in which the given workers are down and the others have the given speeds; it is
+called like a `planning.schedule_finder.Scheduler`."""
 
 
 class ScheduleRequest(NamedTuple):
-    """Request for a schedule, described by the workers that are down and by what may move."""
+    """Request for a schedule without the workers that are down, which states what is known about layers and speeds."""
 
     down: tuple[Worker, ...]
     speeds: Speeds | None = None
@@ -21,23 +21,23 @@ class ScheduleRequest(NamedTuple):
     held: HeldLayers | None = None
     """Layers that each worker holds; None: the layers of the stages of its column."""
     settled: bool = False
-    """True if layers may move for the best schedule."""
+    """True if layers may move between workers to get the best schedule."""
     from_checkpoint: bool = False
     """True if all layers are read from a checkpoint, whatever workers hold."""
 
     @property
     def phase(self) -> Phase:
-        """Phase of the order for which the schedule is requested, as events name it."""
+        """Name in events of the kind of order for which the schedule is requested."""
         return "settled" if self.settled or self.from_checkpoint else "at once"
 
 
 class PreparedSchedule(NamedTuple):
-    """Schedule in the form in which an order sends it."""
+    """Schedule in the form in which an order sends it: as a file's contents, and as each worker's share."""
 
     text: bytes
-    """Schedule as the contents of its file."""
+    """Contents of the schedule's JSON file."""
     parts: DividedSchedule
-    """Schedule divided into the share of each worker."""
+    """Share of the schedule that each worker receives."""
 
 
 class PlannerFailedError(NoScheduleError):

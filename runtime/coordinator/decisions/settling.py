@@ -18,19 +18,19 @@ from slipstream.runtime.protocol.to_worker import LayerMove
 from slipstream.schedules.schedule import Speeds
 
 PRIOR_SECONDS = 3600.0
-"""Length of time with one assumed failure, which is added to what was observed: after the first failure, little is
-known."""
+"""Seconds with one failure that are assumed before the run and added to what was observed, since little is known after
+the first failure."""
 DEFAULT_PAUSE_SECONDS = 0.3
 """Assumed duration of a change of schedules if none has been measured yet."""
 DEFAULT_BYTES_PER_SECOND = 1e9
 """Assumed bandwidth between two workers if none is given."""
 MIN_GAIN_SHARE = 0.01
-"""Smallest share of an iteration by which a schedule must be better: plans do not predict smaller differences."""
+"""Smallest gain for which layers move, as a share of the period: plans do not predict smaller differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settling:
-    """Options for moving layers to better schedules."""
+    """Options for moving layers to better schedules during a run."""
 
     mtbf_seconds: float | None = None
     """Mean time between failures in the whole cluster; None: as observed during the run."""
@@ -38,7 +38,7 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """Expected cost of moving layers."""
+    """Figures from which the time for moving layers is estimated."""
 
     layer_bytes: Sequence[int]
     """Bytes of parameters, buffers and optimizer state of each layer of the model."""
@@ -47,28 +47,31 @@ class MoveCost:
 
 
 class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """State from which one run decides whether to move layers."""
+    """Policy of one run for moving layers to better schedules, with the observations on which it is based."""
 
     cost: MoveCost
     mtbf: float | None = None
-    """Mean time between failures in seconds, as in `Settling.mtbf_seconds`."""
+    """Mean time between failures in seconds, in the whole cluster; None: as observed during the run."""
     began: float
     """Time of `time.monotonic` at which the run began."""
     failures: int = 0
     changes: int = 0
-    """Number of changes of speed: like a failure, each makes the layout chosen before it out of date."""
+    """Number of observed changes of workers' speeds; like a failure, each makes the layout chosen before it out of
+    date."""
     closed: tuple[int, Speeds | None] = 1, None
-    """Order, and speeds, for which no better schedule is looked for any more; initially the first order."""
+    """Order number and speeds for which the search for a better schedule has ended; initially those of the first
+    order."""
 
     def expected_seconds_to_failure(self, at: float) -> float:
-        """Return the expected time until the next failure or change of speed."""
+        """Return the expected seconds from `at` until the next failure or change of speed."""
         observed = at - self.began + PRIOR_SECONDS
         failures = (self.failures + 1) / observed if self.mtbf is None else 1 / self.mtbf
         return 1 / (failures + self.changes / observed)
 
     def decide_move(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None,
                     to: EffectCollector) -> bool:
-        """Return whether moving the layers pays, and report the figures in one event and one progress line.
+        """Return whether moving the layers pays before the next failure; report the figures in one event and one
+        progress line.
 
         The periods `old` (before the move) and `new` (after it) and the duration `pause` of the last change of
         schedules are in seconds.
@@ -93,7 +96,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, and the seconds until the busiest connection or worker is done."""
+        """Return the bytes of all moves, and the seconds that the busiest connection or, if bandwidth is not limited,
+        the busiest worker needs for its share."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:

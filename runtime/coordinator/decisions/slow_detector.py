@@ -53,19 +53,20 @@ OBSERVATION_SECONDS = 1.0
 """Shortest duration of the iterations that form one observation. Where processes share cores, a process may get no core
 for seconds."""
 WINDOW_LENGTHS = 5, 20
-"""Numbers of last observations that are examined together."""
+"""Numbers of a worker's last observations that are examined together for a change of speed."""
 KEPT_OBSERVATIONS = 60
 """Number of observations of each worker that are kept."""
 MIN_SPREAD = 0.04
 """Smallest spread of log ratios that is assumed: measured values below it make no difference."""
 MIN_CHANGE = 0.15
-"""Smallest relative change of a factor that counts: the larger of two factors, divided by the smaller, minus 1."""
+"""Smallest relative change of a worker's speed factor that counts: the larger factor divided by the smaller, minus
+1."""
 INLIER_SHARE = 0.8
 """Share of the differences between successive observations that determines the spread; the remaining ones are treated
 as outliers."""
 _SPREAD_SCALE = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + INLIER_SHARE) / 2)
 MIN_OBSERVATIONS = 3
-"""Smallest number of observations from which a new factor is measured."""
+"""Smallest number of observations from which a worker's new speed factor is measured."""
 
 
 class CellTime(NamedTuple):
@@ -75,13 +76,13 @@ class CellTime(NamedTuple):
     layers: LayerRange
     number: int
     seconds: float
-    """Median time of the ops."""
+    """Median seconds of these ops."""
     planned_seconds: float
-    """Planned time of one op on a worker of usual speed."""
+    """Planned seconds of one such op on a worker of usual speed."""
 
 
 class SpeedChange(NamedTuple):
-    """Change of a worker's speed relative to what was believed."""
+    """Change of a worker's speed from what was believed before."""
 
     worker: Worker
     factor: float
@@ -95,21 +96,21 @@ class SpeedChange(NamedTuple):
 
 
 IterationTimes = Mapping[Worker, Sequence[CellTime]]
-"""Times of all workers in one iteration."""
+"""Times of each worker in one iteration, one for each kind of op on each range of layers."""
 
 
 class _WorkerHistory(msgspec.Struct, frozen=True):
-    """Observations of one worker and what is believed about it."""
+    """Recent observations of one worker, and its believed speed factor."""
 
     factor: float = 1.0
     values: tuple[tuple[int, float], ...] = ()
-    """Last observations, each with the first iteration of its group."""
+    """Last observations (log ratios to the believed speed), each after the first iteration of its group."""
     recoveries: int = 0
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the limit that three quarters of the last `window` observations must exceed; `common` is the median
-        spread of all workers."""
+        """Return the log ratio that three quarters of the last `window` observations must exceed to count as a change
+        of speed. The argument `common` is the median spread of all workers."""
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
@@ -133,7 +134,7 @@ class SlowDetector:
         self._seconds = 0.0
 
     def copy(self) -> "SlowDetector":
-        """Return a copy that can change independently."""
+        """Return a copy of this detector that can change independently."""
         new = copy(self)
         new._watched, new._rates = self._watched.copy(), dict(self._rates)
         return new
@@ -174,9 +175,10 @@ class SlowDetector:
         return self._add_observations(observed, self._find_compared_with_slow(measured))
 
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
-        """Return the time that each worker's ops took, divided by the time that they take on its peers.
+        """Return each worker's ratio: the seconds that its ops took in an iteration, divided by what they take on its
+        peers.
 
-        A worker that ran no ops that can be compared is left out. The usual times of layers are updated, too.
+        A worker that ran no ops that can be compared is left out. The measured rates of layers are updated, too.
         """
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
@@ -202,7 +204,7 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the time of an op of this kind on these layers at usual speed, estimated from the planned time and
+        """Return the seconds that an op of this kind on these layers takes at usual speed, from its planned time and
         earlier measurements; None if a layer has not been measured."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]
@@ -235,7 +237,8 @@ class SlowDetector:
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
     def _add_observations(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
-        """Add one observation of each worker, and return the changes of speed."""
+        """Add one observation (log ratio) of each worker, and return the changes of speed that are now detected. No
+        worker in `beside_slow`, which is compared only with slow ones, is found slow."""
         by_length: dict[int, list[Worker]] = defaultdict(list)
         for worker, y in observed.items():
             before = self._watched.get(worker, _WorkerHistory())
@@ -253,7 +256,8 @@ class SlowDetector:
                 for change in self._find_changes(by_length[length], found, common)]
 
     def _find_changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
-        """Yield the changes of speed of workers that have equally many observations.
+        """Yield the changes of speed detected among workers that have equally many observations, and adopt the new
+        factors.
 
         Each row of `values` has the observations of one worker; `common` is the median spread of all workers.
         """

@@ -47,16 +47,16 @@ class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     """First iteration by the new schedule, or the next iteration if the schedule stays."""
     present_seconds: float | None
-    """Planned period of the schedule so far at the new speeds; None: nothing was planned."""
+    """Planned seconds per iteration by the previous schedule at the new speeds; None: nothing was planned."""
     planned_seconds: float | None
-    """Planned period from this iteration on; None: nothing was planned."""
+    """Planned seconds per iteration from this iteration on; None: nothing was planned."""
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
-    """Planned period including the workers that are left out."""
+    """Planned seconds per iteration if the workers that are left out took part."""
     changed: bool = True
     """True if the schedule changes."""
     reason: str | None = None
-    """Reason why no schedule could be planned."""
+    """Reason why no schedule could be planned for the new speeds; None if one was planned."""
 
     def __str__(self) -> str:
         causes = ", ".join(map(_describe_change, self.changes)) or "workers are left out or taken back"
@@ -100,31 +100,33 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
     detector: SlowDetector
     cells: "PlannedCells"
     begins: int = 0
-    """First iteration that is measured."""
+    """First iteration of the current order whose op times are used, after `WARM_UP_ITERATIONS`."""
     given: Mapping[Worker, float]
     factors: Mapping[Worker, float]
-    """Factors of workers for which schedules are planned."""
+    """Factors by which workers' ops take longer than usual, rounded, for which schedules are planned."""
     news: tuple[SpeedChange, ...] = ()
-    """Changes of speed that have not been reported yet."""
+    """Changes of workers' speeds that have not been reported to users yet."""
     asked: SpeedRequest | None = None
-    """Last request for a decision; None if there is none in this order."""
+    """Last request for a decision on slow workers in the current order; None if there is none."""
     answered: bool = False
-    """True if the last request has been answered."""
+    """True if the request `asked` has been answered."""
     present_seconds: float | None = None
-    """Planned period at the present speeds, if the current schedule is for other ones and it is known."""
+    """Planned period in seconds of the current schedule at the present speeds; None if they are those it was planned
+    for, or if it is not known."""
     since: int = 0
     """Iteration from which the workers have had their present speeds."""
     order: int = 0
     left_out: Mapping[Worker, float] = {}
     """Workers left out because they are too slow, with when each takes part again (`time.monotonic`)."""
     pauses: Mapping[Worker, float] = {}
-    """Next pause in seconds of each worker that has been left out."""
+    """Seconds for which each worker that has been left out before will be left out the next time."""
     decision: SpeedDecision | None = None
     """Decision to carry out at the next iteration boundary; None if there is none."""
 
     @property
     def planned_speeds(self) -> Speeds | None:
-        """Speeds for which schedules are planned; None: those of the first schedule."""
+        """Speeds of workers for which schedules are planned; None: those for which the run's first schedule was
+        planned."""
         return None if not self.plans or self.factors == self.given else self._measured_speeds()
 
     @property
@@ -133,7 +135,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def planned_period_of(self, present: Schedule) -> float:
-        """Return the planned seconds of an iteration by the current schedule at the present speeds."""
+        """Return the planned period in seconds of a schedule at the present speeds of the workers."""
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def with_iteration(self, one: CommittedIteration) -> "SlowWorkers":
@@ -163,7 +165,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                        left_out=_without_keys(self.left_out, [worker]), pauses=_without_keys(self.pauses, [worker]))
 
     def with_order(self, number: int, schedule: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the start of an order, which either carries out the pending decision or drops it."""
+        """Return the state at the start of an order, in which a pending decision about slow workers is carried out or
+        dropped. The order of this `number` has this `schedule` and begins at this `iteration`."""
         new = self
         if self.decision is not None and self.decision.schedule is schedule:
             new = self._emit_speed_event(self.decision, iteration, to)
@@ -182,7 +185,8 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, left_out=_without_keys(self.left_out, workers)) if workers else self
 
     def with_run_ended(self, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the end of the run, after reporting changes that no schedule was planned for."""
+        """Return the state at the end of the run, after reporting the changes of speed that have not been reported
+        yet."""
         return self._emit_speed_event(NO_DECISION, iteration, to, "the run ends") if self.news else self
 
     def request_decision(self, present: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
@@ -229,7 +233,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
     def _with_factor(self, worker: Worker, factor: float) -> "SlowWorkers":
-        """Return the state with a rounded factor for a worker, and without a pending decision."""
+        """Return the state after the measured factor of a worker has changed; a pending decision is dropped."""
         factors = _without_keys(self.factors, [worker])
         if round_factor(factor) != 1.0:
             factors[worker] = round_factor(factor)
@@ -254,7 +258,8 @@ def _without_keys(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
 
 
 class PlannedCells:
-    """Layers of the slices of a schedule, and the planned times of ops on them on a worker of usual speed."""
+    """Table of the ops in a schedule: the layers of each kind of op on each slice, and its planned time at usual
+    speed."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

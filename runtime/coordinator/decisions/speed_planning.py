@@ -13,18 +13,18 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule, Speeds, Wor
 from slipstream.schedules.timing import period_at as period_at
 
 MIN_PERIOD_GAIN = 0.02
-"""Smallest share of the period that a new schedule must gain."""
+"""Smallest gain for which the schedule changes, as a share of the current schedule's period."""
 MIN_WORKER_GAIN = 0.01
-"""Smallest share of the period that a slow worker must gain to keep its place."""
+"""Smallest gain by a slow worker for which it is not left out, as a share of the period with it."""
 MIN_EXCLUSION_FACTOR = 2.0
-"""Smallest factor of a slow worker for which a schedule without it is considered."""
+"""Factor by which the ops of a worker must take longer than usual before a schedule without it is considered."""
 STEPS_PER_UNIT = 20
-"""Number of steps in a factor of 1: factors are rounded to multiples of 1 / 20, because smaller differences do not
-matter and fewer schedules are planned."""
+"""Number of steps from one whole speed factor to the next: factors are rounded to multiples of 1 / 20, because smaller
+differences do not matter and fewer schedules are planned."""
 
 
 class SpeedDecision(NamedTuple):
-    """Decision of what to run at the measured speeds."""
+    """Decision of which schedule to run at the measured speeds of workers."""
 
     schedule: Schedule | None
     """Schedule to change to; None: the current one stays."""
@@ -36,11 +36,11 @@ class SpeedDecision(NamedTuple):
     with_them_seconds: float = 0.0
     """Period of the schedule that includes the workers that are left out, in seconds at these speeds."""
     reason: str | None = None
-    """Reason why there is no schedule for these speeds."""
+    """Reason why no schedule could be planned for these speeds; None if one was planned."""
 
 
 class SpeedRequest(NamedTuple):
-    """Request for a decision while workers have the given speeds."""
+    """Request for a decision of which schedule to run while workers have the given speeds."""
 
     order: int
     """Number of the current order, whose schedule is `present`."""
@@ -56,7 +56,8 @@ class SpeedAnswer(NamedTuple):
 
 
 def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return the decision for a request. Exceptions of `plan` other than NoScheduleError are passed on."""
+    """Return the decision for a request, made with the planner `plan`; if there is no schedule, it says so. Exceptions
+    of `plan` other than NoScheduleError are passed on."""
     present, speeds = question.present, question.speeds
     try:
         return decide_for_speeds(present, speeds, plan)
@@ -71,7 +72,8 @@ def round_factor(factor: float) -> float:
 
 
 def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return which schedule the workers should run at these speeds. Exceptions of `plan` are passed on."""
+    """Return the decision for workers with these speeds: the `present` schedule, a better one, or one without slow
+    workers. Exceptions of `plan` are passed on."""
     factors = dict(speeds)
     before = period_at(present, factors)
     live, every = present.seat_of.keys(), tuple(present.grid.workers())
@@ -99,7 +101,8 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 
 
 def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
-    """Yield the schedule for these workers, if there is one in which no worker has to take over another role."""
+    """Yield the schedule for the workers in `live`, or nothing if none exists in which each worker keeps its own
+    role."""
     try:
         schedule = planned(live)
     except NoScheduleError:

@@ -82,7 +82,8 @@ class StopRequested(NamedTuple):
 
 
 class AbortIteration(NamedTuple):
-    """Event: a run that was told to end must stop now and does not wait for the end of the iteration."""
+    """Event: the time allowed to a run that was told to end is over, so that it stops in the middle of the
+    iteration."""
 
 
 class TimePassed(NamedTuple):
@@ -151,7 +152,8 @@ def _decide_next(step: TransitionBuilder) -> None:
 
 
 def _compute_retry_time(state: RunState) -> float:
-    """Return the earliest time of the next order: later than now if several in a row ended before any op began."""
+    """Return the time of `time.monotonic` before which no next order is given; 0 unless several orders in a row were
+    empty. An order is empty if it ended before any member began an op."""
     tries = state.vain - MAX_EMPTY_ORDERS
     return state.recovery.ordered_at + min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
 

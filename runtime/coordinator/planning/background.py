@@ -29,19 +29,20 @@ T = TypeVar("T")
 DoneCallback = Callable[[T | BaseException], None]
 
 MAX_SMALL_JOB_WORKERS = 64
-"""Largest number of workers of a small job: awaited plans are made in a thread, and none are precomputed."""
+"""Largest number of workers of a job for which awaited plans are made in a thread, and none are precomputed."""
 AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits of a planning process, for a plan that workers wait for and for any other plan. If one is exceeded, the
-process is killed and the plan is made in a thread."""
+"""Time limits in seconds of a process that makes a plan which workers wait for, and of one for any other plan. If one
+is exceeded, the process is killed and the plan is made in a thread."""
 NICENESS = 10
 """Niceness of processes whose results no worker waits for, so that the workers of this machine take precedence."""
 
 
 class BackgroundRunner(Protocol):
-    """Function that runs long work and passes its result, or its exception, to the calling event loop."""
+    """Function that runs long work outside the event loop and passes its result or exception to the loop."""
 
     def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-        """Run `work`, then call `done` with its result or exception; `awaited` is True if workers wait for it."""
+        """Run `work`, then call `done` on the event loop with its result or exception. Set `awaited` to True if workers
+        wait for the result."""
 
 
 class PlannerDiedError(RuntimeError):

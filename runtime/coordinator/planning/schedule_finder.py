@@ -29,7 +29,7 @@ from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 from slipstream.schedules.worker_programs import DividedSchedule, EquivalentSchedule, divide_schedule
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
-"""Function that returns the schedule for these workers being down, for the same job as the first schedule.
+"""Function that returns the schedule in which the given workers are down, for the job of the first schedule.
 
 It raises NoScheduleError if there is none. It is called concurrently with the event loop, up to
 `MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with its answer, so that all its other side
@@ -45,17 +45,20 @@ class Rebalancer(Protocol):
     """
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the schedule for these workers being down in which no worker needs a layer that it does not hold."""
+        """Return the schedule in which the `down` workers are down and no other worker needs a layer that it does not
+        hold."""
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the best schedule for these workers being down, whatever layers move for it."""
+        """Return the best schedule in which the `down` workers are down, whatever layers move for it from where they
+        are `held`."""
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule for which all layers are read from a checkpoint while all workers wait."""
+        """Return the schedule in which the `down` workers are down, all layers being read from a checkpoint while all
+        wait."""
 
 
 class SchedulePlanners(NamedTuple):
-    """Planners that find schedules; None: there is no such planner."""
+    """Planners that find schedules for a run. A planner that is None does not exist."""
 
     scheduler: Scheduler | None
     at_speeds: SchedulerAtSpeeds | None = None
@@ -66,7 +69,7 @@ MAX_CONCURRENT_REQUESTS = 2
 """Number of concurrent requests: a schedule that all wait for does not wait for one that a join needs or that another
 death has made useless. A settled schedule is planned in addition, one at a time."""
 STUCK_REQUEST_SECONDS = 20.0
-"""Time after which a request that is still being planned no longer delays other requests."""
+"""Seconds of planning after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
 
 
 MAX_PREPARED = 8
@@ -77,16 +80,18 @@ class ScheduleDivider(Protocol):
     """Function that divides a schedule among its workers, like `schedules.worker_programs.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
-        """Return the shares of the workers; for `alike`, see `schedules.worker_programs.divide_schedule`."""
+        """Return the shares of the workers of a schedule. The argument `alike`, a divided schedule that differs only in
+        pipeline numbers and the new number of each, saves most of the computation."""
 
 
 PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
-"""Function that returns a precomputed schedule for these workers being down and its division into shares; None if there
-is none."""
+"""Function that returns a precomputed schedule in which the given workers are down, and its division into shares; None
+if there is none."""
 
 
 class ScheduleService:
-    """Answers requests for schedules in the background. It stores only the prepared form of recent schedules.
+    """Service that answers requests for schedules in the background. It stores only the prepared form of recent
+    schedules.
 
     Parameters
     ----------
@@ -130,7 +135,7 @@ class ScheduleService:
         return prepared
 
     def _store_prepared(self, schedule: Schedule, prepared: PreparedSchedule) -> None:
-        """Store a prepared schedule as the most recent one."""
+        """Store the prepared form of a schedule as the most recent one, and drop the oldest if there are too many."""
         self._prepared.pop(id(schedule), None)
         self._prepared[id(schedule)] = schedule, prepared
         while len(self._prepared) > MAX_PREPARED:
@@ -166,7 +171,7 @@ class ScheduleService:
         self._background(work, partial(self._handle_answer, question), awaited=not question.settled)
 
     def request_speed_decision(self, question: SpeedRequest) -> None:
-        """Start to decide which schedule to run at the given speeds."""
+        """Start to decide, in the background, which schedule to run at the measured speeds of workers."""
         plan = self._choose_speed_planner(question)
 
         def work() -> tuple[SpeedDecision, PreparedSchedule | None]:

@@ -66,7 +66,7 @@ class AppendedFile:
         self._size = self._file.truncate(size)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; lines that could not be written are lost."""
         self._file.close()
 
 

@@ -17,7 +17,7 @@ class IterationWork:
 
     tokens: int
     flops: float
-    """Floating-point operations of the model in forward and backward (`runtime.model.layers.flops`)."""
+    """Floating-point operations of the forwards and backwards of one iteration (`runtime.model.layers.flops`)."""
     peak_flops: float | None
     """Peak floating-point operations per second of a worker's device; None if it is not known."""
 
@@ -40,10 +40,11 @@ class MetricsBuilder:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """Time at which the preceding iteration was committed or, if there is none, the first order was given."""
+        """Time in seconds since 1970 at which the last iteration was committed; before the first, at which the first
+        order was given."""
 
     def observe_event(self, event: Event) -> None:
-        """Record an event that the metrics depend on."""
+        """Record an event of the run on which later metrics depend: an order or a recovery; others are ignored."""
         match event:
             case OrderGiven():
                 self._live, self._phase = event.live, event.phase
@@ -53,7 +54,7 @@ class MetricsBuilder:
 
     def build_metrics(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
         """Return the metrics of a committed iteration, given its `line` of `losses.jsonl`. Iterations must be passed in
-        order."""
+        order. `evaluation` is the validation loss, if it was computed."""
         work, seconds = self._work, None
         if line.time is not None:
             seconds = None if self._before is None else line.time - self._before
@@ -69,7 +70,8 @@ class MetricsBuilder:
 
 
 def read_recovery_count(folder: Path) -> int:
-    """Return the number of recoveries that earlier starts of a run wrote to its metrics."""
+    """Return the number of recoveries before this start of the run, as `metrics.jsonl` in its folder has it; 0 without
+    a file."""
     recoveries, path = 0, folder / METRICS
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError):

@@ -15,11 +15,11 @@ from slipstream.runtime.run_folder import read_lock_holder
 from slipstream.schedules.schedule import Worker
 
 REPORT_INTERVAL_SECONDS = 30.0
-"""Interval of the lines about missing workers."""
+"""Seconds from one line about missing workers to the next."""
 MAX_NAMES = 8
 """Largest number of workers or nodes that a line names."""
 RECENT_NOTES = 32
-"""Number of the latest notes among which a note is not repeated."""
+"""Number of last notes to users that a new note is compared with, so as not to repeat one."""
 
 
 class RunReporter:
@@ -30,9 +30,9 @@ class RunReporter:
         self._log = log
         self._folder = read_lock_holder(run.out)
         self._apart = False
-        """True if a node was found to write to another folder."""
+        """True if a worker of another node has been found to write to another folder than node 0."""
         self._checkpointed = 0
-        """Newest complete checkpoint that has been logged."""
+        """Iteration of the newest complete checkpoint that has been logged; 0 before the first."""
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
@@ -63,7 +63,7 @@ class RunReporter:
             self._notify(f"node 0, at {address}, waits for " + describe_awaited(workers, self._run.shares, agents))
 
     def log_checkpoint(self, report: CheckpointSaved) -> None:
-        """Log a checkpoint as complete if a worker has written the last layers that it lacked."""
+        """Log that a checkpoint is complete if this report, from a worker that has saved its layers, makes it so."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
             self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
@@ -76,7 +76,8 @@ class RunReporter:
             self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
 
     def log_rollback(self, iteration: int) -> None:
-        """Log that iterations from the given one on, and the checkpoints after it, will be written again."""
+        """Log that the run went back: the given iteration and all later ones, and their checkpoints, will be written
+        again."""
         self._log.drop_iterations_from(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
 
@@ -111,9 +112,10 @@ class RunReporter:
 
 
 def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
-    """Return a clause that names the nodes that have not connected and the missing workers of other nodes.
+    """Return a clause that names the nodes that have not connected, and the missing workers of nodes that have.
 
-    `shares` are the workers of each node; `agents` are the nodes other than 0 that have connected.
+    `awaited` are the missing workers, `shares` the workers of each node, and `agents` the nodes other than 0 that have
+    connected.
     """
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):

@@ -64,7 +64,7 @@ class RunLog:
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
         self._shown: list[IterationLines | TensorBoardWriter] = []
-        """Files to which metrics are written."""
+        """Writers of the metrics of iterations: `metrics.jsonl` and, if requested, TensorBoard's files."""
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
@@ -73,7 +73,7 @@ class RunLog:
         self._losses = IterationLines(folder / LOSSES, first, write.report_problem)
 
     def write(self, event: Event) -> None:
-        """Write an event that happens now."""
+        """Write an event to `events.jsonl`, with the present time."""
         now = self._current_time()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         self._write(partial(self._events.append, stamped))
@@ -108,7 +108,7 @@ class RunLog:
             self._write(partial(file.drop_iterations_from, iteration))
 
     def store_schedule(self, schedule: bytes) -> None:
-        """Store a schedule in the folder; events name it by its digest."""
+        """Store a schedule, given as the contents of its file, in the run's folder; its digest names it in events."""
         self._write(partial(self._write_schedule, schedule))
 
     def _current_time(self) -> float:

@@ -9,7 +9,7 @@ from slipstream.runtime.events import Metrics
 TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
         "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",
         "live": "workers/live", "recoveries": "workers/recoveries"}
-"""Name under which TensorBoard shows each of the metrics."""
+"""Name under which TensorBoard shows each of the metrics, by the metric's field of `Metrics`."""
 
 
 class TensorBoardWriter:

@@ -14,16 +14,16 @@ from typing import Self
 from slipstream.runtime.errors import first_line
 
 SLOW_WRITE_SECONDS = 5.0
-"""Duration of a file operation from which it is reported."""
+"""Duration in seconds from which a file operation is reported to users as slow."""
 CLOSE_SECONDS = 10.0
-"""Time without a completed operation after which, at the end of a run, the remaining ones are given up."""
+"""Seconds without a completed file operation after which, at the end of a run, the remaining ones are given up."""
 
 
 class Writer:
-    """Writer that runs each operation at once and reports no problems."""
+    """Writer that runs each file operation at once and reports no problems."""
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Run an operation after all earlier ones."""
+        """Run a file operation, after all earlier ones."""
         work()
 
     def report_problem(self, text: str) -> None:
@@ -55,7 +55,7 @@ class WriterThread(Writer):
         self._thread.start()
 
     def __call__(self, work: Callable[[], object]) -> None:
-        """Queue an operation. An exception that it raises is reported."""
+        """Queue a file operation. An exception that it raises is reported to users."""
         with self._wake:
             self._waiting.append(work)
             self._wake.notify()
@@ -65,7 +65,7 @@ class WriterThread(Writer):
         self._said.append(text)
 
     def take_reports(self) -> Iterator[str]:
-        """Yield the reports since the last call, which should be made at an interval."""
+        """Yield the problems reported since the last call, to be called at an interval."""
         began = self._began
         if began is not None and not self._slow and time.monotonic() - began > SLOW_WRITE_SECONDS:
             self._slow = True

@@ -61,7 +61,7 @@ class DamagedError(CheckpointError):
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """File of one layer: its name, length and SHA-256."""
+    """File with the state of one layer: the layer's number, the file's name, its length in bytes and its SHA-256."""
 
     layer: Annotated[int, Meta(ge=0, le=2**20)]
     file: Annotated[str, Meta(pattern=r"^layer-[0-9]{4,7}-[0-9a-f]{16}\.safetensors$")]
@@ -70,7 +70,8 @@ class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of a checkpoint; also of the note that a worker leaves for one layer."""
+    """Content of a checkpoint's manifest.json; also of the JSON note that a worker leaves for each layer that it has
+    saved."""
 
     format: str = "slipstream-checkpoint"
     version: int = 1
@@ -185,9 +186,10 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
 
 
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
-    """Open the newest complete checkpoint; return None if there is none.
+    """Open the newest complete checkpoint in `folder`; return None if there is none.
 
-    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity`.
+    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None: any job is
+    accepted).
     """
     while checkpoints := find_complete(folder):
         newest = checkpoints[max(checkpoints)]
@@ -210,7 +212,7 @@ def is_complete(path: Path) -> bool:
 
 
 def reopen_or_latest(found: Checkpoint) -> Checkpoint:
-    """Return a checkpoint that was opened before, or the newest one if newer checkpoints have replaced it since.
+    """Return `found`, a checkpoint opened before, or the newest in its folder if newer ones have replaced it since.
 
     Raises CheckpointError if neither can be read.
     """
@@ -221,7 +223,11 @@ def reopen_or_latest(found: Checkpoint) -> Checkpoint:
 
 
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open the checkpoint in a folder. Raises CheckpointError as `open_latest` does."""
+    """Open the checkpoint in the folder `path` and check its manifest, but not its files.
+
+    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None: any job is
+    accepted).
+    """
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
     if [file.layer for file in manifest.layers] != list(range(len(manifest.layers))) \
@@ -252,7 +258,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
-    """Find the newest checkpoint without damage, or None; also return all newer checkpoints with their damage.
+    """Return the newest checkpoint in `folder` without damage, or None, and the damage of each newer one by its path.
 
     Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
@@ -279,15 +285,15 @@ def rename_damaged(path: Path) -> Path:
 
 
 def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return the whole states of some layers by the layers' numbers, on the CPU, for `part_state.as_whole_part`.
+    """Read some layers of a checkpoint: return each layer's tensors, on the CPU, by the layer's number.
 
-    Raises CheckpointError.
+    `part_state.as_whole_part` takes these tensors. Raises CheckpointError if a file is missing, damaged or unreadable.
     """
     return {layer: _load_layer(checkpoint, layer) for layer in layers}
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers have left: unfinished or half-removed checkpoints, and temporary files in others.
+    """Remove from a folder of checkpoints what killed writers have left: unfinished checkpoints and temporary files.
 
     No writer may be alive.
     """
@@ -300,7 +306,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_newer(folder: Path, iteration: int) -> None:
-    """Remove all checkpoints of iterations after the given one."""
+    """Remove the complete checkpoints in `folder` that have more than `iteration` completed iterations."""
     for number, path in _list_folders(folder, _COMPLETE).items():
         if number > iteration:
             _remove_checkpoint(path)
@@ -423,7 +429,7 @@ def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return all entries of a folder whose name matches a pattern, by the iteration in the name."""
+    """Return the files and folders in `folder` whose name matches a pattern, by the iteration in the name."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():

@@ -62,7 +62,7 @@ def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, so
 
 
 def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layer with their names in the files of the whole model."""
+    """Yield each tensor of a layer after its name in transformers' files of the whole model."""
     family, model = FAMILIES[config.model_type], build_sample(config, 0)
     base = f"{model.base_model_prefix}."
     if layer in (0, config.num_hidden_layers + 1):
@@ -76,7 +76,11 @@ def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, T
 
 
 def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a decoder layer as transformers writes them: experts are separate tensors."""
+    """Return the tensors of decoder layer `index` by their names within it, with one tensor for each expert, as in
+    files.
+
+    `prefix` is the name of the first decoder layer in the whole model, with a dot at its end.
+    """
     model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]
     if router_of(layer) is None:

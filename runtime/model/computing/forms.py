@@ -113,7 +113,11 @@ def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
 
 
 def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
-    """Run a layer under FakeTensorMode and return its output. Raises ConfigError if it cannot be passed on."""
+    """Run a layer under FakeTensorMode and return its output.
+
+    Raises ConfigError if the layer fails, or if its output is not a tensor or tuple with at least one floating-point
+    tensor.
+    """
     name = f"layer {layer} ({type(module).__name__})"
     more = {"batch": batch} if has_batch_parameter(module.forward) else {}
     with unset_fake_temporarily():
@@ -137,7 +141,7 @@ def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config
 
 
 def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunConfig) -> None:
-    """Raise ConfigError unless the loss returns a tensor of no dimensions."""
+    """Raise ConfigError unless the loss of the last layer's `output` is a tensor without dimensions."""
     try:
         loss: object = adapt_loss(model.loss)(output, batch[1], batch)
     except DATA_DEPENDENT:  # only the loss itself is needed, not the shapes within it

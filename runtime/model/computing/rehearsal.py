@@ -27,14 +27,14 @@ class Rehearsal:
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice, unless they were run for a slice whose layers have the same kinds.
+        """Run F, I and W of a slice, unless they were run for layers of the same classes and parameter shapes.
 
-        The caller must set the resulting gradients to zero. Buffers and losses are as before.
+        The caller must set the resulting gradients to zero. Buffers and the sum of losses are left unchanged.
 
         Parameters
         ----------
         takes, gives
-            Forms of the input and the output of the slice.
+            Forms (shapes and dtypes) of the input and the output of the slice.
         read
             Function that returns the data of a micro-batch.
         microbatch
@@ -55,9 +55,9 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter for each new dtype of the modules, compute its checksum, and undo it.
+        """Run O on a small parameter of each dtype of the modules, compute its checksum, and undo it.
 
-        The modules themselves are not changed.
+        Does nothing if that was done for the same dtypes before. The modules themselves are not changed.
         """
         likes = {trained.dtype: trained for module in modules for trained in module.parameters()
                  if trained.requires_grad}

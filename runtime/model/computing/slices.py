@@ -37,11 +37,11 @@ class _MicrobatchState(NamedTuple):
     value: Value
     output: Value
     added: Tensor | None
-    """Loss that these layers have added; None on the last slice, whose output includes it."""
+    """Loss that layers of the slice have added (`add_to_loss`); None on the last slice, whose output includes it."""
     work: WeightWork | None
     """Queue to which I adds the work of W; None if I computes all gradients."""
     scale: float
-    """Factor of the micro-batch's loss, if these layers add to the loss."""
+    """Factor of the micro-batch's loss in the loss of its iteration; 0 if the slice adds nothing to the loss."""
 
 
 LossScale = Callable[[Microbatch], float]
@@ -59,7 +59,7 @@ class SliceRunner:
     Parameters
     ----------
     layers
-        Half-open range.
+        Half-open range of the model's layers.
     modules
         Modules by layer, including those of the range.
     loss_scale
@@ -90,7 +90,7 @@ class SliceRunner:
         self._deferred: dict[Microbatch, WeightWork] = {}
         self._losses: list[Tensor] = []
         self.has_loss = self.last
-        """True if these layers have ever contributed to the loss."""
+        """True if the slice's layers have ever contributed to the loss."""
 
     def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
                 split: bool) -> Value | None:
@@ -121,7 +121,7 @@ class SliceRunner:
         return None if self.last else map_tensors(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run B and return the gradient for the slice before; None on the first slice."""
+        """Run B and return the gradient of the slice's input, for the slice before; None on the first slice."""
         result = self.backward_input(microbatch, gradient)
         self.backward_weight(microbatch)
         return result

@@ -60,7 +60,8 @@ class ByteText:
 
 
 class Data(Protocol):
-    """Interface of training data: the same micro-batch for the same name, on every worker, at any time."""
+    """Interface of training data that return the same micro-batch for the same name, on every worker and at any
+    time."""
 
     @property
     def digest(self) -> str:
@@ -103,7 +104,7 @@ class _IterationAdapter:
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Return a micro-batch, see `Data`. The data know `batch` and `context` from their configuration."""
+        """Return a micro-batch as `Data.batch` does. The data know `batch` and `context` from their configuration."""
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
@@ -257,7 +258,10 @@ def require_same_forms(data: Data, config: RunConfig, microbatches: Sequence[int
 
 
 def require_form(given: object, form: Form, name: Microbatch) -> None:
-    """Raise BadSampleError if a micro-batch has other shapes or dtypes than `form`, for which receives are posted."""
+    """Raise BadSampleError if `given`, the micro-batch of this name, has other shapes or dtypes than `form`.
+
+    Receives are posted for tensors of that form.
+    """
     actual = form_of(given) if isinstance(given, tuple) and all(isinstance(item, Tensor) for item in given) else None
     if actual != form:
         raise BadSampleError(
@@ -274,7 +278,10 @@ def _describe(form: Form | None) -> str:
 
 
 def _map_text(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Map a user's text, copy-on-write: torch requires writable memory, and workers of a machine share the pages."""
+    """Map a user's text file as bytes (uint8). Raises ConfigError if it cannot be read.
+
+    Copy-on-write, since torch requires writable memory; workers of a machine share the pages.
+    """
     if not path.is_file():
         reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")

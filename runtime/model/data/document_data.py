@@ -74,7 +74,8 @@ class DocumentData(TokenData):
         return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
-        """Return the number of targets of each micro-batch of an iteration."""
+        """Return the number of tokens that count in the loss of each micro-batch of an iteration: all but document
+        ends."""
         return [int(ended.size - ended.sum()) for ended in self._document_ends(iteration)]
 
     def _document_ends(self, iteration: int) -> NDArray[np.bool_]:

@@ -31,7 +31,10 @@ class LossWeights:
         self._known: tuple[int, Weights] | None = None
 
     def __call__(self, microbatch: Microbatch) -> float:
-        """Return the weight of a micro-batch. Raises ConfigError if the data do not return token counts as required."""
+        """Return the weight of a micro-batch's mean loss in the loss of its iteration.
+
+        Raises ConfigError if the data do not return token counts as required.
+        """
         if not self._by_tokens:
             return 1 / self._first[-1]
         iteration = microbatch.iteration if self._rounds is None else 0

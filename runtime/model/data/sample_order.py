@@ -17,9 +17,9 @@ Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return the number, below `count`, of the sample at each of these places in the order that `seed` determines.
+    """Return the numbers (0 to `count` - 1) of the samples at given positions in the order that `seed` determines.
 
-    Each number occurs at exactly one place.
+    Each sample is at exactly one position, from 0 to `count` - 1.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]

@@ -94,7 +94,7 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """Return the tokens of the samples at these places in the order of reading: int64 [samples, context + 1]."""
+        """Return the tokens of the samples at some positions in the order of reading: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._sample_numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
@@ -103,7 +103,10 @@ class TokenData:
         return rows
 
     def _sample_numbers(self, places: range) -> list[int]:
-        """Return the numbers of the samples at places that are counted through all epochs."""
+        """Return the number, within the file, of the sample at each position in the order of reading.
+
+        Positions are counted through all epochs.
+        """
         numbers: list[int] = []
         while places:
             epoch, place = divmod(places.start, self.samples)

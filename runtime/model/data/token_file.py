@@ -43,7 +43,10 @@ def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
 
 
 def _read_index_dtype(index: Path, size: int) -> str | None:
-    """Return the dtype that an .idx names; None if it is not Megatron's. Raises ConfigError if it is unusable."""
+    """Return the dtype that the .idx file `index` names; None if its format is not Megatron's.
+
+    Raises ConfigError if it is damaged, or does not describe a .bin of `size` bytes.
+    """
     with index.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             return None

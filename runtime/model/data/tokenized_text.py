@@ -64,7 +64,10 @@ def _load_tokenizer(path: Path, vocabulary: int) -> tuple[Any, int]:
 
 
 def _cache_path(text: Path, tokenizer: Path) -> Path:
-    """Return the path in the cache, which is determined by the contents of the text and of the tokenizer."""
+    """Return the path of the cached tokens of a text; it depends on the contents of the text and of the tokenizer.
+
+    Raises ConfigError if one of them cannot be read.
+    """
     digest = hashlib.sha256(f"{CACHE_VERSION}".encode())
     for name, path in (("training.text", text), ("training.tokenizer", tokenizer)):
         try:

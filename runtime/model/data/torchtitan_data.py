@@ -38,7 +38,10 @@ class Sample(NamedTuple):
 
 
 class TorchtitanData:
-    """Samples of a torchtitan data set (`slipstream.runtime.model.data.data.IterationData`). Raises ConfigError."""
+    """Samples of a torchtitan data set (`slipstream.runtime.model.data.data.IterationData`).
+
+    Raises ConfigError if the options are incomplete, or if the data set cannot be read.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._arguments = tuple(config.model.options.get("arguments", ()))
@@ -64,7 +67,10 @@ class TorchtitanData:
         self._open_stream()
 
     def begin_at(self, iteration: int, samples: int) -> None:
-        """Continue after the samples read before an iteration (`slipstream.runtime.model.data.data.Data`)."""
+        """Begin iteration `iteration` after the first `samples` samples of the stream, which earlier runs have read.
+
+        Raises ConfigError unless `samples` is a multiple of the micro-batch size.
+        """
         if samples % self._batch:
             raise ConfigError(f"training.data is 'torchtitan', and {samples} samples were read before; expected a "
                               f"multiple of training.batch, {self._batch}")
@@ -94,7 +100,8 @@ class TorchtitanData:
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
-        """Return the next `count` micro-batches of the stream for an iteration. Raises ConfigError if it has ended."""
+        """Return the next `count` micro-batches of the stream for an iteration. Raises BadSampleError if the stream has
+        ended."""
         if iteration < self._next:
             self._return_to(iteration)
         while self._next < iteration:
@@ -115,7 +122,8 @@ class TorchtitanData:
         return samples
 
     def _return_to(self, iteration: int) -> None:
-        """Return to the stored position before an iteration; without one, open the stream again from its beginning."""
+        """Return the stream to its stored position before an iteration; without one, open it again from its
+        beginning."""
         if iteration not in self._states:
             self._open_stream()
             return

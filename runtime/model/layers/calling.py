@@ -21,7 +21,7 @@ Batch = tuple[Tensor, ...]
 """Data of a micro-batch (`runtime.model.data.data.Data`), on the device that computes."""
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch on a device, and reuse the document lengths that are known for it."""
+    """Return a micro-batch on a device. Its document lengths, which the CPU computes, are stored for the copy."""
     moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
     positions, moved_positions = positions_of(batch), positions_of(moved)
@@ -69,7 +69,10 @@ class LayerCall:
         """
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
-        """Return the layer's output. `batch` may be None if the layer does not take it."""
+        """Return the layer's output for `value`, the previous layer's output or the tokens.
+
+        `batch`, the data of the micro-batch, may be None if the layer does not take it.
+        """
         more = {"batch": batch} if self.takes_batch else {}
         if self._copy is not None:
             if self._copy.training != self._module.training:
@@ -90,7 +93,7 @@ def _copy_layer(module: nn.Module) -> nn.Module:
 
 
 def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
-    """Return a loss that takes output, target and batch, and passes the batch on only if the model's loss takes it."""
+    """Return a function of output, target and batch that calls `loss`, with the batch only if the loss takes it."""
     if has_batch_parameter(loss):
         return lambda output, target, batch: loss(output, target, batch=batch)
     return lambda output, target, _: loss(output, target)

@@ -56,7 +56,7 @@ def require_compilable(config: RunConfig, device: torch.device) -> None:
 
 
 def _require_torchtitan(config: RunConfig, named: str) -> None:
-    """Raise ConfigError if the layers of a torchtitan model cannot be compiled."""
+    """Raise ConfigError, whose message begins with `named`, if the layers of a torchtitan model cannot be compiled."""
     from slipstream.runtime.model.layers.torchtitan.specification import (
         needs_masks,
         require_no_experts,
@@ -91,7 +91,7 @@ def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
-    """Replace a product with a parameter in a graph by `product`, if its other operand gets a gradient."""
+    """Replace `node` by the op `product` if it multiplies a value that gets a gradient with one of `parameters`."""
     target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
         torch.matmul if node.target is operator.matmul else node.target
     if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
@@ -136,7 +136,7 @@ def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
 def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
                   transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the gradient of the value of a `product`. The call also leaves the gradient of the weight to W."""
+    """Return the gradient of a `product` with respect to its value. The gradient of the weight is left to W."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 

@@ -17,14 +17,18 @@ CHUNK_SIZE = 2**25
 
 
 def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK_SIZE) -> Tensor:
-    """Return the mean loss over the tokens that count: a scalar, computed in float32 or better.
+    """Return the mean loss over the tokens whose target is not `IGNORED_TARGET`: a scalar, in float32 or better.
 
     Parameters
     ----------
     logits
-        [..., V]; with a group, each rank's part of the vocabulary, in the order of the ranks.
+        [..., vocabulary]; with a group, each rank's part of the vocabulary, in the order of the ranks.
     target
         [...], token numbers or `IGNORED_TARGET`.
+    group
+        Ranks over which the vocabulary is cut; None if it is not cut.
+    chunk
+        Number of logits that are processed at a time.
     """
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, -2), target.flatten(), group, max(1, chunk // logits.shape[-1]))

@@ -45,7 +45,10 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
 
 
 def build_dtensors(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return DTensors of the given parameters, or the layer's own, to call it with; empty if these are plain."""
+    """Return by name the DTensors to call a layer with, made of `parameters`, or of the layer's own if None.
+
+    The result is empty for a layer whose parameters torch has not cut.
+    """
     placed: Placements = getattr(module, "placed", {})
     if not placed:
         return {}

@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
-        """Embed tokens [B, T] as features [B, S, C]."""
+        """Embed tokens [B, T] as features [B, S, C] of the S tokens that this rank has."""
         tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
@@ -74,7 +74,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Attend from features [B, T, C] to [B, S, C]; a token sees itself and the tokens before it in its document."""
+        """Attend from features [B, T, C] to features [B, S, C] of the S tokens that this rank has.
+
+        A token sees itself and the tokens before it in its document.
+        """
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
@@ -109,7 +112,8 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
 
     def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return features [B, S, C] from features [B, S, C]."""
+        """Apply attention and MLP, each with its residual connection, to features [B, S, C] of the S tokens of this
+        rank."""
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
@@ -140,7 +144,7 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Project features [B, S, C] to logits [B, T, V / R]."""
+        """Project features [B, S, C] of this rank's tokens to logits [B, T, V / R] of its part of the vocabulary."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
         logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
@@ -186,7 +190,8 @@ class GPT:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy, at least in float32, of logits [B, T, V / R] and tokens [B, T]."""
+        """Return the mean cross entropy, at least in float32, of logits [B, T, vocabulary / ranks] and target tokens
+        [B, T]."""
         return cross_entropy(output, target, self.group)
 
     def _initialise_weights(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from slipstream.runtime.model.layers.split_backward import weight_work
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
     """Multiply rows [S, n] by the matrices of their groups [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E].
 
-    Rows behind the last group have arbitrary values. `expected` is the average number of rows in groups.
+    Rows behind the last group have arbitrary values. `expected` is the average number of rows of all groups together.
     """
     if _has_native_kernel(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
@@ -45,7 +45,7 @@ def _product_flops(value: Sequence[int], weight: Sequence[int], _ends: Sequence[
 
 
 class ExpertGroups(NamedTuple):
-    """Groups of rows, sorted by expert: those of each of the E experts on this rank."""
+    """Division of rows of features, sorted by expert, among the E experts on this rank."""
 
     ends: Tensor
     """Row at which each expert's rows end: int32 [E]."""
@@ -53,7 +53,7 @@ class ExpertGroups(NamedTuple):
     """True for each row that belongs to an expert of another rank, bool [S, 1]; None if all experts are on this
     rank."""
     expected: int
-    """Average number of rows that belong to the experts on this rank."""
+    """Average number of rows that belong to all experts on this rank together."""
 
     def product(self, value: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [S, n] by their experts' matrices [E, n, m]; rows of other ranks' experts become zero."""
@@ -62,7 +62,7 @@ class ExpertGroups(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Linear layer by group, as `functional.linear`: weights [E, m, n]."""
+    """Autograd function of `grouped_linear`, which leaves the gradients of the matrices to W."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
@@ -119,5 +119,5 @@ def _has_native_kernel(value: Tensor, width: int) -> bool:
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the first row and the end of each group."""
+    """Return the range of rows of each group: its first row, and the row after its last."""
     return list(pairwise([0, *ends.tolist()]))

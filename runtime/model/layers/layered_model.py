@@ -24,7 +24,7 @@ class LayeredModel(Protocol):
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
+        """Number of the model's layers."""
 
     @property
     def device(self) -> torch.device:

@@ -56,9 +56,9 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Recompute these parts of all layers that run within the context in their backward.
+    """Let the layers that run within the context compute their parts of these names again in the backward.
 
-    Requires `runtime.model.seeds.restoring_generators`.
+    Must be called within `runtime.model.seeds.restoring_generators`.
     """
     before = _CHOSEN.set(_ActiveParts(parts, device) if parts else None)
     try:

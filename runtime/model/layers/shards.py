@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
 
 def split_dim(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """Split a dimension into two: the number of equal parts, and the length of each."""
+    """Return a tensor with dimension `dim` split into two: `parts` equal parts, and the length of each."""
     return tensor.reshape(*tensor.shape[:dim], parts, -1, *tensor.shape[dim + 1:])
 
 
@@ -87,7 +87,10 @@ def gather_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tens
 
 
 def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
-    """Return the tensors of all ranks, [ranks, ...]."""
+    """Return the tensors that all ranks pass, stacked in the order of the ranks: [ranks, ...].
+
+    All ranks must call this function together.
+    """
     all_parts = tensor.new_empty((group.size(), *tensor.shape))
     all_gather_single(all_parts, tensor.contiguous(), group)
     return all_parts

@@ -24,7 +24,8 @@ class LayerParameter(NamedTuple):
 
 
 class Sharing:
-    """Groups of parameters of different layers that are one parameter; `last` is the model's last layer."""
+    """Groups of parameters of different layers that are one parameter; `last` is the number of the model's last
+    layer."""
 
     def __init__(self, groups: tuple[tuple[LayerParameter, ...], ...] = (), last: int | None = None) -> None:
         self.groups = groups
@@ -41,8 +42,8 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return a layer's shared parameters that another layer owns, by name, each with its owner: the first of its
-        group."""
+        """Return the parameters of a layer that another layer owns: by name, the first parameter of the group that
+        shares it."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
@@ -111,6 +112,6 @@ def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def parameter_name(key: str) -> str:
-    """Return the name of the parameter that a tensor of a layer's state belongs to."""
+    """Return the parameter's name in the key of a tensor of a layer's state: `model.NAME` or `optimizer.SLOT.NAME`."""
     kind, _, name = key.partition(".")
     return name if kind == "model" else name.partition(".")[2]

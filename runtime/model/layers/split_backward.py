@@ -64,7 +64,8 @@ def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work:
 
 
 def backward_weight(work: WeightWork) -> None:
-    """Run W: add the deferred weight gradients to the parameters' `.grad`, and free each entry when it is done."""
+    """Run W: add the deferred weight gradients to the parameters' `.grad`, and free the tensors of each when it is
+    added."""
     while work:
         work.popleft()()
 

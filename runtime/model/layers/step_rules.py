@@ -22,15 +22,16 @@ It must depend on nothing else.
 
 
 def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
-    """Return a layer's rules by the names of its parameters: its attribute `step_rules`."""
+    """Return by name the functions that step parameters of a layer in place of the optimizer: its attribute
+    `step_rules`."""
     rules: Mapping[str, StepRule] = getattr(module, "step_rules", {})
     return rules
 
 
 def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless each rule belongs to a trained parameter that no other layer shares.
+    """Raise ConfigError unless each step rule of a layer belongs to a trained parameter that no other layer shares.
 
-    The last argument maps the names of the layer's trained parameters to whether other layers share them.
+    The argument `trained` maps the names of the layer's trained parameters to whether other layers share them.
     """
     for name in rules:
         if trained.get(name) is not False:

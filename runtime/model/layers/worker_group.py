@@ -23,12 +23,12 @@ from torch import Tensor, distributed
 from slipstream.runtime.torch_private import HashStore, without_process_groups
 
 BACKEND_NAME = "slipstream"
-"""Name of the backend in torch.distributed."""
+"""Name of `WorkerGroup` as a backend of torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupConnection:
-    """Connection that carries the group's tensors during one order."""
+    """Connection that carries the tensors of a worker's process group during one order."""
 
     backend: Any
     """Backend of torch.distributed for these ranks, to which calls are passed on."""
@@ -45,11 +45,11 @@ class _FinishedWork(distributed.Work):
     """Collective that has ended."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
-        """Return at once."""
+        """Return True at once: the collective has ended."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True: the collective has ended."""
         return True
 
 
@@ -207,7 +207,7 @@ def _reduce_options(options: Any) -> Any:
 
 
 class _ThreadGroup(threading.local):
-    """Group of which a thread simulates a rank, or None."""
+    """Process group of which a thread simulates a rank; None if it simulates none."""
 
     group: WorkerGroup | None = None
 
@@ -229,7 +229,10 @@ def is_first_rank() -> bool:
 
 
 def enter_group(rank: int, size: int) -> WorkerGroup | None:
-    """Make this process a rank of a worker permanently; its group also becomes torch.distributed's default one."""
+    """Make this process rank `rank` of a worker permanently, and return the worker's group; None if `size` is 1.
+
+    The group also becomes torch.distributed's default one.
+    """
     if size == 1:
         return None
     group = WorkerGroup(rank, size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 WORD_BYTES = 8
 BLOCK_WORDS = 2**18
-"""Number of words with weights of their own: 2 MB, which fits in a processor's cache."""
+"""Number of 64-bit words in a block, each with a weight of its own: 2 MB, which fits in a processor's cache."""
 BLOCKS_AT_ONCE = {"cuda": 16}
 """Number of blocks summed in one call, by type of device, so that a GPU does more work than a launch costs; one on
 other devices."""
@@ -64,19 +64,19 @@ def _block_sums(flat: Tensor) -> Iterator[Tensor]:
 
 def _sum_rows(words: Tensor) -> Tensor:
     """Return the checksum of each row of 64-bit words: the sum of its folded words, each times the weight of its
-    place."""
+    position."""
     folded = words >> 31
     return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
 
 
 def _weighted_sum(numbers: Tensor) -> Tensor:
-    """Return the sum of numbers, each times the weight of its place, modulo 2**64."""
+    """Return the sum of numbers, each times the weight of its position, modulo 2**64."""
     return (numbers * _word_weights(numbers.device)[:len(numbers)]).sum()
 
 
 @functools.cache
 def _word_weights(device: torch.device) -> Tensor:
-    """Return the weights of the places in a block: odd numbers without a pattern, int64 [BLOCK_WORDS].
+    """Return the weight of each position in a block of words: odd numbers without a pattern, int64 [BLOCK_WORDS].
 
     They are those of SplitMix64 (Steele et al., OOPSLA 2014), with shifts that keep the sign.
     """

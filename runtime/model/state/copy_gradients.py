@@ -22,7 +22,8 @@ class CopyGradients:
 
     def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Allocate buffers for the parts of a range that a worker keeps copies of."""
+        """Allocate two gradient buffers for each part of a range of layers that the partition `cut` lets `worker`
+        copy."""
         self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
@@ -31,8 +32,10 @@ class CopyGradients:
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return all buffers, divided by layers; `elements` returns the number of a layer's elements that are cut into
-        parts."""
+        """Return the buffers of all copied parts, cut at the borders of layers.
+
+        The function `elements` returns the number of a layer's elements that are cut into parts.
+        """
         sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
         for layers, spans in self._buffers.items():
             for span, buffers in spans.items():

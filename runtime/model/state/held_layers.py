@@ -60,12 +60,14 @@ class HeldLayers:
         self.optimizer = self._build_full_optimizer(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
-        """Gradients of each parameter that layers share, by its first name, to be summed in place over all holders of a
-        copy."""
+        """Gradients of each parameter that layers share, to be summed in place over all holders of a copy.
+
+        Keys are `LAYER.NAME` of the first layer that has the parameter.
+        """
         self.set_reduced_ranges(merge_ranges((layer, layer + 1) for layer in self.modules))
 
     def clear(self) -> None:
-        """Release all layers."""
+        """Release all layers, with their gradients and optimizer state."""
         self.modules, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopyGradients()
         self.optimizer = self._build_full_optimizer({})
         self.set_reduced_ranges(())
@@ -152,15 +154,16 @@ class HeldLayers:
         return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Make or skip an iteration's step; see `PartOptimizer.step`."""
+        """Step all held layers for an iteration, with gradients times `factor`; skip the step if `factor` is None."""
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
-        """Undo the open step: restore parameters and optimizer state from before it."""
+        """Undo the last step, which must not be final: restore parameters and optimizer state from before it."""
         self.optimizer.undo()
 
     def return_to(self, committed: int) -> None:
-        """Undo the open step if its iteration is later than the last committed one; otherwise make it final."""
+        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
+        final."""
         self.optimizer.return_to(committed)
 
     @property
@@ -174,8 +177,8 @@ class HeldLayers:
         return cut if cut is not None and cut.sharded else None
 
     def copy_buffers(self, layers: LayerRange) -> Mapping[Span, Tensor]:
-        """Return the parts of a range that are copies of another worker's, each with the buffer for its next gradient
-        sums."""
+        """Return, by span, the buffer for the next gradient sums of each part of a range that is a copy of another
+        worker's."""
         return self._sums.buffers_of(layers, self.optimizer.copy_buffer)
 
     def start_copy_steps(self) -> None:
@@ -187,11 +190,14 @@ class HeldLayers:
         self.optimizer.start_copy_steps()
 
     def mark_gathering(self, iteration: int) -> None:
-        """Mark the parameters as being received from other workers, with arbitrary values until `mark_gathered`."""
+        """Mark the parameters as being received from other workers: until `mark_gathered`, they have arbitrary values.
+
+        `iteration` is the one after whose step they then are.
+        """
         self.optimizer.mark_gathering(iteration)
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark all elements of the parameters as those after iteration `iteration`."""
+        """Mark all elements of the parameters as received from other workers, and as those after `iteration`."""
         self.optimizer.mark_gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, StatePartition]]:
@@ -233,11 +239,13 @@ class HeldLayers:
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the gradients of a range, or of a shared parameter by its first name, to be summed in place."""
+        """Return the gradients of `what`, a range of layers or `LAYER.NAME` of a shared parameter, to be summed in
+        place."""
         return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
 
     def layer_squares(self) -> dict[int, float]:
-        """Return the sum of squares of the gradients of each layer's own parts: `PartOptimizer.layer_squares`."""
+        """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in
+        float64."""
         return self.optimizer.layer_squares()
 
     def sum_squares(self) -> float:
@@ -275,7 +283,7 @@ class HeldLayers:
             flat.zero_()
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by "layer.name"; a parameter that layers share has its first name."""
+        """Return all parameters by `LAYER.NAME`; a parameter that layers share has that of the first layer."""
         return {str(self.sharing.first_of_group(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
@@ -304,20 +312,20 @@ def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
-    """Build a layer as `build_on_device` does, and mark the parameters that are not cut into parts, for a
-    `HeldLayers`."""
+    """Build a layer on the model's device (`build_on_device`), and mark its parameters that are not cut into parts."""
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
     return module
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> HeldLayers:
-    """Build the given layers in their state before the first iteration."""
+    """Build a `HeldLayers` of the given layers, in their state before the first iteration."""
     return HeldLayers({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
 
 
 def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """Mark a layer's parameters that are not cut: shared by other layers, of another dtype, or stepped by rules.
+    """Mark a layer's parameters that are not cut: shared by other layers, not of the model's dtype, or stepped by
+    rules.
 
     Raises ConfigError if a rule belongs to no parameter.
     """
@@ -328,7 +336,8 @@ def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: 
 
 
 def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[ElementCounts, ...]:
-    """Return the numbers of trained elements of each layer."""
+    """Return the number of trained elements of each layer of the model: those cut into parts, and those stored
+    whole."""
     elements, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         module = build_on_meta(model, layer)
@@ -339,7 +348,11 @@ def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple
 
 def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
                        cut: StatePartition | None = None) -> list[Tensor]:
-    """Give parameters zero gradients that are views of one flat tensor for each dtype."""
+    """Give parameters zero gradients that are views of one flat tensor for each dtype; return the flat tensors.
+
+    Gradients have the given dtype, or that of their parameters if None. Tensors are padded as the partition `cut`
+    needs.
+    """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

@@ -54,21 +54,21 @@ class LateSteps(OptimizerSteps):
 
     @property
     def free_buffer(self) -> int:
-        """Buffer for the gradients of the next step. Waits until no step reads from it."""
+        """Index of the buffer for the gradients of the next step. Waits until no step reads from that buffer."""
         self._wait_for_step()
         return self._buffer
 
     def register_step(self, iteration: int, factor: float | None) -> None:
-        """Register a step with the gradients in the free buffer times `factor`; the step before it is committed.
+        """Register a step with the gradients in the free buffer times `factor`; skip it if `factor` is None.
 
-        If `factor` is None, the step is skipped.
+        The iteration of the step registered before counts as committed from now on.
         """
         self._wait_for_step()
         self._committed_step, self._last_step = self._last_step, _DueStep(iteration, factor, self._buffer)
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
-        """Start to make the committed step, concurrently with computation."""
+        """Start the registered step whose iteration is committed, if there is one, concurrently with computation."""
         committed, self._committed_step = self._committed_step, None
         if committed is not None:
             self._queue.submit(partial(self._run_step, committed))

@@ -24,11 +24,12 @@ NO_RULES: Mapping[str, StepRule] = {}
 
 def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
                  rules: Mapping[str, StepRule] = NO_RULES) -> OptimizerGroups:
-    """Return parameters in groups: matrices and vectors of no pattern, those of each pattern, and one group a rule.
+    """Return the optimizer's groups: the matrices and the vectors of each pattern in `[training] parameter_groups`.
 
-    A group names only the options that differ from the optimizer's defaults, and its weight decay. Unless a pattern
-    sets it, matrices decay and vectors (norms, biases) do not. With Muon, a group says whether Muon steps it. `last` is
-    the number of the model's last layer.
+    Two more groups have the parameters of no pattern, and each step rule has a group. With Muon, parameters that it
+    steps have groups apart, which say so. A group names only the options that differ from the optimizer's defaults, and
+    its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. `last` is the number
+    of the model's last layer.
     """
     members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
         (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
@@ -63,7 +64,10 @@ def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfi
 
 
 def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> None:
-    """Raise ConfigError if a pattern matches no parameter of the model, or only parameters of groups before it."""
+    """Raise ConfigError if a pattern in `[training] parameter_groups` selects no parameter of the model.
+
+    A parameter belongs to the first pattern that matches it.
+    """
     if not config.parameter_groups:
         return
     names = list(_stepped_names(model))
@@ -78,7 +82,8 @@ def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> N
 
 
 def _stepped_names(model: LayeredModel) -> Iterable[str]:
-    """Yield the names of all parameters that the optimizer steps; a shared parameter has its first name."""
+    """Yield `LAYER.NAME` of each parameter that the optimizer steps; one that layers share has the name in the first
+    layer."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):

@@ -43,7 +43,7 @@ from slipstream.runtime.model.state.version import Version
 
 
 class _Piece(NamedTuple):
-    """Elements of one parameter that a part has."""
+    """Elements of one parameter that lie in one part of a layer, stepped as one tensor."""
 
     layer: int
     name: str
@@ -55,14 +55,14 @@ class _Piece(NamedTuple):
     """Span of the piece within the layer's elements."""
     stepped: nn.Parameter
     late: Sequence[Tensor] = ()
-    """Buffers for the gradients, if the piece is a copy of another worker's."""
+    """Buffers for the gradients, if the piece is a copy of another worker's; otherwise empty."""
 
     def parameter_view(self) -> Tensor:
-        """Return these elements of the parameter itself, as a view."""
+        """Return the piece's elements of the parameter itself, as a view."""
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
-        """Return the gradient of these elements, converted to the dtype in which the optimizer steps them.
+        """Return the gradient of the piece's elements, converted to the dtype in which the optimizer steps them.
 
         It is a view of `.grad` if that has this dtype, and None if there is no gradient.
         """
@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
             slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled_gradient(self, factor: float) -> Tensor:
-        """Return the gradient that the last step used, which was scaled by `factor`.
+        """Return the gradient that the last step used for the piece, which was scaled by `factor`.
 
         A gradient that is a view was scaled in place, and is returned as it is.
         """
@@ -104,7 +104,7 @@ class PartOptimizer(UndoableSteps):
         pieces = [piece for layer, spans in kept.items() for part in spans
                   for piece in self._cut_pieces(layer, modules[layer], part, sums)]
         self._pieces = [piece for piece in pieces if not piece.late]
-        """Pieces that are stepped within the iteration, unlike copies, which are stepped late."""
+        """Parts of parameters that are stepped within the iteration, unlike copies of other workers' parts."""
         self._copies = [piece for piece in pieces if piece.late]
         super().__init__(self._piece_groups(self._pieces, config), config)
         self._late = LateSteps(self._piece_groups(self._copies, config), config, [
@@ -168,7 +168,7 @@ class PartOptimizer(UndoableSteps):
         return bool(tensors)
 
     def layer_squares(self) -> dict[int, float]:
-        """Return the sum of squares of the gradients of each layer's own parts, computed in float64.
+        """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.
 
         A parameter that layers share counts for the first of them; one that all ranks of a worker have counts on the
         first rank. Parameters with rules do not count.
@@ -205,7 +205,8 @@ class PartOptimizer(UndoableSteps):
         self.parameters = Version(iteration)
 
     def undo(self) -> None:
-        """Restore all stored state, bit for bit, from before the open step, which can then be made again."""
+        """Undo the last step, which must not be final: restore all stored state bit for bit. The step can then be made
+        again."""
         assert self.open_iteration is not None, "no step is open"
         self._late.cancel_step(self.open_iteration)
         self.mark_gathering(self.open_iteration - 1)
@@ -213,7 +214,11 @@ class PartOptimizer(UndoableSteps):
         self._round_parameters(self._pieces)
 
     def return_to(self, committed: int) -> None:
-        """Undo the open step or make it final, see `UndoableSteps.return_to`; copies then equal their owners' parts."""
+        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
+        final.
+
+        Copies of other workers' parts then equal their owners' parts. Raises VersionError if that is impossible.
+        """
         super().return_to(committed)
         self._late.catch_up()
         if self._copies:
@@ -276,13 +281,14 @@ class PartOptimizer(UndoableSteps):
         return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
 
     def load_parts(self, parts: Iterable[PartState]) -> None:
-        """Copy the state in `parts` into the parts that are stored here. No step may be open."""
+        """Copy the state in `parts` into the parts that are stored here. The last step must be final or undone."""
         self._load_pieces((*self._pieces, *self._copies), parts)
 
     def adopt_state(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
         """Take over the state of another optimizer, which must not be used afterwards, and the state in `parts`.
 
-        Pieces with equal spans keep their memory; others are copied. No step may be open in either optimizer.
+        Tensors for equal elements of a parameter keep their memory; others are copied. In both optimizers, the last
+        step must be final or undone.
         """
         theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
         missing = []

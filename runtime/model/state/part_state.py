@@ -49,7 +49,10 @@ def uncut_names(module: nn.Module) -> Collection[str]:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters, whose elements are counted, in order: those that are not cut come last."""
+    """Return a layer's trained parameters by name, in the order in which their elements are counted.
+
+    Parameters that are not cut into parts (`mark_uncut`) come last.
+    """
     whole, parameters = uncut_names(module), dict(module.named_parameters())
     return {name: parameter for last in (False, True) for name, parameter in parameters.items()
             if parameter.requires_grad and (name in whole) is last}
@@ -107,7 +110,10 @@ def is_elementwise(tensor: Tensor, has: Span) -> bool:
 
 
 def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """Return a layer's whole state (`whole`) after an iteration as a part. Raises ValueError if it does not fit."""
+    """Return a layer's whole state (`assemble_state`), as it is after iteration `after`, as one part with all elements.
+
+    Raises ValueError if the state does not fit the layer.
+    """
     parameters = trained_parameters(module)
     part = PartState(layer, 0, count_elements(module).total, {
         key: flatten_slot(tensor, parameters[parameter_name(key)]) if parameter_name(key) in parameters else tensor

@@ -29,8 +29,10 @@ They are not joined: every worker that stores a span steps it by itself, to the 
 Domains = Sequence[Sequence[Worker]]
 """Groups of workers that fail together, such as those of one machine (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of ranges that have lost some since; the remaining members keep the same parts
-(`StatePartition.after_losses`)."""
+"""Original members of each range of layers that has lost members since.
+
+The remaining members keep the same parts (`StatePartition.after_losses`).
+"""
 
 
 class ElementCounts(NamedTuple):
@@ -42,12 +44,12 @@ class ElementCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of all trained elements."""
+        """Number of all trained elements of the layer."""
         return self.cut + sum(self.whole)
 
     @property
     def whole_spans(self) -> tuple[Span, ...]:
-        """Spans of the parameters that are not cut."""
+        """Spans, within the layer's elements, of the parameters that are not cut."""
         ends = tuple(accumulate(self.whole, initial=self.cut))
         return tuple(pairwise(ends))
 

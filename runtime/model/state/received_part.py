@@ -50,7 +50,8 @@ class SteppedPart(UndoableSteps):
                 self.states[piece][slot] = tensor.view(piece.shape) if flat else tensor
 
     def follow_step(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Make the step that the sender made with these gradients; without any, the sender made no step.
+        """Make the sender's step of an iteration with its gradients `tensors`, by parameter; empty if the sender
+        skipped it.
 
         Raises ValueError if the gradients do not fit, and VersionError if they are not those of the next step.
         """
@@ -91,7 +92,7 @@ class SteppedPart(UndoableSteps):
             self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
 
     def to_part_state(self) -> PartState:
-        """Return the part, with the live tensors."""
+        """Return the part in its present state. Its tensors are live: later steps change them."""
         tensors = dict(self._part.tensors)
         for name, piece in self._pieces.items():
             tensors[f"model.{name}"] = piece.detach().view(-1)
@@ -128,7 +129,7 @@ class CopiedPart:
         self._last = {committed: self._last[committed]}
 
     def to_part_state(self) -> PartState:
-        """Return the part, with the live tensors."""
+        """Return the part as received last, with the tensors themselves, not copies."""
         after = max(self._last)
         return self._part._replace(tensors=self._last[after], after=after)
 

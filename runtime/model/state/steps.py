@@ -69,12 +69,12 @@ class StepController:
     layers
         Number of layers of the whole model.
     share
-        Starts to sum numbers over all workers; None if `needs_gradient_norm` is false.
+        Function that starts to sum numbers over all workers; None if `needs_gradient_norm` is false.
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
-        Called with each iteration whose step is final, or is known to be skipped, while the gradients are still those
-        that it was made with.
+        Function called with each iteration whose step is final, or is known to be skipped, while the gradients are
+        still those that it was made with.
     """
 
     def __init__(self, holding: HeldLayers, config: TrainingConfig, *, layers: int, share: StartSum | None,
@@ -103,7 +103,8 @@ class StepController:
         """Last iterations whose sums have arrived, each with its mean loss."""
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """Run O: step all layers, finally or on a guess.
+        """Run O: step all held layers, finally, or on the guess that nothing is clipped while the gradient norm is
+        summed.
 
         This worker's share of the mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
         gradients. Raises CommunicationError, as `until_unread` may.
@@ -129,16 +130,17 @@ class StepController:
             self._conclude_sums()
 
     def validate_if_arrived(self) -> None:
-        """Validate the step before a forward, if that is possible without waiting. Raises CommunicationError.
+        """Validate the last step if the gradient norm that it depends on has arrived. Raises CommunicationError.
 
-        The ranks of a worker agree on it: they communicate within the op, unless it is void.
+        To be called before a forward. The ranks of a worker agree on it: they communicate within the op, unless it is
+        void.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
         if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
-        """Wait until the step is known, and correct it if the guess was wrong. Raises CommunicationError.
+        """Wait for the gradient norm, and make the last step again if it was guessed wrong. Raises CommunicationError.
 
         Required before a backward, because the gradients of the iteration before are kept for a second step until then.
         """

@@ -76,11 +76,11 @@ class OptimizerSteps:
         self._config = config
         self._rules: dict[nn.Parameter, StepRule] = {
             parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
-        """Rules of parameters that a rule of their layer steps, and not the optimizer."""
+        """Step rule of each parameter that a rule of its layer steps, and not the optimizer."""
         self._optimizer = optimizer_factory(config)([group for group in groups if "rule" not in group], config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
-        """State that the optimizer keeps of each tensor."""
+        """State that the optimizer keeps of each stepped tensor, by the tensor."""
 
     def _stepped_parameters(self) -> Sequence[nn.Parameter]:
         """Return all tensors that the optimizer or a rule steps, each once."""
@@ -146,10 +146,10 @@ class UndoableSteps(OptimizerSteps):
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         super().__init__(groups, config)
         self._saved: list[tuple[Tensor, Tensor]] = []
-        """Live tensors, each with its copy from before the last step that was not skipped."""
+        """Live tensors, each with its copy from before the last step."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Optimizer's state of each parameter before the open step, with the live tensors, or None if it had no state;
-        empty if the step was skipped."""
+        """Optimizer's state of each saved parameter before the last step, with the live tensors; None if it had no
+        state."""
         self.open_iteration: int | None = None
         """Iteration whose step can be undone; None if no step is open."""
         self.version = Version(-1)
@@ -179,7 +179,8 @@ class UndoableSteps(OptimizerSteps):
         self._apply_update()
 
     def undo(self) -> None:
-        """Restore parameters and state, bit for bit, from before the open step; gradients stay as they are."""
+        """Undo the last step, which must not be final: restore parameters and state bit for bit; gradients stay as they
+        are."""
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)
@@ -194,9 +195,10 @@ class UndoableSteps(OptimizerSteps):
         self.open_iteration, self.version = None, Version(after)
 
     def return_to(self, committed: int) -> None:
-        """Undo the open step if its iteration is later than the last committed one; otherwise make it final.
+        """Return to the state after iteration `committed`: undo the last step if its iteration is later, else make it
+        final.
 
-        Raises VersionError if the parameters are then not those after the committed iteration.
+        Raises VersionError if the parameters are then not those after that iteration.
         """
         if self.open_iteration is not None and self.open_iteration > committed:
             self.undo()
@@ -205,7 +207,7 @@ class UndoableSteps(OptimizerSteps):
             self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
-        """Make the open step, if any, final. The memory of the copies is kept for the next step."""
+        """Make the last step final: it can no longer be undone. The memory of the copies is kept for the next step."""
         self.open_iteration = None
 
     def undo_bytes(self) -> int:

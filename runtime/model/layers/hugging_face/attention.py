@@ -27,13 +27,19 @@ def register_attention() -> None:
 
 
 def needs_no_document_mask(config: PreTrainedConfig, slides: bool) -> bool:
-    """Return whether a layer attends to each document separately and so needs no mask for documents."""
+    """Return whether a layer attends to each document separately and so needs no mask for documents.
+
+    `slides` tells whether its attention has a sliding window, which needs masks.
+    """
     return config._attn_implementation == ATTENTION_NAME and not slides
 
 
 def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
             position_ids: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
-    """Compute attention of [B, heads, T, K], with the signature that transformers expects: [B, T, heads, K]."""
+    """Return the attention of queries, keys and values [B, heads, T, K] as [B, T, heads, K], and None for its weights.
+
+    transformers calls this function and expects this form.
+    """
     if attention_mask is not None or position_ids is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **more)[0]
         return output, None

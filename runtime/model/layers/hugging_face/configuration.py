@@ -66,7 +66,8 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_dense(config: Any, index: int) -> bool:
-    """Return whether decoder layer `index` of a mixture of experts has none, according to a config of transformers."""
+    """Return whether decoder layer `index` of a mixture of experts has no experts, according to a config of
+    transformers."""
     dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
     return dense is not None and (index in dense or (index + 1) % step > 0)
 

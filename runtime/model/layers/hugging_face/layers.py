@@ -51,7 +51,8 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer of transformers."""
+    """Decoder layer of transformers as a layer of the model; it makes positions and masks from the micro-batch's
+    data."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
                  family: Family) -> None:
@@ -74,7 +75,8 @@ class DecoderLayer(nn.Module):
         return self.layer
 
     def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
-        """Return features from features, with the routers' counts if the model balances the load of experts."""
+        """Apply the layer to features [B, T, C], and add its router's counts if the model balances the load of
+        experts."""
         features = given if isinstance(given, Tensor) else given[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         extra: dict[str, Any] = {}

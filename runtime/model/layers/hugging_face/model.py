@@ -94,7 +94,7 @@ class HuggingFaceModel:
         return loss if balance is None else loss + self._config.router_aux_loss_coef * balance
 
     def _build_layer(self, layer: int) -> nn.Module:
-        """Build a layer without initial values."""
+        """Build layer number `layer` with uninitialized parameters."""
         base, family, index = self._sample.base_model, self._family, layer - 1
         if layer == 0:
             return _allocate(Embedding({name: _copy_module(base.get_submodule(name)) for name in family.embedding}))
@@ -148,10 +148,9 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
 
 def build_sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
-    """Build the model with one decoder layer, that at `index`, on the meta device, with further `changes` of its
-    config.
+    """Build a transformers model whose only decoder layer is that at `index`, on the meta device.
 
-    Several threads may call this.
+    Its config is changed by `changes`. Several threads may call this.
     """
     # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. If two
     # threads did so at the same time, the last to end would leave it changed permanently.

@@ -59,7 +59,7 @@ class PretrainedWeights:
                                ) from None
 
     def _read_tensors(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
-        """Read tensors by their names in the files."""
+        """Read the tensors with these names in the files, and return them by name. Raises ConfigError if that fails."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)

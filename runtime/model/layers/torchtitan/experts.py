@@ -23,7 +23,11 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change the mixtures of a layer on the meta device in place, and return the rules of their biases by name."""
+    """Let a layer's mixtures of experts count tokens in the backward; return the rule that steps each bias, by its
+    name.
+
+    The layer, on the meta device, is changed in place.
+    """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
         if type(module) is GroupedExperts:
@@ -45,10 +49,11 @@ def _counting_class(kind: Any) -> Any:
 
 
 class _CountingMixin(nn.Module):
-    """Mixin before torchtitan's own class, with a new counter in each forward."""
+    """Mixin for torchtitan's mixture of experts, with a new counter of each expert's tokens in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features [B, L, D] from features, and leave the token counts to the backward."""
+        """Apply the mixture to features [B, L, D], and leave the tokens of each expert to the backward, as the bias's
+        gradient."""
         bias: nn.Parameter = getattr(self, _BIAS)
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)
@@ -76,7 +81,7 @@ class _Experts(GroupedExperts):  # type: ignore[misc]
     """torchtitan's experts as grouped products whose weight gradients are computed in W."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Return features from the features [R, D] of tokens that are sorted by expert."""
+        """Apply to each row of features [R, D] the MLP of its expert; rows are sorted by expert."""
         groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
         # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
         hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(

@@ -84,11 +84,13 @@ class TorchtitanModel:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross entropy, mean over the tokens that count."""
+        """Return the cross entropy of logits and target tokens, a mean over the tokens whose target is not
+        `IGNORED_TARGET`."""
         return cross_entropy(output, target)
 
     def rename_for_checkpoint(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's parameters, given by their names in it, by their names in torchtitan's checkpoints."""
+        """Rename a layer's parameters: return `state` by the names in torchtitan's checkpoints, not those in the
+        layer."""
         module = self._build_on_meta(layer)
         for name, parameter in list(module.named_parameters()):
             replace_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
@@ -113,7 +115,8 @@ class TorchtitanModel:
 
 
 class _LayerMixin(nn.Module):
-    """Mixin before torchtitan's own class, which takes positions, and masks made from them, from the micro-batch."""
+    """Mixin for torchtitan's decoder class that takes positions, and masks made from them, from the micro-batch's
+    data."""
 
     _masks: "_MaskCache | None"
     again: Callable[[], nn.Module]
@@ -126,7 +129,8 @@ class _LayerMixin(nn.Module):
         return next(iter(self.layers.values()), None)
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return features or logits from tokens or features; between layers all ranks of a worker have them whole."""
+        """Apply the layer to tokens or features, and return features or logits; all ranks of a worker have both
+        whole."""
         return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:

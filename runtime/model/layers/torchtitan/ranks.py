@@ -46,7 +46,7 @@ def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
 
 
 def as_plain_tensor(found: Tensor) -> Tensor:
-    """Return a plain tensor, whole on all ranks, from a DTensor."""
+    """Return a DTensor as a plain tensor that is whole on all ranks; a plain tensor is returned as it is."""
     if not isinstance(found, DTensor):
         return found
     return found.full_tensor()

@@ -29,7 +29,7 @@ from slipstream.runtime.model.object_reference import search_working_directory
 MODEL_KEY = "model.torchtitan"
 """Key of the job file that names a model of torchtitan, for error messages."""
 MODEL_OPTIONS = ("arguments", "attention", "checkpoint")
-"""Keys of `[model.options]`.
+"""Keys of `[model.options]` for models of torchtitan.
 
     arguments   command line of torchtitan, which replaces the defaults of its models
     attention   "sdpa" for attention that does not separate documents
@@ -111,7 +111,10 @@ def with_one_process(config: Trainer.Config) -> Trainer.Config:
 
 @functools.cache
 def _config_by_name(name: str, context: int, causal: bool) -> Trainer.Config:
-    """Return the configuration of a model by name, such as "llama3/8B". Raises ConfigError if there is none."""
+    """Return the Trainer's configuration of a model by name, such as "llama3/8B". Raises ConfigError if there is none.
+
+    Samples have `context` tokens. With `causal`, attention is scaled_dot_product_attention, which ignores documents.
+    """
     family, _, flavour = name.partition("/")
     if family not in _supported_models or not flavour:
         raise ConfigError(f"{MODEL_KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
@@ -158,9 +161,9 @@ def has_experts(config: Trainer.Config) -> bool:
 
 
 def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> None:
-    """Raise ConfigError if a model has experts, which the setting `training.beside` does not support.
+    """Raise ConfigError if a model has experts, which a setting of `[training]` does not support.
 
-    The argument `beside` is that setting, and `expected` says what to use instead.
+    The message names the setting, `beside`, and says that `expected` is to be used instead.
     """
     if has_experts(config):
         spec: Any = config.model_spec

@@ -84,7 +84,7 @@ def rate(config: TrainingConfig, iteration: int) -> float:
 
 @functools.cache
 def _load_rate_function(arguments: Sequence[str]) -> Callable[[int], float]:
-    """Return torchtitan's learning rate schedule as a function of the iteration."""
+    """Return torchtitan's learning rate schedule: a function from an iteration to the factor of the learning rate."""
     config = parse_for_one_process(arguments)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedulers = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
@@ -100,7 +100,8 @@ def require_supported(config: Trainer.Config) -> None:
 
 
 def _check_settings(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
-    """Yield unsupported settings, each with whether it is set, a description, and what is expected instead."""
+    """Yield for each setting that a run does not support: True if it is set, its description, and what is expected
+    instead."""
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
     yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
            "a machine with GPUs, which torchtitan requires")
@@ -201,7 +202,10 @@ def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[di
 
 
 def _name_in_run(name: str, last: int, tied: bool) -> str:
-    """Return a run's name for a parameter of torchtitan's model; a tied embedding has the name of the head."""
+    """Return a run's name for a parameter of torchtitan's model; a tied embedding has the name of the head.
+
+    `last` is the number of the run's last layer, the head.
+    """
     part, _, rest = name.partition(".")
     if part == "tok_embeddings":
         return f"{last}.lm_head.{rest}" if tied else f"0.{name}"

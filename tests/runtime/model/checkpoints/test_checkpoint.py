@@ -230,7 +230,7 @@ def flip(path: Path) -> None:
     (lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"), "layer-0001.*5 bytes; expected"),
     (lambda path: next(path.glob("layer-0000-*")).unlink(), "layer-0000.*cannot be read: No such file"),
     (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: no readable checkpoint"),
-    (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "no Slipstream checkpoint"),
+    (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "not a Slipstream checkpoint"),
     (lambda path: edit(path, lambda manifest: manifest["layers"].pop()), "does not name each layer"),
     (lambda path: edit(path, lambda manifest: manifest["layers"][1].update(file="../../x.safetensors")), "no readable"),
     (lambda path: edit(path, lambda manifest: manifest.update(version=2)), "format version 2; this Slipstream reads 1"),
