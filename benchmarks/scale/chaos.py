@@ -100,7 +100,7 @@ class ChaosAgent(FakeAgent):
 
     def __init__(self, world: "World", node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
         super().__init__(node, epoch, alive)
-        self.world, self.node = world, node
+        self.world, self.node, self.epoch = world, node, epoch
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -288,7 +288,7 @@ class World:
         if self.agents.get(agent.node) is not agent:
             return
         if self.loop._serves is None:
-            self.start_agent(agent.node, getattr(agent, "epoch", 0), tuple(
+            self.start_agent(agent.node, agent.epoch, tuple(
                 worker for worker in self.shares[agent.node] if worker in self.live))
         else:  # it was told to ask again
             del self.agents[agent.node]
