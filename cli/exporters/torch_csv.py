@@ -37,7 +37,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     """Return the order of one pipeline's ops as CSV for torch.distributed.pipelining: one row per rank.
 
     With `communication`, the order also has the pipeline's sends and receives, in an order free of deadlock, and its
-    gradient reductions; without it, torch adds them. Raises TorchCsvError if torch's runtime cannot run the order.
+    gradient reductions; without it, torch adds them. Raises ExportError if torch's runtime cannot run the order.
     """
     _require_expressible(schedule, pipeline)
     programs = programs_of(schedule, [pipeline])
@@ -69,7 +69,7 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
 
 
 def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
-    """Raise TorchCsvError if an op of a seat's worker prevents torch from running `pipeline` by itself.
+    """Raise ExportError if an op of a seat's worker prevents torch from running `pipeline` by itself.
 
     Such an op runs a micro-batch of this pipeline on a worker of another one, or the reverse, or is not of a whole
     stage.

@@ -15,7 +15,7 @@ workers ran them, too; while that is not known, the cell is left out.
 
 Iterations are grouped until they took `OBSERVATION_SECONDS`, because a process that is delayed for a moment delays many
 short iterations. An *observation* of a worker is the median over such a group of y = log(ratio / believed factor). A
-worker has changed if three quarters of its last `WINDOW_LENGTHS` observations lie on one side of a limit; an outlier
+worker has changed if 4 of its last 5 observations, or 16 of its last 20, lie on one side of a limit; an outlier
 counts once, however large it is. The limit is one that a quartile of as much noise never reaches, s (7.5 / sqrt(n) -
 0.67) for n observations, and at least log(1 + `MIN_CHANGE`). s is the spread of y, estimated from differences of
 successive observations, so that outliers and changes of level matter little (the share `INLIER_SHARE` of the
@@ -109,7 +109,7 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the log ratio that three quarters of the last `window` observations must exceed to count as a change
+        """Return the log ratio that four fifths of the last `window` observations must exceed to count as a change
         of speed. The argument `common` is the median spread of all workers."""
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))

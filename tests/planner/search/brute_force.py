@@ -1,4 +1,7 @@
-"""The true optimum of tiny problems, by enumeration: the planner's judge, sharing none of its code but the problem."""
+"""The true optimum of tiny problems, by enumeration: the planner's judge.
+
+It shares none of its code but the problem and what micro-batches hold of memory.
+"""
 
 import itertools
 from collections import defaultdict
