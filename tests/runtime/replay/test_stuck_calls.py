@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import Resilience, run
 from slipstream.runtime.model.layers.gpt import GPT
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.protocol.failure_injection import Injection, Injector
 from slipstream.runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
@@ -28,7 +29,10 @@ FILE = "SLIPSTREAM_TEST_STUCK"
 
 
 class Stuck(GPT):
-    """A GPT one of whose workers, the first to get there, never comes back from the all-reduce of that number."""
+    """A GPT one of whose workers, the first to get there, never comes back from the all-reduce of that number.
+
+    A worker that is to die does so once that has happened: in the order after, nothing would release the one.
+    """
 
     def build(self, layer: int) -> nn.Module:
         from torch.distributed import ProcessGroupGloo
@@ -45,9 +49,17 @@ class Stuck(GPT):
                 threading.Event().wait()
             return original(group, tensors)
 
+        fail = Injector.fail_if_due
+
+        def fail_later(injector, iteration, place):
+            while (iteration, place) in injector._mine and not Path(path).exists():
+                time.sleep(0.01)
+            fail(injector, iteration, place)
+
         forked = sys.argv[0].endswith("fork_server_process.py")
         if path is not None and forked and "allreduce" not in vars(ProcessGroupGloo):
             ProcessGroupGloo.allreduce = allreduce
+            Injector.fail_if_due = fail_later
         return GPT.build(self, layer)
 
 
