@@ -42,7 +42,7 @@ class _Interrupted(Exception):  # noqa: N818
 
 @contextmanager
 def _preserve_interrupts() -> Iterator[None]:
-    """Convert KeyboardInterrupt to `_Interrupted`, which typer does not catch."""
+    """Convert KeyboardInterrupt within the context to `_Interrupted`, which typer does not catch."""
     try:
         yield
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ class _CommandGroup(TyperGroup):
         return name, load_command(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the arguments, or print the help and exit with status 2 if there are none."""
+        """Parse the command line, or print the help and exit with status 2 if it is empty."""
         if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)

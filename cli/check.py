@@ -72,7 +72,7 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return what is known about the lower bound on the period that the file states, as a clause.
+    """Return a clause on whether the lower bound on the period that the file of a schedule states is proven.
 
     `proven` is the bound in ticks that was proven here. None means that no proof was requested.
     """

@@ -61,8 +61,8 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
 
 
 def _plan_worked_example() -> list[_Variant]:
-    """Print the period of the published example with each technique added, draw two plans, and return all plans. Drawn
-    are the plans with and without a dead worker."""
+    """Plan the published example with one technique after the other, and return these plans as rows. Print their
+    periods, and draw the plans with and without a dead worker."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -106,7 +106,7 @@ def _plan_or_interrupt(job: Job, failed: Sequence[Worker] = (), **options: Any) 
 
 def _train_and_compare(folder: Path, short: bool) -> dict[str, object]:
     """Train with all workers, with one absent, and in one process; print to how many digits the losses agree, and
-    return them."""
+    return losses and digits as fields of the JSON answer. If `short`, train for `SHORT_ITERATIONS` only."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()

@@ -90,8 +90,8 @@ def _import_exporter(module: str) -> Any:
 
 
 def _require_new_folder(folder: Path | None, to: str, what: str) -> Path:
-    """Return the folder to write. Exits 2 if none is given, or if it is neither new nor empty. Messages name the format
-    (`to`) and what is exported."""
+    """Return the folder to write. Exits 2 if it is None, or exists and is not empty. Messages name the format (`to`)
+    and what is exported (`what`)."""
     if folder is None:
         refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

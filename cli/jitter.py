@@ -114,10 +114,12 @@ def _read_costs(lengths: Path, dealer: Dealer, attention: float, context: int | 
 
 
 def _measure_dealing(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
-    """Return the answer on dealing: how the mean iteration time depends on the search and on how well costs are known.
+    """Return the JSON answer on dealing: how the mean iteration time depends on the search and on how well costs are
+    known.
 
     Dealing assigns samples of unequal cost to micro-batches, by a search that swaps samples. The answer has the mean
     time in seconds for several numbers of swaps, and for several relative errors of the costs that the search is given.
+    `planned` is the period in seconds if samples were equal.
     """
     dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
 

@@ -55,7 +55,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Kind of this answer: `AT_ONCE`, `ROLES_MOVED` or `SETTLED`."""
+        """Kind of this answer: layers in place (`AT_ONCE`), whole roles moved to other workers (`ROLES_MOVED`), or
+        layers moved for even load (`SETTLED`)."""
         if self.schedule.moves:
             return ROLES_MOVED
         return SETTLED if layers_received(self.schedule) else AT_ONCE
@@ -96,9 +97,11 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
 
 def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
-    """Return the answer of the table for the workers that are down, with the time of a look-up.
+    """Return the answer of the table for the workers that are down, with the seconds of a look-up; None if it has no
+    entry.
 
-    The table checks an entry at its first use, which the time does not include. Returns None if it has no entry.
+    Set `normalise` to True if roles may move, and `settled` if any layers may. The table checks an entry at its first
+    use, which the seconds do not include.
     """
     look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
     result = look_up()  # the first use of an entry checks it: the second is timed

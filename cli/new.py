@@ -164,7 +164,8 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
 
 
 def _estimate_job(request: NewRequest) -> str:
-    """Return the job for the model that a config.json or the options describe, and ask for missing values."""
+    """Return the text of the job file for the model that a config.json or the options describe; ask the user for
+    missing values."""
     try:
         model = _read_layers(request)
         layout = ModelLayout(
@@ -180,7 +181,8 @@ def _estimate_job(request: NewRequest) -> str:
 
 
 def _read_layers(request: NewRequest) -> ModelLayers:
-    """Return the layers of the model. Raises ValueError if they are inconsistent."""
+    """Return the layers of the model that the options describe; ask the user for missing values. Raises ValueError if
+    they are inconsistent."""
     if request.model is not None:
         return read_model(request.model, request.sequence or _ask_int("Tokens per sequence?", 4096, "--sequence"))
     return ModelShape(
@@ -251,7 +253,7 @@ def _add_layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path, request: NewRequest) -> str:
-    """Return the job file for a StragglerAnalysis trace, which has the times of all workers."""
+    """Return the text of the job file for a StragglerAnalysis trace, which has the times of all workers."""
     try:
         trace = read_straggler_trace(file)
     except ProfilerTraceError as error:
@@ -310,7 +312,8 @@ def _parse_one(*choices: str) -> Callable[[str], str]:
 
 
 def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Return the user's answer to a question, asking until `read` can parse it.
+    """Return the user's answer to a question, as `read` has parsed it; ask again if `read` raises ValueError. `default`
+    is the answer if the user enters nothing; None: there is none.
 
     Exits 2 if there is no answer, and names the option that gives the value.
     """

@@ -142,9 +142,10 @@ def _in_flight_bytes(job: Job, measured: "Profile", stage: int) -> int:
 
 
 def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
-    """Return the `[layers]` table of the job file: times and memory of each layer.
+    """Return the `[layers]` table of the job file: times and memory of each layer, which `measured` has as stages of
+    one layer each.
 
-    The first stage has `first` layers. It sends no gradient back, so that all of its backward counts as W.
+    The first stage of the job has `first` layers. It sends no gradient back, so that all of its backward counts as W.
     """
     layers = [msgspec.structs.replace(layer, backward_input=0.0,
                                       backward_weight=layer.backward_weight + layer.backward_input)
@@ -155,8 +156,8 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return the `[training.length_costs]` table: costs by document length, fitted to the measured times of each
-    layer."""
+    """Return the `[training.length_costs]` table: costs by document length, fitted to the times of each layer, which
+    `measured` has as stages of one layer each."""
     table: dict[str, Any] = {}
     errors = []
     for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
@@ -221,7 +222,8 @@ def table_comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    """Return the layer range of each stage. Raises ConfigError unless the counts cover all layers of the model."""
+    """Return the layer range of each stage, given the number of layers that the job file says for each. Raises
+    ConfigError unless they are all `layers` layers of the model."""
     from slipstream.runtime.config import ConfigError
     from slipstream.runtime.replay.placement import with_end_layers
 

@@ -90,7 +90,8 @@ def _select_events(events: list[TimedEvent]) -> tuple[list[TimedEvent], int]:
 
 
 def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
-    """Return the name and schedule of each readable schedule, by digest, up to `MAX_OPS` ops in total."""
+    """Return the schedules of a run that can be read, each with a name, by the digest that events have, as long as they
+    have at most `MAX_OPS` ops in total."""
     by_digest, remaining_ops = dict[str, tuple[str, Schedule]](), MAX_OPS
     for stretch in run.stretches:
         digest = stretch.order.schedule

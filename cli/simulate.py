@@ -238,7 +238,8 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
 
 
 def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> Callable[[int], AvailabilityTrace]:
-    """Return a function that maps a seed to an availability trace for the job, read from a file or drawn.
+    """Return a function that maps a seed to an availability trace for the job: read from a file, drawn, or with only
+    the `dead` workers lost if --failed names some.
 
     Exits 2 if no trace can be made.
     """
@@ -267,7 +268,8 @@ def _trace_maker(request: SimulateRequest, job: Job, dead: Sequence[Worker]) -> 
 
 def _draw_traces(request: SimulateRequest, make: Callable[[int], AvailabilityTrace],
                  first: AvailabilityTrace) -> list[AvailabilityTrace]:
-    """Return a trace for each seed, or only the first if the others have the same live workers and changes."""
+    """Return a trace for each seed, made by `make`; the one of the first seed is `first`. If the second has the same
+    live workers and changes, nothing is random, and only `first` is returned."""
     second = make(request.seed + 1)
     if (request.trace is not None or request.failed) and (first.live, first.changes) == (second.live, second.changes):
         err.print(f"note: there is nothing to draw: all {request.seeds} runs over {first.name} would be equal; "
@@ -319,7 +321,10 @@ def _simulate_in_processes(kinds: Sequence[type[Policy]], make: Callable[[], Thr
                            traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
                            ) -> dict[str, Floats]:
     """Return the mean samples per second of each policy, one value for each trace, simulated in `jobs` processes or by
-    `pool`. It is `simulate_traces` in parallel. Exits 1 if a process dies."""
+    the executor `pool`, if there is one.
+
+    Each process calls `make` to plan for itself; `tell` is called with the progress. Exits 1 if a process dies.
+    """
     try:
         with closing(run_all(TraceSimulator(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
             return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
@@ -372,7 +377,8 @@ def _describe_grid(job: Job) -> str:
 
 
 def _describe_search(steps: int | None) -> str:
-    """Describe in one line how long plans were searched for."""
+    """Describe in one line how long plans were searched for: for these counted `steps` each or, if that is None, by
+    default."""
     searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
         f"{steps * STEP_SECONDS:.3g} s each"
     return (f"plans were searched for {searched}, in counted steps; with more --steps, here and in `slipstream plan`, "

@@ -78,7 +78,8 @@ def _flush_stdout() -> None:
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit at once if threads still plan for a run that has ended: Python would wait for them for minutes."""
+    """Exit with status `code` at once if threads still plan for a run that has ended: Python would wait for them for
+    minutes. Otherwise return."""
     import os
     import threading
 

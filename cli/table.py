@@ -86,7 +86,8 @@ def table(request: TableRequest) -> None:
     once, with layers in place, with which `train` continues.
 
     Started again after Ctrl-C or a crash, it continues where it stopped; with a larger K it adds to the table. With
-    --placement any, it first searches for the pipeline, for the time limit of one entry per number of failures.
+    --placement any, it first searches for virtual stages, their layers and their workers, for the time limit of one
+    entry per number of failures.
     """
     require_choice("--placement", request.placement, options.PLACEMENTS)
     if (request.placement == "any") != (request.job_out is not None):
@@ -138,10 +139,11 @@ def _read_placed_job(request: TableRequest, plan_options: PlanOptions) -> tuple[
 
 
 def _place_job(request: TableRequest, job_out: Path, text: str, plan_options: PlanOptions) -> str:
-    """Return the text of the job with the best placement, found by an earlier command or now.
+    """Return the text of the job file with the best placement: that of `job_out` if an earlier command has written it,
+    else one that is searched for now and written there.
 
-    A placement that is found now is written to `job_out`. It is not searched for again: a second search by the clock
-    may find another one, for which an unfinished table is useless.
+    An existing placement is not searched for again: a second search by the clock may find another one, for which an
+    unfinished table is useless.
     """
     if may_exist(job_out):
         if not MovableLayers(text).is_rearrangement(read_job_or_refuse(job_out)):

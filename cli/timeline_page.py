@@ -45,7 +45,7 @@ def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIte
 
 
 def timeline_shell(title: str, data: str) -> str:
-    """Return the page with the given data, which is `timeline_data` encoded by `to_json`."""
+    """Return the page, as HTML, with the given data, which is `timeline_data` encoded by `to_json`."""
     return fill_page("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 
@@ -128,8 +128,8 @@ def _encode_rules() -> list[dict[str, Any]]:
 
 def _encode_tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
         tuple[list[Columns], int]:
-    """Return each program as columns of numbers, and the unit of their times: the largest number of ticks that divides
-    them all."""
+    """Return each program, given with the role that runs it, as columns of numbers, and the unit of their times: the
+    largest number of ticks that divides them all, and the `transfer` time in ticks."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
     return [_encode_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)

@@ -143,7 +143,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         logger.info("Training completed")
 
     def _log_step(self, line: Metrics) -> None:
-        """Log a committed iteration as torchtitan does."""
+        """Log a committed iteration as torchtitan does, unless it was logged before or is not due."""
         rates = self.lr_schedulers.get_metrics()
         if not self._advance_to(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
             return
@@ -223,7 +223,8 @@ def _seconds(given: str) -> float:
 
 
 def _choose_job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
-    """Return the job to plan: from a file, or one whose stages take times proportional to their layers.
+    """Return the job to plan: from a file, which must fit torchtitan's configuration `given`, or one whose stages take
+    times proportional to their layers.
 
     Raises JobError and ConfigError.
     """

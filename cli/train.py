@@ -193,8 +193,8 @@ def _join_run(request: TrainRequest, here: LaunchInfo, own: NodeJob) -> None:
 
 def _look_up_or_plan(request: TrainRequest, job: Job, down: tuple[Worker, ...],
                      table: Table | None) -> tuple[Schedule, float | None]:
-    """Return the first schedule, from the table or planned without the `down` workers, and the fault-free period. The
-    period is in seconds, or None if it is unknown."""
+    """Return the first schedule, for all workers but those that are `down`, from the table or planned now, and the
+    fault-free period in seconds, or None if that is unknown."""
     options = build_plan_options(
         backward=table.basis.backward if table else request.backward, method=request.method, seed=request.seed or 0,
         optimizer=table.basis.optimizer if table else request.optimizer, time_limit=request.time_limit,
@@ -226,7 +226,8 @@ def _require_model(request: TrainRequest, job: Job) -> None:
 
 
 def _with_recomputation(request: TrainRequest, job: Job, config: RunConfig) -> tuple[Job, RunConfig]:
-    """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner."""
+    """Return the job and its configuration with the layers to recompute, if they leave that choice to the planner;
+    otherwise both unchanged. Exits 2 if the job does not say its layers."""
     options = build_plan_options(backward=request.backward, optimizer=request.optimizer, method="greedy",
                                  time_limit=request.time_limit, seed=0)
     if chooses_recomputation(job) and job.layers is None:

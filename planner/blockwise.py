@@ -73,7 +73,11 @@ class Speed:
         return self._end - self.clock.process_seconds()
 
     def pace_for(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
-        """Return the processor seconds per op for planning, measured at the first call on a part of that call's job."""
+        """Return the processor seconds per op for planning. They are measured at the first call, by planning a small
+        part of its job with `plan_block`.
+
+        The function `ops_of` counts the compute ops to plan for a job.
+        """
         if self._pace is None:
             sample = sample_of(job, ops_of, self.params.sample)
             self._pace = measure_pace(sample, ops_of(sample), plan_block, self.clock)
@@ -92,7 +96,8 @@ def choose_blocks(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
                   grace: bool = True) -> Blocks | None:
     """Return into how many blocks of micro-batches to divide a job so that it is planned within `seconds`.
 
-    None means that the whole job can be planned at once. With `grace`, the plan may take somewhat longer. Raises
+    None means that the whole job can be planned at once. With `grace`, the plan may take somewhat longer. The function
+    `ops_of` counts the compute ops to plan for a job, and `plan_block` plans a sample to measure the pace. Raises
     TooLargeError if joining and checking the blocks' plans alone would take too long.
     """
     ops, params = ops_of(job), speed.params
@@ -130,10 +135,12 @@ def _even_block_count(number: int, job: Job) -> int:
 
 
 def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
-    """Return a copy of a job with fewer micro-batches that has about `size` compute ops, if possible.
+    """Return a copy of a job with fewer micro-batches that has about `size` compute ops to plan, as counted by
+    `ops_of`, if possible.
 
-    A sample that is too small would spend its time on other things than ops. Workers that failed need micro-batches of
-    other pipelines to be shared, so a sample can have fewer ops than its share; then a larger one is returned.
+    A smaller sample would spend its time on other things than ops. Equal subproblems count once, and micro-batches of
+    failed workers need those of other pipelines to be shared, so that a sample with 1/n of the micro-batches may have
+    fewer than 1/n of the ops; then a larger sample is returned.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))
@@ -142,7 +149,8 @@ def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
 
 
 def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
-    """Measure the pace of this machine by planning `sample`, a part of the job with `ops` compute ops."""
+    """Measure the pace of this machine by planning `sample`, a part of the job with `ops` compute ops, with
+    `plan_block`, in seconds of this thread's processor time."""
     if not is_plain_python():
         load_kernel()
     began = clock.thread_seconds()
@@ -155,8 +163,8 @@ def measure_pace(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:
     """Divide the micro-batches of a job into `count` nearly equal blocks, and iterate over a job for each.
 
-    If the numbers do not divide, the first blocks have one micro-batch more (in a bidirectional pipeline, one in each
-    direction); what remains of an odd number goes to the last block.
+    If their number is not a multiple of `count`, the first blocks have one micro-batch more. In a bidirectional
+    pipeline they have one more in each direction; if the number is odd, the last micro-batch is in the last block.
     """
     whole = [divmod(total // job.chains, count) for total in job.microbatches]
     for block in range(count):
@@ -167,10 +175,8 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 
 
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
-    """Return the checked schedule of a job whose micro-batches are planned in the blocks that `how` gives.
-
-    The `bound` on the period is proven for the whole job.
-    """
+    """Return the checked schedule of a job whose micro-batches are planned in `how.number` blocks, one after the other,
+    by `plan_block`. The `bound` on the period is proven for the whole job."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
@@ -208,7 +214,7 @@ def join_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
 
 
 def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
-    """Return, for each block, its start in the joined schedule in ticks: when every worker is done with the blocks
+    """Return, for each block, its first tick in the joined schedule, at which every worker is done with the blocks
     before."""
     spans = {id(block): _worker_spans(block) for block in blocks}
     free: dict[Worker, int] = {}
@@ -222,8 +228,8 @@ def _block_shifts(blocks: Sequence[Schedule]) -> list[int]:
 
 
 def _worker_spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
-    """Return, in ticks, each worker's start of its first op and end of its last compute op (None without compute
-    ops)."""
+    """Return, for each worker of a block's schedule, the ticks at which its first op starts and its last compute op
+    ends (None without compute ops)."""
     spans: dict[Worker, tuple[int, int | None]] = {}
     for seat in block.seats:
         program = block.programs[seat.program]

@@ -96,11 +96,12 @@ class Clock:
         """Count search steps that have just been done; ignored on a wall clock."""
 
     def fork(self) -> "Clock":
-        """Return a clock for a thread that runs at the same time as this one."""
+        """Return a clock for a thread that runs at the same time as this one; a wall clock returns itself."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """Take over the search steps that another thread has counted on its own clock; ignored on a wall clock."""
+        """Take over the search steps counted on `other`, the clock of a thread that has ended; ignored on a wall
+        clock."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
         """Return the CP-SAT parameters that end a solve within a number of seconds of this clock."""
@@ -135,7 +136,7 @@ class StepClock(Clock):
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Set this clock to the later of its own time and that of a thread's clock, after that thread has ended."""
+        """Set this clock to the later of its own time and that of `other`, the clock of a thread that has ended."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
@@ -159,7 +160,8 @@ class Tally:
         self.helped: Counter[str] = Counter()
 
     def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """Count that the technique `what` was tried `tried` times, and shortened the best plan `helped` times.
+        """Add to the counters of the technique `what`: tried `tried` times, of which `helped` times it shortened the
+        best plan.
 
         An operator of a technique is named "technique: operator".
         """
@@ -167,7 +169,7 @@ class Tally:
         self.helped[what] += helped
 
     def join(self, other: "Tally") -> None:
-        """Add the counts of another thread's tally."""
+        """Add the counts of another thread's tally to this one."""
         self.tried.update(other.tried)
         self.helped.update(other.helped)
 
@@ -209,7 +211,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """True if the search must end before the deadline."""
+        """True if the search must end before the deadline: `stop` is set, as by Ctrl-C."""
         return self.stop.is_set()
 
     def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
@@ -241,7 +243,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
-        """Add the steps and counts of the budget of a concurrent thread that has ended."""
+        """Add to this budget the steps and counts of a budget from `fork` whose thread has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
 

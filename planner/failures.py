@@ -85,8 +85,8 @@ class FailurePlanner:
             return min(filter(None, choices), key=lambda one: period_at(one, dict(speeds)))
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return a schedule for these failures that needs no layer copied: each worker runs layers that it has
-        (`held`).
+        """Return a schedule for these failures that needs no layer copied: each worker runs only layers that it has,
+        which `held` lists.
 
         Here and in the methods below, empty `speeds` mean the speeds of the job.
         """
@@ -106,8 +106,8 @@ class FailurePlanner:
             return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return a schedule for these failures in which any worker may have any layer, because a checkpoint is
-        loaded."""
+        """Return a schedule for these failures in which any worker may have any layer, because all workers then load a
+        checkpoint."""
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         return plan_only(options, self._job_at_speeds(speeds), down).schedule
 
@@ -136,8 +136,8 @@ class FailurePlanner:
         return self._table_schedule(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
-        """Return the table's rebalanced schedule, or None if it has none or a worker in `held` does not have the layers
-        of its own column, as the table assumes."""
+        """Return the table's rebalanced schedule; None if it has none. It is also None if a worker in `held` has other
+        layers than those of its own column, which the table assumes."""
         if any(layers != self._first.held_layers_of_column(worker.column) for worker, layers in held):
             return None
         with _as_no_plan_error():
@@ -145,8 +145,10 @@ class FailurePlanner:
 
     def _table_schedule(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                         settled: bool = False) -> Schedule | None:
-        """Return the table's schedule for these failures; None if there is none, it has another grid or breaks a rule,
-        or a worker lacks memory for it."""
+        """Return the table's schedule for these failures, looked up with these options of `Table.lookup`.
+
+        None if there is none, it has another grid or breaks a rule, or a worker lacks memory for it.
+        """
         entry = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
             checked=False)
@@ -237,7 +239,8 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the plan for as many vacant roles, chosen by the planner, with live workers assigned to all other roles.
+    """Return the plan for as many vacant roles as workers are down, chosen by the planner, with live workers assigned
+    to all other roles.
 
     Raises NoPlanError if no assignment of the live workers is possible.
     """

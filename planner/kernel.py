@@ -34,7 +34,8 @@ def jit_borrowing(function: Function) -> Function:
 
 
 def jit_inlined(function: Function) -> Function:
-    """Compile a small function into its callers: passing its arguments would take longer than what it does."""
+    """Compile a small function that is inlined into its callers: passing its arguments would take longer than what it
+    does."""
     return _compile_with(function, {"forceinline": True, **BORROWED})
 
 
@@ -119,7 +120,7 @@ class Reductions(NamedTuple):
 
 @jit
 def set_earliest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
-    """Fill `start` [op] with the earliest tick of each op if workers run them in this order.
+    """Fill `start` [op] with the earliest tick of each op if workers run the ops in the sequence `order`.
 
     Fill `free` [worker] with the tick at which each worker has run its last op.
     """
@@ -151,7 +152,8 @@ def first_awaiting_reduction(awaiting: Ints, begin: Ints, number: int) -> int:
 
 @jit_inlined
 def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
-    """Return the latest tick, `start` or before, at which an op of `duration` ticks overlaps no reduction of the group.
+    """Return the latest tick, `start` or before, at which an op of `duration` ticks on a worker of the group overlaps
+    no reduction of the group.
 
     The argument `between` is as in `Reductions`; `begin` [reduction] has the ticks at which reductions begin.
     """
@@ -169,7 +171,8 @@ def latest_clear_start(between: Ints, begin: Ints, group: int, start: int, durat
 @jit
 def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reductions: "Reductions",
                       begin: Ints) -> None:
-    """Fill `start` [op] with the latest tick of each op such that workers run them in this order and end in time.
+    """Fill `start` [op] with the latest tick of each op such that workers run the ops in the sequence `order` and end
+    in time.
 
     On entry `free` [worker] has the ticks by which workers must have run their ops, on return the starts of their
     first. `group` gives the reduce group of each worker. `begin` has the ticks at which reductions begin, if they may
@@ -195,9 +198,10 @@ def set_latest_starts(ops: "Ops", order: Ints, start: Ints, free: Ints, group: I
 def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
     """Schedule all gradient reductions: each on all groups that share it at once, and one at a time on each group.
 
-    A group is the workers that hold the same layers. The next reduction is the one that can begin first; of equals,
-    that of the later layers. On entry `end` [group] holds the end of each group's compute ops; on return, that of its
-    reductions. Fill `begin` [reduction], and `turn` with the reductions in their order.
+    A group is the workers that hold the same layers; `sharers` and `ticks` are as in `Reductions`. The next reduction
+    is the one that can begin first; of equals, that of the later layers. On entry `end` [group] holds the end of each
+    group's compute ops; on return, that of its reductions. Fill `begin` [reduction], and `turn` with the reductions in
+    their order.
     """
     for number in range(turn.shape[0]):
         turn[number] = number
@@ -249,10 +253,11 @@ def set_latest_compute_ends(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -
 
 @jit
 def delay_deadlines(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
-    """Delay each group's deadline for its compute ops, [group], as far as no reduction ends later than before.
+    """Delay each group's deadline for its compute ops, `deadline` [group], as far as no reduction ends later than
+    before.
 
-    The other arrays are filled as by `run_reductions`. If reductions would come in another order and some would end
-    later, the deadlines stay as they are.
+    The arrays `end`, `begin` and `turn` are filled as by `run_reductions`. If reductions would come in another order
+    and some would end later, the deadlines stay as they are.
     """
     end[:] = deadline
     run_reductions(sharers, ticks, end, begin, turn)
@@ -387,17 +392,17 @@ def _first_key(heap: Ints, state: Ints, worker: int, which: int) -> int:
 
 @jit
 def _arrives_soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
-    """Return whether a more urgent op becomes ready for a worker in less than `ticks` ticks after `clock`.
+    """Return whether an op that a worker would rather run becomes ready in less than `ticks` ticks after `clock`.
 
-    The worker's heap `which` has the ticks at which such ops become ready.
+    The heap number `which` of the worker (GRADIENT or ARRIVAL) has the ticks at which such ops become ready.
     """
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first_key(heap, state, worker, which) - clock < ticks
 
 
 @jit
 def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> bool:
-    """Return whether a worker has the memory to start an F, or an I or B (`which`), of slice `number`, and a slot for
-    an F."""
+    """Return whether a worker has the memory to start an F (`which` is FORWARD), or an I or B (BACKWARD), of slice
+    `number`; for an F, also whether its limit on micro-batches in flight allows it."""
     free = state[worker, CAPACITY] - state[worker, USED]
     if which == BACKWARD:
         return room[number, BACKWARD] <= free
@@ -406,8 +411,11 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 
 @jit
 def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
-    """Remove the most urgent F, or I or B (`which`), that a worker has memory for, and return its unit; -1 if there is
-    none."""
+    """Remove the most urgent F (`which` is FORWARD), or I or B (BACKWARD), that a worker has memory for from its heap,
+    and return the unit; -1 if there is none.
+
+    The heap must not be empty. If not `mixed`, all units of the heap are of one slice.
+    """
     units = slice_of.shape[0]
     if _has_room(state, room, worker, which, slice_of[_first_key(heap, state, worker, which) % units]):
         return _take_key(heap, state, worker, which) % units
@@ -430,8 +438,8 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker:
 @jit
 def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
              worker: int, clock: int) -> int:
-    """Remove from a worker's heaps the ready op that it should start at tick `clock`, and return it; -1 if it should
-    wait."""
+    """Remove from a worker's heaps the ready op that it should start at tick `clock`, and return its number; -1 if the
+    worker should wait."""
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False
@@ -464,7 +472,8 @@ def _pick_op(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints
 
 @jit
 def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
-    """Return the state of each worker before its first op, [worker, column]; for the columns see BUSY.
+    """Return the state of each worker before its first op, [worker, column]; the columns are the constants from BUSY
+    on.
 
     Its heaps are empty, with room for all of its units, twice for arrivals.
     """
@@ -484,7 +493,8 @@ def _initial_states(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> I
 
 @jit
 def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
-    """Simulate a list schedule and write its ops, in the order in which they start, to `order` from index `done` on.
+    """Simulate a list schedule by the rule `dispatch`, and write its ops, in the order in which they start, to `order`
+    from index `done` on.
 
     Return the index after the last. The schedule begins with the ops `first`, which wait for nothing, and runs all that
     follow from them. This is one long loop on local names, for speed.
@@ -859,8 +869,8 @@ def random_uniform(random):
 
 @jit_inlined
 def window_ticks(instance, state, late, worker):
-    """Return the ticks of a worker's busy window, from the latest start of its first op to the end of its optimizer
-    step."""
+    """Return the ticks of a worker's busy window, from the start of its first op by `late` [op], the latest starts, to
+    the end of its optimizer step."""
     if state.size[worker] == 0:
         return 0
     return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
@@ -868,8 +878,8 @@ def window_ticks(instance, state, late, worker):
 
 @jit_inlined
 def measure_pipeline(instance, state, timing, goal, pipeline):
-    """Store in `timing` the longest busy window of a pipeline's workers, and the sum of their excesses over the
-    goal."""
+    """Store in `timing` the longest busy window of a pipeline's workers, and the sum of the ticks by which their
+    windows exceed `goal`, the period at which annealing aims."""
     longest, excess = 0, 0
     for number in range(instance.members.shape[1]):
         worker = instance.members[pipeline, number]
@@ -885,7 +895,7 @@ def measure_pipeline(instance, state, timing, goal, pipeline):
 def _pipeline_cost(instance, timing, cycle, pipeline):
     """Return a pipeline's share of the cost that annealing reduces, in ticks, from the windows stored in `timing`.
 
-    It is the excess of its longest window over the goal, plus `pull` times the mean excess of its windows.
+    It is the excess of its longest window over `cycle.goal`, plus `cycle.pull` times the mean excess of its windows.
     """
     return max(0, timing.longest[pipeline] - cycle.goal) + \
         cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
@@ -893,8 +903,8 @@ def _pipeline_cost(instance, timing, cycle, pipeline):
 
 @jit_borrowing
 def state_cost(instance, timing, cycle):
-    """Return the cost that annealing reduces, in ticks: the sum over pipelines of the excesses of windows over the
-    goal."""
+    """Return the cost that annealing reduces, in ticks: the sum of `_pipeline_cost` over all pipelines, from the
+    windows stored in `timing`."""
     total = 0.0
     for pipeline in range(timing.longest.shape[0]):
         total += _pipeline_cost(instance, timing, cycle, pipeline)
@@ -905,7 +915,7 @@ def state_cost(instance, timing, cycle):
 def cost_after(instance, state, timing, log, cycle, before):
     """Return the cost of a state after a step, in ticks, given the cost `before` it.
 
-    Only pipelines in the log, whose busy windows the step may have changed, are measured again.
+    Only pipelines in the log, whose busy windows the step may have changed, are measured again, which changes `timing`.
     """
     total = before
     for number in range(log.counters[TOUCHED]):
@@ -921,8 +931,8 @@ def cost_after(instance, state, timing, log, cycle, before):
 
 @jit_inlined
 def critical_worker(random, instance, state, timing, goal):
-    """Return a random worker with the longest busy window of a random pipeline whose longest window exceeds the
-    goal."""
+    """Return a random worker with the longest busy window of a random pipeline whose longest window exceeds `goal`
+    ticks, the period at which annealing aims."""
     pipeline, seen = 0, 0
     for other in range(timing.longest.shape[0]):
         if timing.longest[other] > goal:
@@ -943,9 +953,10 @@ def critical_worker(random, instance, state, timing, goal):
 
 @jit_borrowing
 def critical_path(random, instance, state, late, op, within, path):
-    """Follow from `op` the ops that keep it from starting later; return the last one, which only a deadline keeps.
+    """Follow the critical path from `op`: the ops of which each keeps the one before from starting later. Return the
+    last one, which only a deadline keeps.
 
-    Those that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
+    Ops that only the next op of their worker keeps from starting later are stored in `path`, if their latest start is
     in the range `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
@@ -1051,9 +1062,10 @@ def _latest_start(instance, state, late, op):
 
 @jit
 def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
-    """Set the deadline of each reduce group to the earliest end of its compute ops in their present orders.
+    """Set the deadline of each reduce group to the earliest end of its compute ops in their present orders, and the
+    ends of the reductions accordingly.
 
-    The reductions follow. Return False if there is a circular wait.
+    Return False, and change nothing, if there is a circular wait.
     """
     sorting.release[:] = 0
     if not _sort_topologically(instance, state, sorting):
@@ -1072,8 +1084,8 @@ def set_earliest_deadlines(instance: Instance, state: State, sorting: Sorting) -
 def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
     """Fill `heads` with the earliest tick at which each op can start if no busy window becomes too long.
 
-    A window is too long if it exceeds the longest one of its pipeline and the goal. This gives each worker a release,
-    the tick before which it starts no op.
+    A window is too long if it exceeds both the longest one of its pipeline and `goal`, the period at which annealing
+    aims. This gives each worker a tick before which it starts no op, stored in `sorting.release`.
     """
     for worker in range(sorting.release.shape[0]):
         longest = max(timing.longest[instance.pipeline[worker]], goal)
@@ -1084,9 +1096,10 @@ def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting
 
 @jit
 def set_ends_from_deadlines(instance: Instance, state: State) -> None:
-    """Let every group end as early as its deadline, and those of the groups with which it reduces gradients, allow.
+    """Set the end of every group's reductions as early as the deadlines for compute ops of this group, and of the
+    groups with which it reduces gradients, allow.
 
-    Then make deadlines as late as these ends allow.
+    Then set deadlines as late as these ends allow.
     """
     if not instance.interleaved:
         delay_deadlines(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
@@ -1134,9 +1147,10 @@ def _set_begins_from_ends(instance, state):
 
 @jit
 def time_state(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
-    """Compute the latest starts of all ops of a state, and its busy windows, into `timing`; return its period in ticks.
+    """Compute the latest starts of all ops of a state, and its busy windows, into `timing`; return its period in ticks,
+    or -1 if there is a circular wait.
 
-    Return -1 if there is a circular wait.
+    The period at which annealing aims is `goal`: `timing.excess` counts what windows have above it.
     """
     if not _sort_topologically(instance, state, sorting):
         return -1
@@ -1163,7 +1177,8 @@ def _bucket_of(ticks, span):
 
 @jit_inlined
 def queue_op(queue, late, op):
-    """Put an op into the queue of those whose latest start must be recomputed, unless it is queued or -1."""
+    """Put an op into the queue of those whose latest start must be recomputed, unless it is there already or -1. The
+    argument `late` [op] has the latest starts so far."""
     if op < 0 or queue.queued[op]:
         return
     counters = queue.counters
@@ -1187,7 +1202,7 @@ def touch_pipeline(timing, log, pipeline):
 
 
 def _make_retime(interleaved):
-    """Return a function that does what `retime` says, for reductions that may or may not lie between compute ops.
+    """Return one of two versions of the function `retime`: with `interleaved`, reductions may lie between compute ops.
 
     A test in the loop would make it a quarter slower. Its rule is that of `_latest_start`. It is one long loop on local
     names, since a call with all these arrays would take longer than what it does.
@@ -1278,10 +1293,11 @@ _RETIME, _RETIME_INTERLEAVED = _make_retime(interleaved=False), _make_retime(int
 
 @jit_inlined
 def retime(instance, state, timing, queue, log, limits, run):
-    """Recompute the latest starts of ops in a run and in the queue, and of all ops that these changes affect.
+    """Recompute the latest starts of the ops in `queue` and of those at places [begin, end) of a worker's order, with
+    `run` = (worker, begin, end), and of all ops that these changes affect.
 
-    The argument `run` is (worker, begin, end), for the ops at places [begin, end). Return False if some window becomes
-    too long to be accepted: with `limits` = (heads, allowed), an op starts before its head by more than `allowed`.
+    Return False if some window becomes too long to be accepted: with `limits` = (heads, allowed), an op starts before
+    its head by more than `allowed`.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
@@ -1292,7 +1308,7 @@ def retime(instance, state, timing, queue, log, limits, run):
 def waits_for_itself(instance, state, timing, queue, op):
     """Return whether an op of zero duration is in a circular wait. The queue must be empty.
 
-    It is not detected by `retime`: in a circular wait of such ops all start at once. In any other circular wait they
+    Such a circular wait is not detected by `retime`: all of its ops start at once. In any other circular wait, ops
     would start earlier and earlier.
     """
     unit, first, successor, late = instance.unit, instance.successors.start, instance.successors.op, timing.late
@@ -1358,7 +1374,8 @@ def revert_timing(timing, queue, log):
 
 @jit_borrowing
 def _renew_head(instance, state, heads, release, op):
-    """Recompute `heads[op]`, the op's earliest start, from its predecessors and the op before it on its worker."""
+    """Recompute `heads[op]`, the op's earliest start, from its predecessors, the op before it on its worker, and
+    `release`, the tick before which each worker starts no op."""
     duration, predecessors = state.duration, instance.predecessors
     worker, place = state.worker[instance.unit[op]], state.place[op]
     head = release[worker]
@@ -1374,7 +1391,8 @@ def _renew_head(instance, state, heads, release, op):
 
 @jit_inlined
 def renew_heads(instance, state, heads, release, move):
-    """Recompute the earliest starts in `heads` of the ops that a change, or its undoing, has put in other places."""
+    """Recompute the earliest starts in `heads` of the ops that the change `move`, or its undoing, has put in other
+    places. `release` has the tick before which each worker starts no op."""
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
             _renew_head(instance, state, heads, release, state.sequence[move.worker, place])
@@ -1400,7 +1418,8 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 @jit_inlined
 def is_move_within_capacity(instance, state, move):
-    """Return whether the workers whose ops a change of the state has replaced or reordered have enough memory."""
+    """Return whether the workers whose ops the change `move` of the state has replaced or reordered still have enough
+    memory."""
     if move.kind == EXCHANGE:
         return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -1411,9 +1430,11 @@ def is_move_within_capacity(instance, state, move):
 
 @jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Recompute the latest starts of ops, and the touched pipelines, after a change `move` of the state.
+    """Recompute the latest starts of ops after the change `move` of the state, and log the pipelines whose windows may
+    have changed.
 
-    Return False if some window becomes too long to be accepted (`retime`), or if there is a circular wait.
+    If a unit moved to another worker, `places` has the places that its ops have left. Return False if some window
+    becomes too long to be accepted (`retime`), or if there is a circular wait.
     """
     if move.kind == EXCHANGE:
         if move.begin:
@@ -1452,7 +1473,8 @@ def _has_no_circular_wait(instance, state, timing, queue, move):
 
 @jit_inlined
 def undo_move(instance, state, run, places, move):
-    """Undo a change of the state's orders and workers. Its timing is undone by `revert_timing`."""
+    """Undo the change `move` of the state's orders and workers; `places` are those of `propose_move`, `run` is a
+    working array. The timing is undone by `revert_timing`."""
     if move.kind == EXCHANGE:
         _exchange_runs(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
@@ -1466,9 +1488,10 @@ def undo_move(instance, state, run, places, move):
 
 @jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Exchange two neighbouring runs of ops in a random worker's order, and return the change.
+    """Exchange two neighbouring runs of ops in a random worker's order, and return the change. The place is mostly
+    drawn from a critical path.
 
-    The place is mostly drawn from a critical path. Return NEVER if the runs must not change places.
+    If the runs must not change places, the state stays as it is, and NEVER (a `Move` without a change) is returned.
     """
     late = timing.late
     if random_below(random, 5):
@@ -1507,7 +1530,8 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
 
 @jit_inlined
 def _run_length(random, most):
-    """Draw the number of ops in a run that changes places, from 1 to `most`; small numbers are more frequent."""
+    """Draw the number of ops, from 1 to `most`, in a run of consecutive ops that changes places; small numbers are more
+    frequent."""
     size = 1
     while size < most and random_below(random, 3) == 0:
         size += 1
@@ -1547,7 +1571,8 @@ def _is_order_within_capacity(instance, state, worker, end):
 
 @jit_inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Exchange the workers and places of two random units of a slice, and return the change; NEVER if they must not."""
+    """Exchange the workers and places of two random units of a slice, and return the change; NEVER (a `Move` without a
+    change) if they must not."""
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     other = _draw_partner(random, instance, state, unit)
     if other < 0 or not _is_unit_in_range(instance, late, cycle, unit):
@@ -1569,8 +1594,8 @@ def _draw_partner(random, instance, state, unit):
 
 @jit_inlined
 def _is_unit_in_range(instance, late, cycle, unit):
-    """Return whether an op of a unit starts between the ticks `low` and `high`, within which this cycle changes
-    places."""
+    """Return whether an op of a unit starts, by `late` [op], between the ticks `cycle.low` and `cycle.high`, within
+    which this cycle changes places."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -1592,9 +1617,11 @@ def _trade_units(instance, state, unit, other):
 
 @jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a random unit to another worker, and return the change.
+    """Move a random unit to another worker, fill `places` with the places that its ops have left, and return the
+    change.
 
-    Return NEVER if no other worker can run it, or it lies outside of the ticks that this cycle changes.
+    Return NEVER (a `Move` without a change) if no other worker can run the unit, or it lies outside of the ticks that
+    this cycle changes.
     """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
@@ -1620,7 +1647,8 @@ def _draw_other_worker(random, instance, state, unit):
 
 @jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Find the places in another worker's order where a unit's ops fit by their latest starts; fill `places` [kind]."""
+    """Find the places in another worker's order where a unit's ops fit by their latest starts, `late` [op]; store them
+    in `places` [kind]."""
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
@@ -1631,8 +1659,8 @@ def _find_places(instance, state, late, unit, worker, places):
 
 @jit_borrowing
 def _move_unit(instance, state, unit, worker, places):
-    """Assign a unit to a worker and insert its ops at these places of the worker's order; `places` becomes the old
-    ones."""
+    """Assign a unit to a worker and insert its ops at `places` [kind] of the worker's order; then fill `places` with
+    those that they had before."""
     kinds, old_worker, number = instance.kinds, state.worker[unit], instance.slice[unit]
     for kind in range(kinds):
         _remove_op(state, unit * kinds + kind, old_worker)
@@ -1682,7 +1710,8 @@ def _queue_unit(instance, state, timing, queue, log, unit):
 
 @jit_borrowing
 def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
-    """Queue for `retime` the ops of a worker that preceded those of a unit, which has left these places."""
+    """Queue for `retime` the ops of a worker that came directly before the ops of a unit that has left the worker;
+    `places` are those of the latter."""
     touch_pipeline(timing, log, instance.pipeline[worker])
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
@@ -1695,10 +1724,10 @@ def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift_deadline(chain, cycle, before, allowance):
-    """Shift the end of a group by a random number of ticks so that a critical window may become shorter.
+    """Shift the end of a group by a random number of ticks so that a longest busy window may become shorter.
 
     Either the group of the window ends earlier, or that at which its critical path ends has a later deadline. The shift
-    is undone if the cost, `before` in ticks, grows by more than the allowance. Return the new cost.
+    is undone if the cost, `before` in ticks, grows by more than `allowance`. Return the cost afterwards.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
@@ -1727,10 +1756,10 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit_borrowing
 def _group_ending_with(instance, state, late, op):
-    """Return the reduce group whose end keeps the last op of a critical path from starting later.
+    """Return the reduce group whose end keeps `op`, the last op of a critical path, from starting later.
 
-    It shares with the group of that op a reduction that waits for the op, and ends when the op ends. If there is no
-    such group, return that of the op.
+    It shares with the group of `op` a reduction that waits for `op`, and ends when `op` ends. If there is no such
+    group, return that of `op`.
     """
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):
@@ -1816,7 +1845,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
 
 @jit
 def measure_best(chain: Chain, cycle: Cycle) -> None:
-    """Recompute period and cost of the best state for a new cycle, which counts other windows or weighs them
+    """Recompute period and cost of the chain's best state for a new cycle, which counts other windows or weighs them
     differently."""
     period = time_state(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
     chain.record[PERIOD], chain.record[COST] = period, int(state_cost(chain.instance, chain.trial, cycle) * 1000)
@@ -1824,9 +1853,10 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 
 @jit_inlined
 def _is_better(timing, record, now, scale):
-    """Return whether a state is better than the recorded one by enough to be stored.
+    """Return whether a state, timed in `timing`, is better than the best one by enough to be stored.
 
-    Its period is shorter, or equal at a cost `now` that is lower by more than the work of storing it is worth.
+    Its period is shorter than in `record`, or equal at a cost `now` that is lower by more than the work of storing it
+    is worth. The argument `scale` is the mean ticks of an op.
     """
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
     longest = timing.longest[0]
@@ -1837,10 +1867,8 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the present state as the best one unless its period, timed from scratch, is longer than that of the best.
-
-    Return 1 if the period is shorter than before, else 0.
-    """
+    """Store the present state, whose cost is `now`, as the best one unless its period, timed from scratch, is longer
+    than that of the best. Return 1 if the period is shorter than before, else 0."""
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:

@@ -175,7 +175,8 @@ def window_bounds_of(job: Job, options: PlanOptions) -> WindowBounds:
 
 
 def arrange_vacancies(job: Job, windows: WindowBounds, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Iterate over sets of vacant roles with these counts per column: in the same pipelines, or in different ones.
+    """Iterate over sets of vacant roles with `counts` roles of each column: in the same pipelines, or in different
+    ones.
 
     The former is better more often, since it disturbs fewer pipelines. Both are tried beginning with the pipelines with
     the fewest micro-batches, and beginning with those with the most.
@@ -214,7 +215,7 @@ def candidate_vacancies(job: Job, windows: WindowBounds, failures: int,
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
     """Return all patterns (failures up to the order of equal pipelines) if they are at most `most`, else an empty list.
 
-    The numbers in `classes` are equal for equal pipelines.
+    The list `classes` has a number for each pipeline, equal for equal pipelines.
     """
     if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
@@ -298,8 +299,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     period.
 
     A moved role is a special case of moved layers, so that roles are also moved and compared if layers may move. With
-    or without, the plan is never longer than with roles in place. Raises JobError for unknown workers, NoPlanError if
-    no schedule can exist.
+    or without, the plan is never longer than with roles in place. What is known of the fault-free period may be passed
+    as `known`. Raises JobError for unknown workers, NoPlanError if no schedule can exist.
     """
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
@@ -320,8 +321,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 
 def _improve_with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                         progress: ProgressCallback, clock: Clock) -> Plan:
-    """Return the plan, or one for as many failures with roles moved if that is shorter. `moving`: layers may move,
-    too."""
+    """Return `best`, or a plan for as many failures with roles moved if that is shorter. `moving` is True if layers may
+    move in `best`, too."""
     job = slow_while_alive(job, failed)
     windows = window_bounds_of(job, options)
     least = window_bounds_of(_without_state(job), options).failures_bound(len(set(failed)))

@@ -102,8 +102,8 @@ def _with_exposed_reductions(problem: Problem, job: Job) -> Problem:
 
 
 def _unit_divisor(unit: float, layer_unit: Fraction) -> int:
-    """Return by how much a tick or memory unit of whole stages, which is coarser, must be divided to represent the
-    costs of single layers, as `layer_unit` does."""
+    """Return into how many parts to divide a tick or memory unit so that it represents the costs of single layers, as
+    the finer `layer_unit` does."""
     return max(1, ceil(limited_ratio(unit, float(layer_unit))))
 
 
@@ -159,7 +159,7 @@ def add_overlapping_reductions(schedule: Schedule, job: Job, bound: Bound, tick_
 
 def _with_layer_costs(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
     """Return a copy of the schedule that records, for its bound, the costs of layers and the reduction of each layer
-    alone."""
+    alone. It is unchanged if `job_layers` is None: the job has stages without layers."""
     if job_layers is None:
         return schedule
     recorded, tick = schedule.times.of_layers, exact_decimal(schedule.tick_seconds)
@@ -185,7 +185,8 @@ def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> fl
 
 
 def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return a copy of the schedule in ticks and memory units that are fine enough for the costs of single layers."""
+    """Return a copy of the schedule in ticks and memory units that are fine enough for the costs of single layers. It
+    is unchanged if `job_layers` is None: the job has stages without layers."""
     if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
@@ -210,10 +211,11 @@ def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Sche
 
 def _shortest_cut(schedule: Schedule, job: Job, job_layers: "_JobLayers | None", counts: Sequence[int],
                   params: OverlapParams, budget: Budget | None = None) -> Schedule:
-    """Return the shortest schedule over several numbers, `counts`, of last micro-batches of a worker that run layer by
-    layer.
+    """Return the shortest schedule with reductions for several numbers of last micro-batches of each worker that run
+    layer by layer: 0 and `counts`.
 
-    None at all is one of them. Ways are tried while there is time.
+    They are tried while the budget lasts, and at least 0. No micro-batch is cut if `job_layers` is None: the job has
+    stages without layers.
     """
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
@@ -256,7 +258,7 @@ class _JobLayers:
 
     @classmethod
     def of(cls, job: Job) -> "_JobLayers | None":
-        """Return the layers of a job, or None if a stage has none."""
+        """Return the costs of a job's layers, or None if a stage has no layer."""
         return cls(job) if all(job.layers or (1,)) else None
 
     def reduction_seconds(self, layers: LayerRange) -> Fraction:
@@ -266,9 +268,9 @@ class _JobLayers:
         return self._least + sum(self._beyond[slice(*layers)], Fraction(0))
 
     def reduction_ticks(self, tick: Fraction) -> tuple[int, ...]:
-        """Return how many whole ticks of this many seconds the reduction of each layer takes by itself.
+        """Return the ticks that the reduction of each layer takes by itself, rounded down, given the seconds of a tick.
 
-        A tick may be a rounded float.
+        A quotient within `ROUNDING` below a whole number counts as that number, as a tick may be a rounded float.
         """
         return tuple(floor(self.reduction_seconds((layer, layer + 1)) / tick + Fraction(ROUNDING))
                      for layer in range(len(self._is_reduced)))
@@ -283,8 +285,8 @@ class _LayerParts(NamedTuple):
 
 
 class _OverlapBuilder:
-    """Builder of a schedule with overlapping reductions, in which each worker's last `count` micro-batches run in
-    parts.
+    """Builder of a schedule with overlapping reductions, in which each worker's last `count` micro-batches are cut into
+    ranges of layers.
 
     Layers that are reduced together are divided into at most `pieces` ranges, each reduced by itself. `ascending`: the
     W of a micro-batch are ordered by layer, the lowest first, instead of by Johnson's rule.
@@ -330,8 +332,8 @@ class _OverlapBuilder:
         return tuple(ceil(seconds / tick - Fraction(ROUNDING)) for seconds in durations)
 
     def _weight_turns(self) -> dict[int, int]:
-        """Return the rank of each layer, by layer, in the order in which the W of a micro-batch are done; empty without
-        choice.
+        """Return the place of each layer, by layer, in the order in which the W of a micro-batch are done; empty if the
+        order makes no difference.
 
         Jobs pass two machines in turn, here the W of a worker and then its link. They are all done earliest by
         Johnson's rule (Nav. Res. Logist. Q. 1, 1954): first those that take less time on the first machine, shortest
@@ -355,8 +357,7 @@ class _OverlapBuilder:
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=sort_key)) for layer in range(*piece)}
 
     def _cut_program(self, program: Program) -> _LayerParts:
-        """Return the parts of a worker's program after its last `count` micro-batches were cut into ranges of
-        layers."""
+        """Return a worker's program in which its last `count` micro-batches are cut into ranges of layers."""
         reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
         if not self._count:
             return _LayerParts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
@@ -395,7 +396,8 @@ class _OverlapBuilder:
         return list(pairwise(edges))
 
     def _slices_within(self, slice_: int, edges: Sequence[int]) -> list[int]:
-        """Return the numbers of the slices into which slice number `slice_` is cut at `edges`, which are layers."""
+        """Return the numbers of the slices into which slice number `slice_` is cut before each layer in `edges`, in
+        order."""
         layers = self._layers[slice_]
         if layers not in self._within:
             first, end = layers
@@ -434,10 +436,11 @@ class _OverlapBuilder:
 
 def _with_start_times(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> Schedule:
-    """Return a schedule of compute ops with the reductions of each program and with new start times.
+    """Return a schedule whose compute ops have new start times, and whose workers also run reductions.
 
-    The ranges of layers that each program reduces are in `reduced`, the numbers of their slices in `number`. Every op
-    starts as early as the order allows; each worker begins at the same time as before.
+    The ranges of layers that each program reduces are in `reduced`, by number of the program; `number` has the number
+    of the slice of each range. Every op starts as early as the order allows; each worker begins at the same time as
+    before.
     """
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
@@ -490,10 +493,11 @@ def _place_compute(schedule: Schedule) -> dict[Worker, list[Op]]:
 
 def _place_reductions(schedule: Schedule, computed: Mapping[Worker, list[Op]], reduced: Sequence[Sequence[LayerRange]],
                       number: Mapping[LayerRange, int]) -> dict[Worker, list[Op]]:
-    """Return the reductions of each worker, given its compute ops.
+    """Return the reductions of each worker with start times, given its compute ops (`computed`).
 
-    A reduction follows the last W of its layers as soon as the links of all holders are free; those that can begin
-    first come first.
+    The ranges of layers that each program reduces are in `reduced`, by number of the program; `number` has the number
+    of the slice of each range. A reduction follows the last W of its layers as soon as the links of all holders are
+    free; those that can begin first come first.
     """
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):

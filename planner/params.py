@@ -36,7 +36,8 @@ class ParamsError(ValueError):
 
 
 class Choice(NamedTuple):
-    """Assignment rule (who runs re-routed micro-batches) and dispatch rule that are tried before all others."""
+    """Pair of an assignment rule (which peer runs a re-routed micro-batch) and a dispatch rule (which op a worker
+    starts) that is tried before all others."""
 
     assignment: Annotated[int, Meta(ge=0, le=3)]
     """Index of the assignment rule in `ASSIGNMENT_RULES`."""
@@ -346,7 +347,8 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Parameters of the choice of vacant roles, if live workers may take over other roles."""
+    """Parameters of the choice of vacant roles (places in the grid without a worker), if live workers may take over
+    other roles."""
 
     exhaustive: Count = 60
     """Number of failure patterns (failures up to the order of equal pipelines) up to which all are planned."""

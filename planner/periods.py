@@ -124,10 +124,11 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each different way to spread failures, `down` by stage, over pipelines.
+        """Return one problem for each different way to spread failures over pipelines; `down` has the number of
+        failures of each stage.
 
         Ways that differ only in the numbers of pipelines are equal. The problems of a large job are sorted by the size
-        of their largest subproblem, and only the first may have large ones.
+        of their largest subproblem; those with a large one are left out, except for the first.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
@@ -149,8 +150,8 @@ class Periods:
                                    Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
-        """Return the period of a problem in seconds, planned by `solver`: as a whole or, if large, its slowest
-        subproblem."""
+        """Return the period in seconds of a problem that the function `solver` plans. It is that of the whole or, if
+        this is large, of the slowest subproblem, each planned by itself."""
         if problem.operation_count > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         return self._period_seconds(solver(problem))
@@ -178,10 +179,10 @@ def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
 
 
 def _plan_round_robin(problem: Problem) -> Incumbent:
-    """Plan each subproblem with micro-batches of failed workers given to peers in turn.
+    """Plan each subproblem with micro-batches of failed workers given to peers in turn, and return the candidate with
+    its solutions.
 
-    It takes some list schedules or, with fused backwards, 1F1B with its memory. Return the candidate with its
-    solutions.
+    Each is the best of some list schedules or, with fused backwards, of 1F1B with its memory.
     """
     return order_pieces(problem, decompose(problem), _best_round_robin)
 

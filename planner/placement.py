@@ -65,7 +65,7 @@ RECOMPUTED_SHARES = (0.0, 0.5, 1.0)
 
 
 class TriedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Placement and division of a job's layers that was planned, and its periods."""
+    """Placement and division of a job's layers for which the search has found a plan, with its periods."""
 
     arrangement: Arrangement
     job: Job
@@ -220,8 +220,8 @@ class _Search:
     # --- Quickly ---
 
     def _evaluate_all(self, own: Arrangement, budget: Budget) -> None:
-        """Try the job's own placement, then each of the literature with its balanced division, the most promising
-        first."""
+        """Evaluate the job's own placement, `own`, then each of the literature with its balanced division, the most
+        promising first, until the budget ends, at least three."""
         stages = self._layers.job.stages
         self._evaluate(own)
         candidates = [self._loads.balance_layers(order, chunks) for order,
@@ -232,7 +232,7 @@ class _Search:
             self._evaluate(arrangement)
 
     def _change_best(self, budget: Budget) -> None:
-        """Change the best of the tried placements and divisions at random, the more promising ones for longer."""
+        """Change the best of the evaluated placements and divisions at random, the more promising ones for longer."""
         chance = random.Random(self._options.seed)
         starts = sorted((tried for tried in self._tried.values() if tried), key=lambda tried: tried.period)[:SEEDS]
         fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
@@ -243,9 +243,11 @@ class _Search:
                 starts[index] = self._random_walk(at, turn.with_share(1 / (len(starts) - index)), chance)
 
     def _random_walk(self, at: TriedPlacement, budget: Budget, chance: random.Random) -> TriedPlacement:
-        """Change a placement or division at random, keeping changes that are no worse; return the best.
+        """Change the placement or division `at` at random, step by step, keeping changes that are no worse; return the
+        last one kept, which is the best.
 
-        It ends with the budget or after 200 changes in a row without improvement.
+        It ends with the budget or after 200 changes in a row without improvement. The random numbers are those of
+        `chance`.
         """
         unsuccessful = 0
         while budget.seconds_left > 0 and unsuccessful < 200:
@@ -262,7 +264,7 @@ class _Search:
         return at
 
     def _evaluate(self, arrangement: Arrangement, shortest: float = math.inf) -> TriedPlacement | None:
-        """Return the result of a few list schedules of one pipeline with this placement and division.
+        """Return the period and other results of a few list schedules of one pipeline with this placement and division.
 
         Return None if it does not fit, or if its busiest worker shows that its period cannot be below `shortest`
         seconds.
@@ -281,10 +283,11 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, most: int) -> TriedPlacement | None:
-        """Return the best result of a few list schedules of one pipeline, with none, half or all of its stages
-        recomputing.
+        """Return the best result of a few list schedules of one pipeline with this placement and division, with none,
+        half or all of its stages recomputing.
 
-        The pipeline runs at most `most` micro-batches. None if nothing fits.
+        The pipeline has `most` micro-batches; if they are many, fewer are scheduled, and the work of the others is
+        added. None if nothing fits.
         """
         job = parse_job(self._layers.arranged_job_text(arrangement))
         fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
@@ -315,8 +318,8 @@ class _Search:
     # --- In earnest ---
 
     def _plan_finalists(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan one pipeline of each of these placements, with all its micro-batches, by the whole search; return the
-        results."""
+        """Plan one pipeline of each of these placements, with all its micro-batches, by the whole search; return them
+        with the periods found."""
         budget = self._budget_share(FINAL_SHARE)
         planned = []
         for number, tried in enumerate(some):
@@ -329,7 +332,8 @@ class _Search:
         return planned or list(some)
 
     def _plan_with_failures(self, some: Sequence[TriedPlacement]) -> list[TriedPlacement]:
-        """Plan each placement with 1, 2 ... vacant roles; return those, with their periods, that can lose the most."""
+        """Plan each placement with 1, 2 ... vacant roles. Return those that have plans for the most of these numbers,
+        with their periods."""
         budget = self._budget_share(FAILURES_SHARE)
         quick = self._options.for_comparison
         planned = []
@@ -347,7 +351,8 @@ class _Search:
         return [tried for tried in planned if len(tried.with_failures) == most]
 
     def _plan_whole_job(self, best: TriedPlacement, own: TriedPlacement | None) -> FoundPlacement:
-        """Plan the whole job with the best placement, in the rest of the time."""
+        """Plan the whole job with the best placement, in the rest of the time, and return it with what is known of the
+        job's own placement, `own` (None: it has no plan)."""
         arrangement = best.arrangement
         text = self._layers.arranged_job_text(arrangement, f"{arrangement.description}.")
         job, again = best.job, None

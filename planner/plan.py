@@ -118,7 +118,7 @@ def is_reference_kind(schedule: Schedule) -> bool:
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
-    """Return a digest of all that the period without failures depends on, under which it is stored."""
+    """Return a digest of all that the fault-free period of a job depends on; the period is stored under it."""
     problem = reference_options(options).make_problem(job)
     rules = (VERSION, options.method, problem.backward, problem.optimizer,
              *([job.network] if job.network.overlap else []))
@@ -168,9 +168,10 @@ def build_candidates(options: PlanOptions, job: Job, failed: Sequence[Worker],
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether layouts that keep layers in place can be better than the problem as it is.
+    """Return whether layouts that keep layers in place can be better than the problem as it is (None: the answer is
+    no).
 
-    That is so if they may cut micro-batches within a stage, or if workers of a column differ in memory.
+    They can if they may cut micro-batches within a stage, or if workers of a column differ in memory.
     """
     return problem is not None and (
         problem.has_unequal_room or (options.slices and problem.can_cut_stages and problem.grid.chains == 1))
@@ -222,8 +223,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """Return a plan of this schedule, with `evidence` for its gap dropped if it is optimal; `others` are more
-        fields."""
+        """Return a plan of this schedule. The text `evidence`, which explains its gap, is dropped if the schedule is
+        optimal; `others` are more fields of the plan."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     def __repr__(self) -> str:
@@ -262,7 +263,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     """Plan a schedule for a job with failed workers, with the given options, and the fault-free period to compare it
     with.
 
-    What is `known` of the fault-free period may be passed. The `clock` is that of a search that this plan is part of.
+    If the fault-free period is `known`, even if not exactly, less is searched. If this plan is part of a larger search,
+    `clock` is that of the search.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()
@@ -291,7 +293,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
 
 
 class _ReferenceSearch:
-    """Search for the fault-free period, in counted steps of its own: no plan depends on what is known of it."""
+    """Search for the fault-free period with which plans are compared. With counted steps it has its own clock, so that
+    plans do not depend on how much of it is known."""
 
     def __init__(self, options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget, speed: Speed) -> None:
         clock = options.make_clock()
@@ -300,7 +303,10 @@ class _ReferenceSearch:
         self._speed = speed if options.steps is None else Speed(options.limit_seconds, clock, options.params.blocks)
 
     def improve(self, seconds: float, progress: ProgressCallback = ignore_progress) -> None:
-        """Search for this number of seconds, if that is worth it. Grace is reserved for the plan itself."""
+        """Search for this number of seconds, unless the period known is already close to its bound or no time is left.
+
+        The extra time that a large job may take (grace) is reserved for the plan itself.
+        """
         budget = msgspec.structs.replace(self._budget.with_seconds(seconds), progress=SearchProgress(progress))
         if self.best and (self.best.is_close or budget.seconds_left < 0.0):
             return
@@ -308,8 +314,8 @@ class _ReferenceSearch:
             self.add_plan(_plan_whole_or_blocks(self._options, self._job, (), budget, self._speed, grace=False))
 
     def add_plan(self, plan: Plan) -> None:
-        """Merge a plan with no worker down into the best. A baseline method has no better plan than its own: its bound
-        equals the period."""
+        """Merge a plan with no worker down into the best known period and bound. A baseline method has no better plan
+        than its own: its bound equals the period."""
         is_baseline = self._options.method in BASELINES
         bound = plan.period if is_baseline else plan.schedule.seconds(plan.schedule.lower_bound_ticks)
         self.best = FaultFree(period=plan.period, bound=bound).merged_with(self.best)
@@ -319,8 +325,8 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
               solved: list[SolvedPiece] | None = None) -> Plan:
     """Plan one schedule, without a fault-free plan for comparison.
 
-    The `clock` is that of a search that this plan is part of; `solved` holds what that search stores from plan to plan.
-    Raises NoPlanError if no schedule can exist.
+    If this plan is part of a larger search, `clock` is that of the search, and `solved` has the subproblems that it has
+    solved so far, to which those of this plan are added. Raises NoPlanError if no schedule can exist.
     """
     ensure_compiled()
     clock = clock or options.make_clock()
@@ -338,8 +344,8 @@ def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker]
     """Return the best plan found within the budget, never longer than that of a simpler search.
 
     If layers may move, a search limited by the clock begins with a quick one by list schedules alone. With counted
-    steps, the plan is never longer than with fewer things allowed: if that may be shorter, it is searched, too, with as
-    many steps again.
+    steps, the plan is never longer than one with layers in place or whole micro-batches only: if such a plan may be
+    shorter, it is searched, too, with as many steps again. `speed` measures how many ops can be planned in the time.
     """
     seconds_given = budget.seconds_left
     quick_plan = None
@@ -391,7 +397,8 @@ def _with_bound_of(schedule: Schedule, other: Schedule) -> Schedule:
 
 def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
                      search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """Return the best plan whose gradient reductions overlap compute, made from plans by `search` without reductions.
+    """Return the best plan whose gradient reductions overlap compute, made from plans of the function `search`, which
+    have no reductions.
 
     Micro-batches are cut for the reductions. So only those bounds hold that allow for cuts and count no reductions.
     """
@@ -430,7 +437,8 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
     """Return the best plan of a job within the budget; if time is short for the whole, plan it in blocks of
     micro-batches.
 
-    With `grace`, a large plan may take somewhat longer than the budget.
+    With `grace`, a large plan may take somewhat longer than the budget. `speed` measures how many ops can be planned in
+    the time.
     """
     if has_overlapping_reductions(job):
         return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
@@ -480,7 +488,7 @@ def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], p
 
 
 def _checked_schedule(solved: Incumbent) -> Schedule:
-    """Return the schedule of a solution. Raises AssertionError if it does not pass the checker."""
+    """Return the schedule of a candidate's solutions. Raises AssertionError if it does not pass the checker."""
     schedule = solved.make_schedule()
     violations = check(schedule)
     if violations:

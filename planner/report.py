@@ -55,7 +55,8 @@ def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDT
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
-    """Return after how many iterations a plan has gained more time than moving took, if training stopped meanwhile.
+    """Return after how many iterations a plan has gained more time than copying the layers in `moved` took, if training
+    stopped meanwhile.
 
     Training need not stop, since layers can be streamed while it continues. None if nothing is gained or the bytes are
     not known.
@@ -72,9 +73,9 @@ def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
 
 
 def _busiest_bytes(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:
-    """Return the bytes that the busiest worker sends or receives, if each layer comes from its least busy live holder.
+    """Return the bytes that the busiest worker sends or receives if each layer comes from its least busy live holder.
 
-    The layers that each worker receives are in `received`; `size` is the bytes of each layer.
+    The layers that each worker receives are in `received`; `size` has the bytes of each layer.
     """
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
@@ -117,8 +118,8 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
                       seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
     """Iterate over other ways to handle the same failures, planning each by list schedules within `seconds` in all.
 
-    They are compared with `plan`, which was made with these options. With no worker down, they are more memory and
-    another division of layers only.
+    They are compared with `plan`, which was made with these options; `normalise` is True if roles could move in it.
+    With no worker down, they are more memory and another division of layers only.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -152,8 +153,10 @@ def find_alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: P
 
 def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,
                  normalise: bool) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
-    """Iterate over alternatives as (name, option that requests it, function that plans it within a number of
-    seconds)."""
+    """Iterate over alternatives as (name, option that requests it, function that plans it within a number of seconds).
+
+    Moved roles are no alternative with `normalise`: the plan could already move them.
+    """
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
     def planner_of(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
@@ -177,7 +180,7 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
 
 
 def _plan_recomputed(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
-    """Return a schedule with recomputed activations; None if nothing would be recomputed."""
+    """Return a schedule with recomputed activations; None if the planner chooses no stage to recompute."""
     chosen = choose_recomputation(job, options, clock)
     return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 

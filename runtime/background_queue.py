@@ -44,7 +44,8 @@ class BackgroundQueue:
         return None if thread is None else thread.ident
 
     def submit(self, work: Work) -> None:
-        """Queue work that starts after all earlier work, and after what the device has been given to compute until now.
+        """Queue work that starts after all earlier work, and after the kernels that are already enqueued on the current
+        stream.
 
         Raises the error of earlier work, if there is one.
         """
@@ -61,7 +62,7 @@ class BackgroundQueue:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all work is done, and raise the error that it raised.
+        """Wait until all work is done, and raise the error that some of it raised, if any.
 
         If work only enqueues kernels, the current stream waits instead of the host.
         """

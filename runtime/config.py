@@ -156,7 +156,8 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return the three coefficients of the seconds that a layer's F, I or W takes (`kind`), for each layer."""
+        """Return, for each layer, the three coefficients from which the seconds of its F, I or W (`kind`) are
+        computed."""
         return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 

@@ -42,9 +42,10 @@ NO_SHARED_DOMAINS = FailureDomains(())
 
 def divide_workers_by_node(live: Sequence[Worker], nodes: int,
                            topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
-    """Return the live workers of each node, grouped by `topology` if it is given.
+    """Return the `live` workers of each node, in the order of the nodes' numbers.
 
-    Without `topology`, each node gets consecutive workers.
+    If `topology` names the workers of each machine, workers of a machine stay together; otherwise each node gets
+    consecutive workers.
     """
     if not topology or nodes == 1:
         return assign_workers_to_nodes(live, nodes)

@@ -159,7 +159,8 @@ class RestartLimit:
 
 
 class _ForkServerHolder:
-    """Fork server of this node, kept while a failing coordinator is replaced, so that its workers survive."""
+    """Holder of this node's fork server, which outlives a failing coordinator, so that the workers live until the next
+    one takes over."""
 
     def __init__(self, given: ForkServer | None, stack: ExitStack) -> None:
         self._given = given
@@ -201,10 +202,12 @@ class _RunLeader:
     """Record of the earlier node 0 whose workers the run continues with; None: they are started."""
 
     def lead_run(self, held: _ForkServerHolder) -> RunResult:
-        """Lead the run to its end, and return its result.
+        """Lead the run to its end, and return its result. `held` keeps the fork server beyond this call, if the
+        coordinator fails.
 
-        An earlier node 0 has died, or its coordinator has failed in this process. Raises NoLiveWorkerError if none of
-        its workers is alive, and CoordinatorFailedError.
+        If `behind` is set, the run continues with the workers of an earlier coordinator. Raises NoLiveWorkerError if
+        none of them is alive, and CoordinatorFailedError if the coordinator fails in a way that another one could take
+        over from.
         """
         config, options, out, behind, resume = self.config, self.options, self.out, self.behind, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
@@ -275,8 +278,8 @@ class _RunLeader:
             self.options.notify(f"{self.out / HUGGING_FACE_FOLDER} cannot be written: {first_line(error)}")
 
     def _adopt_workers(self, stack: ExitStack) -> ForkServer | None:
-        """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server; None if
-        there is none.
+        """Adopt the live workers that an earlier node 0 left on this machine, and return their fork server, which
+        `stack` closes; None if there is none.
 
         Raises NoLiveWorkerError if none can be adopted and there is no other node that could have live workers.
         """
@@ -358,7 +361,8 @@ class _RunLeader:
 
 
 def _call_unless_coordinator_failed(work: Callable[..., object], *given: Any) -> None:
-    """Call `work`, unless the coordinator failed and another one takes over what `work` would remove.
+    """Call `work`, unless CoordinatorFailedError is being raised: another coordinator then takes over what `work` would
+    remove.
 
     It is an exit callback for `ExitStack.push`: the arguments for `work` come first, then the three of the exception.
     """

@@ -118,7 +118,7 @@ def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out
 
 
 def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
-    """Return the GPUs of this node's workers.
+    """Return the GPUs of the workers of node number `node` of `nodes`, each worker having `ranks` processes.
 
     Raises ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
     """
@@ -256,7 +256,8 @@ class _NodeAgent:
         """Carry out the messages of one coordinator until the run ends, and return the run's error, or None if it is
         complete.
 
-        Raises RendezvousError if node 0 is gone.
+        Data on the socket `woken` means that a signal asks this node to leave the run. Raises RendezvousError if node 0
+        is gone.
         """
         link, self._last_heard = self._link, time.monotonic()
         ended, self._unreported_ends = self._unreported_ends, []
@@ -307,10 +308,11 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0 after the one followed so far is gone; the workers of this node pause meanwhile.
+        """Wait for another node 0 after the last one is gone, for the reason `gone`; the workers of this node pause
+        meanwhile.
 
         Returns None once another coordinator is followed, or its `RunEnded` if it continues without this node. Raises
-        RunError if none comes in time, or if this node is asked to end.
+        RunError if none comes in time, or if a signal asks this node to leave (data on the socket `woken`).
         """
         seconds = self._coordinator_timeout_seconds
         if seconds:

@@ -75,7 +75,7 @@ def count_samples_read(resume: Checkpoint | None, config: RunConfig, microbatche
 def check_fit(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = NOTHING_READ) -> RunFit:
     """Check that schedule, configuration and machine fit each other, and return what follows from all three.
 
-    Raises PlacementError and ConfigError.
+    The argument `read` is the result of `count_samples_read`. Raises PlacementError and ConfigError.
     """
     violations = check(schedule)
     if violations:

@@ -67,7 +67,8 @@ class FolderError(ValueError):
 
 @contextlib.contextmanager
 def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
-    """Create the folder, and hold its lock for one node of a run. The system releases the lock when this process ends.
+    """Hold the lock of a run's folder, which is created if necessary, for one node of the run within the context. The
+    system releases the lock when this process ends.
 
     All processes that share the folder's file system see the lock if that file system has flock, as NFS does. Raises
     FolderError while another process holds it, and OSError.
@@ -115,9 +116,10 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
     """Raise FolderError if a run would overwrite the results of another one in this folder. Raises CheckpointError,
     too.
 
-    A run that resumes from a checkpoint in this folder may replace the results that are there. With `force`, a run may
-    remove everything; with `again`, only the results of a run that saved neither a checkpoint nor parameters. The
-    folder must be locked.
+    A run that resumes from the newest checkpoint in this folder may replace the results that are there. Set `force` to
+    True if everything may be removed. Set `again` to True if this run repeats one that was started with the same
+    folder: then the results of a run that saved neither a checkpoint nor parameters may be removed. The folder must be
+    locked.
     """
     if resume is not None and _is_in_folder(resume, out):
         newest = open_latest(out / CHECKPOINTS)
@@ -132,8 +134,8 @@ def raise_unless_free(out: Path, resume: Checkpoint | None, config: RunConfig, *
 
 
 def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
-    """Prepare the folder for this run: check `raise_unless_free`, remove old results, and clean up after killed
-    writers.
+    """Prepare the folder for this run: call `raise_unless_free`, which explains the arguments, remove old results, and
+    clean up after killed writers.
 
     The folder must be locked. Raises FolderError, CheckpointError and OSError.
     """
@@ -148,7 +150,7 @@ def claim_folder(out: Path, resume: Checkpoint | None, config: RunConfig, *, for
 
 
 def clean_up_folder(out: Path) -> None:
-    """Remove the temporary files of killed writers, and the locks of killed nodes.
+    """Remove the temporary files that killed processes of runs have left in the folder, and the locks of killed nodes.
 
     All processes of this run must have ended, and the folder must be locked.
     """

@@ -124,8 +124,8 @@ class RunRecord:
 
     @cached_property
     def full_grid_iteration_seconds(self) -> float | None:
-        """Median seconds from one commit to the next while all workers took part in their own roles; None if there were
-        none."""
+        """Median seconds from one commit to the next while all workers took part in their own roles; None if they never
+        did."""
         return _median_or_none([line.took for stretch in self.stretches if stretch.order.phase == "whole"
                                 for line in stretch.committed[1:]])
 

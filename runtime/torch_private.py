@@ -69,7 +69,8 @@ class Group(Protocol):
         """Start to gather equal parts of all ranks into one tensor, in the order of the ranks."""
 
     def abort(self) -> None:
-        """End all transfers with an error. A gloo group does so only when the last reference to it is gone."""
+        """End all transfers of the group with an error. A gloo group does so only when the last reference to it is
+        gone."""
 
 
 GlooDevice = ProcessGroupGloo.Device
@@ -106,7 +107,7 @@ reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or d
 
 @contextmanager
 def without_gpu_context() -> Iterator[None]:
-    """Use fake tensors of a GPU without initializing CUDA in this process.
+    """Let fake tensors of a GPU be used within the context without initializing CUDA in this process.
 
     For: the launcher, which computes a model's forms but must not take memory of a GPU, nor make CUDA unusable for
     processes that are forked. The context is needed only for backwards on fake tensors.
@@ -124,7 +125,7 @@ def without_gpu_context() -> Iterator[None]:
 
 @contextmanager
 def without_function_mode() -> Iterator[None]:
-    """Leave the active TorchFunctionMode within this block.
+    """Leave the active TorchFunctionMode within the context.
 
     For: compiled code, which splits its backward by itself, when it is called under the mode that splits backwards.
 
@@ -139,7 +140,7 @@ def without_function_mode() -> Iterator[None]:
 
 @contextmanager
 def without_process_groups() -> Iterator[None]:
-    """Hide all process groups of torch.distributed within this block, and restore them afterwards.
+    """Hide all process groups of torch.distributed within the context, and restore them afterwards.
 
     For: a default group of our own, from which device meshes are built, in a program that has another default group.
 
@@ -217,7 +218,9 @@ def create_nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeou
     """Return an NCCL process group on this thread's device that is not connected yet, the counterpart of
     `create_gloo_group`.
 
-    NCCL's threads use the store for as long as they live, so they get a connection of their own.
+    The keys of the group in the store begin with `prefix`. Set `directed` to True if two ranks use it for transfers in
+    one direction: then it takes less device memory. NCCL's threads use the store for as long as they live, so they get
+    a connection of their own.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
@@ -246,7 +249,7 @@ _IDLE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 @contextmanager
 def _borrow_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Provide a stream that no other thread uses within this block."""
+    """Yield a stream of a device that no other thread uses within the context."""
     idle = _IDLE_STREAMS[device]
     try:
         stream = idle.pop()
@@ -270,7 +273,7 @@ class NcclGroup:
         cast(Any, self.group).eager_connect_single_device(self.device)
 
     def wait_for_device(self, work: Work) -> None:
-        """Block the host until the device has ended an operation, successfully or not.
+        """Block the host until the device has ended the operation `work`, successfully or not.
 
         Raises RuntimeError if the device has failed.
         """

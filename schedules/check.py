@@ -44,7 +44,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class CheckContext(msgspec.Struct, frozen=True, dict=True):
-    """Schedule under check, with values that several rules look up."""
+    """Schedule under check (by `check`), with values that several rules look up."""
 
     schedule: Schedule
     forwards: bool = False
@@ -52,7 +52,8 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines to check: of groups of pipelines that behave identically, one group."""
+        """Numbers of the pipelines whose ops are checked: one group of each set of groups of pipelines that behave
+        identically."""
         return tuple(sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0]))
 
     @cached_property
@@ -62,8 +63,8 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """Compute ops by key (kind, slice, pipeline, micro-batch). Rules after the second tier rely on each being there
-        once."""
+        """Compute ops by key (kind, slice, pipeline, micro-batch). If an op is there twice, only one of them is kept;
+        `check_each_once` reports this."""
         return {op_key(op): op for op in self.compute_ops()}
 
     def compute_ops(self) -> Iterator[Op]:
@@ -79,7 +80,8 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of op that a micro-batch must run at each slice, in order."""
+        """Kinds of op that a micro-batch must run at each slice, in order: F, I, W; F, B with a fused backward; or F
+        alone."""
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -118,9 +120,10 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 for microbatch, slices in visited.items()}
 
     def route_of(self, pipeline: int, microbatch: int) -> Route:
-        """Return the numbers of the slices that a micro-batch passes, in order.
+        """Return the numbers of the slices at which a micro-batch runs F, in the order of their layers; empty if there
+        are none.
 
-        Rules after the second tier rely on these slices covering all layers exactly once.
+        Rules that run after `check_each_once` has passed rely on these slices covering all layers exactly once.
         """
         if self.has_only_stage_routes:
             return self.schedule.grid.stages_of_microbatch(microbatch)
@@ -128,12 +131,13 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """Ranges of layers that are all-reduced (A), each once, ascending. Rules after the second tier rely on them
-        being disjoint."""
+        """Ranges of layers that are all-reduced (A), each once, ascending. They are disjoint if
+        `check_reduced_together` has passed."""
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
-        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`. Requires disjoint ranges."""
+        """Iterate over the ranges in `reduced_ranges` that share a layer with `layers`. Those ranges must be
+        disjoint."""
         ranges = self.reduced_ranges
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
             if ranges[index][0] >= layers[1]:
@@ -167,7 +171,8 @@ def ranges_text(ranges: Sequence[LayerRange]) -> str:
 
 
 def check_live_workers(case: CheckContext) -> Iterator[Violation]:
-    """Check that every worker of the grid either has failed or has exactly one seat."""
+    """Yield a violation for each worker of the grid that neither has failed nor has exactly one seat, and for each seat
+    outside of the grid."""
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
     for worker in sorted(set(seats) - set(grid.workers())):
@@ -182,7 +187,7 @@ def check_live_workers(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_roles(case: CheckContext) -> Iterator[Violation]:
-    """Check that all roles are distinct and in the grid."""
+    """Yield a violation for each role that two seats have or that is outside of the grid."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
@@ -196,7 +201,7 @@ def check_roles(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_holders(case: CheckContext) -> Iterator[Violation]:
-    """Check that each layer is held by at least one live worker."""
+    """Yield a violation for each range of layers that no live worker holds."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
     held = merge_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
@@ -223,8 +228,8 @@ def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
 
 
 def check_each_once(case: CheckContext) -> Iterator[Violation]:
-    """Check that each micro-batch's slices cover all layers once, and that it runs one F, I and W (or F and B) at
-    each."""
+    """Yield a violation for each micro-batch whose slices do not cover all layers once, and for each F, I and W (or F
+    and B) at a slice that is missing, run twice or unknown."""
     if case.has_only_stage_routes:
         return
     yield from _check_foreign_ops(case)
@@ -243,10 +248,8 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Iterate over violations by compute ops that do not belong in the schedule.
-
-    They are of a wrong kind, of an unknown micro-batch, at a slice where it runs no F, or run twice.
-    """
+    """Yield a violation for each compute op that is of a wrong kind, of an unknown micro-batch, at a slice where the
+    micro-batch runs no F, or run a second time."""
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
@@ -266,7 +269,8 @@ def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
 
 
 def _describe_untiled(case: CheckContext, route: Route) -> str:
-    """Describe where the slices of a route skip a layer or pass one twice; empty if they cover all layers once."""
+    """Describe, for a message, where the slices of a route skip a layer or pass one twice; "" if they cover all layers
+    once."""
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -282,8 +286,8 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
-    """Check that each live worker all-reduces (A) exactly its held layers, and that its last op is its only optimizer
-    step."""
+    """Yield a violation for each live worker that does not all-reduce (A) exactly its held layers, or whose last op is
+    not its only optimizer step (O)."""
     for worker, ops in case.programs.items():
         yield from _check_reductions_of(case, worker)
         steps = [op for op in ops if op.kind is OpKind.O]
@@ -295,7 +299,8 @@ def check_closing(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
-    """Check that no worker runs an all-reduce or an optimizer step, in a schedule of forwards only."""
+    """Yield a violation for each worker that runs an all-reduce or optimizer step, which a schedule of forwards only
+    must not have."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
@@ -303,7 +308,8 @@ def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Iterate over violations by all-reduces (A) of one worker that do not match the layers that it holds."""
+    """Yield a violation for each all-reduce (A) of one worker that does not match the layers that it holds, and for
+    held layers that it does not reduce."""
     held, ranges = case.schedule.held_layers(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if held == tuple(layers for layers, _ in ranges):
         return
@@ -347,7 +353,8 @@ def _subtract_ranges(ranges: Sequence[LayerRange], others: Sequence[LayerRange])
 
 
 def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
-    """Check that all holders of a layer all-reduce it as part of the same range of layers, and so together."""
+    """Yield a violation where holders of a layer all-reduce it as part of different ranges of layers, and so not
+    together."""
     one_of: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
@@ -365,8 +372,8 @@ def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_hosts(case: CheckContext) -> Iterator[Violation]:
-    """Check that a single worker runs all ops of a micro-batch at a slice, and that it holds the layers of the
-    slice."""
+    """Yield a violation for each op whose worker does not hold the layers of its slice, or did not run the F of its
+    micro-batch there."""
     schedule, ops = case.schedule, case.ops
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
@@ -388,7 +395,8 @@ def check_hosts(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
-    """Check that each worker runs its ops one at a time, in program order, from tick 0 on.
+    """Yield a violation for each op that starts before tick 0, or before the end of the op before it in its worker's
+    program.
 
     If reductions overlap with compute, a worker runs one reduction and one other op at a time. O then waits for both,
     and the ops of a program are ordered by start.
@@ -426,7 +434,8 @@ def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op
 
 
 def check_forward_order(case: CheckContext) -> Iterator[Violation]:
-    """Check that F at a slice starts after the end of F at the slice before on the route, plus any transfer."""
+    """Yield a violation for each F that starts before the end of F at the slice before on the route, plus any
+    transfer."""
     ops = case.ops
     for pipeline, microbatch in case.microbatches():
         before = None
@@ -438,7 +447,8 @@ def check_forward_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_backward_order(case: CheckContext) -> Iterator[Violation]:
-    """Check that I (or B) starts after that of the next slice on the route, plus any transfer; on the last, after F."""
+    """Yield a violation for each I (or B) that starts before the end of that of the next slice on the route, plus any
+    transfer; at the last slice, before the end of F."""
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
         route = case.route_of(pipeline, microbatch)
@@ -451,7 +461,7 @@ def check_backward_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_weight_order(case: CheckContext) -> Iterator[Violation]:
-    """Check that W starts after I of the same micro-batch and slice."""
+    """Yield a violation for each W that starts before the end of I of the same micro-batch and slice."""
     ops = case.ops
     for (kind, slice, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
@@ -471,7 +481,8 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
-    """Check that the activations and weight stashes of each worker always fit in the room that its weights leave."""
+    """Yield a violation for each worker whose activations and weight stashes exceed, at some time, the room that its
+    weights leave."""
     sizes = case.schedule.memory
     if sizes is None:
         return
@@ -493,8 +504,8 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
-    """Check that the all-reduces (A) of a range of layers start together, after the last backward of these layers
-    anywhere."""
+    """Yield a violation for each range of layers whose all-reduces (A) do not start together, or start before the end
+    of the last backward of these layers on any worker."""
     schedule, final = case.schedule, case.op_kinds[-1]
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
@@ -518,7 +529,8 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_optimizer(case: CheckContext) -> Iterator[Violation]:
-    """Check that no O of a synchronous optimizer starts before the last backward of the whole job.
+    """Yield a violation for each O of a synchronous optimizer that starts before the end of the last backward of the
+    whole job.
 
     A staggered optimizer needs nothing beyond what `check_closing` checks.
     """
@@ -533,7 +545,8 @@ def check_optimizer(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_period(case: CheckContext) -> Iterator[Violation]:
-    """Check that the period is the longest busy window of a worker or, with a synchronous optimizer, the makespan.
+    """Yield a violation unless the period is the longest busy window of a worker or, with a synchronous optimizer, the
+    makespan.
 
     If it were shorter, the next iteration of that worker would start before this one has ended.
     """
@@ -551,7 +564,8 @@ def check_period(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_bound(case: CheckContext) -> Iterator[Violation]:
-    """Check that the lower bound is at most the period, and that the status is 'optimal' exactly if they are equal."""
+    """Yield a violation if the lower bound exceeds the period, or if the status is not 'optimal' exactly when they are
+    equal."""
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
         yield Violation("bound",
@@ -563,7 +577,8 @@ def check_bound(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_deadlock(case: CheckContext) -> Iterator[Violation]:
-    """Check that ops, transfers and all-reduces never wait for each other in a circle, however long each really takes.
+    """Yield a violation if ops, transfers and all-reduces wait for each other in a circle, however long each really
+    takes.
 
     The rules of earlier tiers imply that an op starts no earlier than what it waits for, and strictly later if that
     takes any time. A circle can therefore only consist of ops without duration, and of As, which may take time on only
@@ -606,11 +621,12 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
-    """Return the violations of a schedule's rules; empty if it is valid. They are of the first tier of rules that is
-    broken.
+    """Return the violations of a schedule's rules; empty if it is valid.
 
-    With `forwards`, the schedule must have forwards only, as validation runs them. At most MAX_VIOLATIONS are returned
-    per rule. The schedule must have the form that `schedules.codec` requires of a file: all its indices are valid.
+    Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of the first group that
+    is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`, the schedule must have forwards only, as
+    validation runs them. The schedule must have the form that `schedules.codec` requires of a file: all its indices are
+    valid.
     """
     case = CheckContext(schedule, forwards)
     for tier in FORWARD_TIERS if forwards else TIERS:

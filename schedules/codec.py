@@ -275,6 +275,7 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
     """Return words for what is wrong with an op of a program, to follow its name in a message; None if nothing is.
+    There are `slices` slices and `pipelines` pipelines.
 
     The caller adds the name only to a message, because building it for each of the many correct ops would be slow.
     """

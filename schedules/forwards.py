@@ -39,7 +39,7 @@ def schedule_forwards(schedule: Schedule) -> Schedule:
 
 
 def _makespan_and_period(ops: Iterable[Op]) -> tuple[int, int]:
-    """Return the tick at which the last op ends, and the period in ticks if such iterations follow each other."""
+    """Return two tick counts: the end of the last op, and the period at which such iterations can follow each other."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), compute_period_ticks(ops)
 
@@ -89,7 +89,8 @@ def _successors_on_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int,
 
 
 def _store_programs(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Return seats and programs in which live workers run the ops in `moved`. Equal programs are stored once."""
+    """Return seats and programs in which each live worker runs the ops that `moved` has for it. Equal programs are
+    stored once."""
     number: dict[Program, int] = {}
     seats = []
     for seat in schedule.seats:

@@ -93,7 +93,8 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
         """Return the index in `own_transfers` after the last of these tensors; 0 if none of them is sent between
         workers.
 
-        The key of each tensor is that of the op that takes it.
+        The argument `tensors` has pairs (key of the op that takes the tensor, kind of tensor). With `sends`, the worker
+        is their sender, else their receiver.
         """
         return 1 + max((numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor), default=-1)
 
@@ -147,11 +148,10 @@ def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node
 
 
 def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
-    """Return the last W (or B) that the all-reduce at `index` of a worker's program waits for, if reductions overlap
-    compute.
+    """Return the last W (or B) before the op at `index` of a worker's program that computes gradients of any layer that
+    this op, an all-reduce, sums.
 
-    It is the last one before the all-reduce with any of its layers; None if there is none, or if the op is no
-    all-reduce.
+    Reductions must overlap compute. The result is None if there is no such W or B, or if the op is no all-reduce.
     """
     reduced = ops[index]
     if reduced.kind is not OpKind.A or reduced.slice is None:
@@ -166,8 +166,8 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
 
 
 def with_early_reductions(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
-    """Return a worker's program with each all-reduce (A) moved as early as it can run, for reductions that overlap
-    compute.
+    """Return a worker's program `ops` with each all-reduce (A) moved as early as it can run, for reductions that
+    overlap compute.
 
     Each A then comes directly after the op that it awaits on this worker, or after the A before it. It thus waits for
     other workers while this one computes, not afterwards.
@@ -244,7 +244,7 @@ def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
     """Return compute ops by key, with new times: each starts as early as its worker and the ops that it waits for
     allow.
 
-    Each worker keeps the order of `ops`, in which an op comes after all that it waits for.
+    Each worker keeps the order of `ops`, which must list an op after all that it waits for.
     """
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}

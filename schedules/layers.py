@@ -14,12 +14,12 @@ def layers_text(layers: LayerRange) -> str:
 
 
 def compact_layers_text(ranges: Iterable[LayerRange]) -> str:
-    """Format layers for a drawing, such as `0-2,5`. The last layer of a range is included."""
+    """Return short text for ranges of layers in a drawing, such as `0-2,5`. The last layer of a range is included."""
     return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
 def merge_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """Merge ranges into ascending ranges that do not touch."""
+    """Return the layers of these ranges, in any order, as ascending ranges that do not touch."""
     merged: list[LayerRange] = []
     for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:

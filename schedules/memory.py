@@ -1,7 +1,8 @@
 """Define how the memory of a worker is counted: what its ops hold, and what room its layers leave for them.
 
 A micro-batch holds the activation of a slice from the start of F to the end of I (or B), and the stash of W from the
-end of I to the end of W. Checker, planner and timeline page all count by these functions.
+end of I to the end of W. Checker, planner and timeline page all count by these functions; proofs in
+`planner.model.bounds` assume them.
 """
 
 from collections import defaultdict
@@ -18,7 +19,8 @@ CHANGING_AT_START = frozenset({OpKind.F})
 
 
 def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
-    """Return the change that a compute op makes to the memory of its worker."""
+    """Return the change that a compute op makes to the memory of its worker, if `activation` is held from F to I, and
+    `stash` from I to W."""
     if kind is OpKind.F:
         return activation
     if kind is OpKind.I:
@@ -48,7 +50,8 @@ def weights_of(memory: Memory | None, held: Iterable[LayerRange]) -> int:
 
 
 def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
-    """Return the room of a worker for weights and activations together: `capacity` is what its own column leaves."""
+    """Return the memory of a worker for weights and activations together: its capacity for activations plus the weights
+    of its own column's layers."""
     return memory.capacity_for(worker, worker.column) + weights_of(memory, grid.held_layers_by_column[worker.column])
 
 

@@ -1,7 +1,7 @@
 """State the precedence rules: which op of a micro-batch must end before another one may start.
 
-`RULES` is the only place that states them. The graph of a schedule, the arrays of the planner, the CP-SAT model and the
-timeline page are derived from it. The checker has its own rules, because it judges what is derived from these.
+The graph of a schedule, the arrays of the planner, the CP-SAT model and the timeline page are derived from `RULES`. The
+checker states the rules again, because it judges what is derived from these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,12 +86,13 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the rules by which other ops wait for an op of this kind at this position of a route."""
+    """Return the rules by which other ops wait for an op of this kind at this position of a route of `length`
+    slices."""
     return tuple(rule for rule in RULES if rule.awaited == kind
                  and position - rule.step in rule.positions_in_route(length))
 
 
 @cache
 def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the rules by which an op of this kind waits at this position of a route."""
+    """Return the rules by which an op of this kind waits for others at this position of a route of `length` slices."""
     return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions_in_route(length))

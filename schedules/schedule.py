@@ -309,9 +309,10 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
-        """Return the duration of an op on a physical worker. All durations of single ops are looked up here.
+        """Return the duration of an op on a physical worker, at this worker's speed.
 
-        The argument `where` is the slice or, for O, the column of the worker's role (see also `optimizer_ticks`).
+        All durations of single ops are looked up here. The argument `where` is the number of the slice or, for O, the
+        column of the worker's role (see also `optimizer_ticks`).
         """
         if kind is OpKind.O:
             return self.optimizer[where]
@@ -347,7 +348,8 @@ def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose memory for activations differs from that of its column, with it."""
+    """Worker whose memory for activations differs from that of its column, and the amount, in multiples of
+    `Memory.unit`."""
 
     worker: Worker
     capacity: Ticks
@@ -369,7 +371,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Workers whose capacity differs from that of their column. A file has this key only if there are any."""
 
     def capacity_for(self, worker: Worker, column: int) -> int:
-        """Return the memory for activations of a worker that holds the layers of `column`: its own or its role's."""
+        """Return the memory for activations of a worker that holds the layers of `column`: its own value if
+        `capacity_of` has one, else that of the column."""
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
@@ -386,10 +389,10 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """Set of schedules of which none is shorter than a lower bound: what they may change, from the narrowest to the
-    widest.
+    """Freedom of the schedules that a lower bound covers: what they may change. None of them is shorter than the bound.
 
-    A bound proven for a wider scope also holds for a narrower one. The last scope is wider than the first one only.
+    The scopes `OWN` to `LAYERS` are ordered from the narrowest to the widest: a bound for a wider one also holds for a
+    narrower one. `PLACEMENT` is outside of this order: of the others, its bounds hold for `OWN` only.
     """
 
     OWN = "own micro-batches"
@@ -469,8 +472,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound: what the schedules that it covers may change. The narrowest possible if the file
-        gives none."""
+        """Scope of the lower bound: what the schedules that it covers may change. If the file gives none, it is the
+        narrowest one that includes this schedule."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         if any(seat.holds is not None for seat in self.seats):
@@ -480,7 +483,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return Scope.STAGES if self.failed or self.times.slow or len(set(self.grid.microbatches)) > 1 else Scope.OWN
 
     def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
-        """Return a copy of this schedule with another proven lower bound, in ticks, and its scope."""
+        """Return a copy of this schedule with another proven lower bound, in ticks, and the scope for which it is
+        proven."""
         assert ticks <= self.period_ticks, f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
         return msgspec.structs.replace(self, lower_bound_ticks=ticks, bound_scope=scope,
                                        status="optimal" if ticks == self.period_ticks else "feasible")

@@ -63,10 +63,11 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 
 
 def _canonical_number(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
-    """Return the number of the first program that is equal to this one, if pipelines are numbered within their group.
+    """Return the number of the first known program that is equal to `program`, which has number `number`, if pipelines
+    are numbered within their group.
 
-    `number_of` has these numbers. `known` has the programs found before, and is extended. A program that runs only
-    micro-batches of its own pipeline keeps its number.
+    The mapping `number_of` has these numbers. `known` has the programs found before, and is extended. A program that
+    runs only micro-batches of its own pipeline keeps its number.
     """
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

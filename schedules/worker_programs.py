@@ -107,7 +107,8 @@ class WorkerProgram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerShare(NamedTuple):
-    """Share of one worker in a divided schedule: its seat, and digests by which it finds the rest (contents)."""
+    """Share of one worker in a divided schedule: its seat, and the digests of everything else, which are keys of
+    `DividedSchedule.contents`."""
 
     seat: Seat
     """Seat of the worker (role, held layers), in which its program is number 0."""
@@ -146,13 +147,14 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
     """Divide a schedule into shares of its workers. `ties` has all holders of each group of layers with tied
     parameters.
 
-    If `alike` is given, its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order
-    of tensors that are planned for the same instant may then differ, but all workers can follow either order.
+    If `alike` is given, an equivalent schedule that is already divided, with the number here of each of its pipelines,
+    its `WorkerProgram` contents are reused, which saves nearly all of the computation. The order of tensors that are
+    planned for the same instant may then differ, but all workers can follow either order.
     """
     contents: dict[str, bytes] = {}
 
     def store(content: object) -> str:
-        """Encode something that shares refer to, add it to `contents`, and return its digest."""
+        """Encode an object to which shares refer, add it to `contents`, and return its digest."""
         data = msgspec.json.encode(content)
         digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         contents[digest] = data
@@ -178,8 +180,8 @@ def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None,
 
 def assemble_worker_schedule(failed: tuple[Worker, ...], share: WorkerShare,
                              contents: Mapping[str, bytes]) -> WorkerSchedule:
-    """Build a worker's schedule from its share and what this refers to, by digest. Raises KeyError if a content is
-    missing."""
+    """Build a worker's schedule from its share. `contents` has what the share refers to, by digest. Raises KeyError if
+    a content is missing."""
     head = _FRAME.decode(contents[share.frame])
     work = _WORK.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
@@ -280,7 +282,8 @@ def _encode_programs(schedule: Schedule,
 
 
 def _encode_sums(schedule: Schedule, ties: Sequence[Sequence[Worker]], keep: Callable[[object], str]) -> Iterator[str]:
-    """Iterate over the digests of the gradient sums of each seat's worker, with the ties of layers that it holds."""
+    """Iterate over the seats; yield the digest of the gradient sums of each one's worker, with the ties of layers that
+    it holds. The function `keep` stores them and returns that digest."""
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -310,7 +313,8 @@ def _routes_of_seat(schedule: Schedule, seat: Seat, place: Mapping[int, int]) ->
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return, for each program, the ranges of layers that it reduces, with the workers that take part."""
+    """Return, for each program, the ranges of layers that it all-reduces, each with the workers that take part: as a
+    column if they are all of its live workers, else as a tuple."""
     ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
               for program in schedule.programs]
     workers: dict[LayerRange, list[Worker]] = defaultdict(list)
@@ -327,8 +331,8 @@ def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
 
 
 class _OpPlace(NamedTuple):
-    """Planned start and place of an op that makes or takes a tensor; they sort by start, then by position on the
-    route."""
+    """Planned start of an op that makes or takes a tensor, and where it is. In a sort, the start comes first, then the
+    position on the route (backwards after forwards)."""
 
     start_ticks: int
     way: int
@@ -342,7 +346,8 @@ Places = Mapping[OpKey, _OpPlace]
 
 
 def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
-    """Return the planned start and place of each op of these seats that may make or take a tensor, by the op's key."""
+    """Return, by the op's key, the planned start of each F, I and B of these seats, its position on the route and in
+    the program, and its worker."""
     found: dict[OpKey, _OpPlace] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
@@ -361,7 +366,8 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of ops that send a tensor, in the order of `schedules.graph.order_transfers`."""
+    """Return the keys of ops that send a tensor, in the order of `schedules.graph.order_transfers`. `places` is the
+    result of `_places_by_op`."""
     found: dict[OpKey, None] = {}
     for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(tensor.pipeline, tensor.microbatch)
@@ -376,7 +382,8 @@ def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]
                       names: Mapping[int, int] | Sequence[int]) -> list[Crossing]:
     """Return the tensors that go from one worker to another, numbered in the order of the ops that make them.
 
-    The argument `order` has the keys of these ops; `names` has the number by which the result names each pipeline.
+    The argument `order` has the keys of these ops, and `places` is the result of `_places_by_op`; `names` has the
+    number by which the result names each pipeline.
     """
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}

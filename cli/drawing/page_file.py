@@ -11,25 +11,27 @@ _FOLDER = files("slipstream.cli") / "page"
 
 
 def read_texts(*names: str) -> str:
-    """Return the concatenated text of files of `cli/page/`, such as styles or scripts."""
+    """Return the concatenated text of the files of `cli/page/` with these names, such as styles or scripts."""
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
 def to_json(value: object) -> str:
-    """Encode a value as JSON for a script element, with `<` escaped, because it must not begin a tag."""
+    """Encode a value as JSON for a script element of HTML, with `<` escaped, because it must not begin a tag."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def pack_json(value: object) -> str:
-    """Encode a value as `to_json` does, compressed with zlib and in base64. The page unpacks it on demand."""
+    """Encode a value as JSON, compressed with zlib and in base64, for data that the page decompresses on demand."""
     return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 
 def fill_page(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
               parts: Mapping[str, str] | None = None) -> str:
-    """Return `head.html` and a template, with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and parts filled in.
+    """Return the HTML of `head.html` and the file `template`, both from `cli/page/`, with each placeholder `{{NAME}}`
+    replaced.
 
-    The title is escaped; `data` and the further parts are inserted unchanged.
+    TITLE is replaced by the escaped title, STYLE and SCRIPT by the contents of the named files of `cli/page/`, DATA by
+    `data`, and further names by their HTML in `parts`; the last two are inserted unchanged.
     """
     whole = {"TITLE": escape(title), "STYLE": read_texts(*styles), "SCRIPT": read_texts(*scripts), "DATA": data,
              **(parts or {})}

@@ -71,7 +71,8 @@ def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """Return the charts of phases, throughput, missing workers and loss as HTML, one below the other."""
+    """Return the charts of phases, throughput, missing workers and loss as HTML, one below the other. The points
+    `found` are those of `build_points`."""
     return "\n".join([_draw_phases(run), _draw_throughput(run, found), _draw_missing(run), _draw_losses(run, found)])
 
 
@@ -111,7 +112,8 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with the phase of each generation, and over it the times at which layers moved."""
+    """Return a strip, as HTML, with the phase of each generation over time, and drawn over it the times in which layers
+    moved."""
     parts = [f'<rect class="{one.order.phase.replace(" ", "-")}" x="{one.begin:.3f}" width="{one.end - one.begin:.3f}" '
              f'height="{HEIGHT}"><title>{escape(describe_generation(one))}</title></rect>' for one in run.stretches]
     parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
@@ -120,7 +122,8 @@ def _draw_phases(run: RunRecord) -> str:
 
 
 def describe_generation(stretch: GenerationRecord) -> str:
-    """Describe a generation in a few words: its phase, live workers, beginning, and planned share of the throughput."""
+    """Describe a generation of a run, `stretch`, in a few words: its phase, live workers, beginning, and planned share
+    of the throughput."""
     share = stretch.planned_share
     return f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on" \
         + ("" if share is None else f", planned at {as_percent(share)} of fault-free")

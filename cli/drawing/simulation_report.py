@@ -96,7 +96,8 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return one line that compares the throughput of the first policy with the others, without reference lines."""
+    """Return one line that compares the throughput of the first simulated policy with the others, without reference
+    lines."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"
@@ -107,7 +108,8 @@ def summarize_comparison(result: Comparison) -> str:
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Describe in one line the length of an availability trace, its losses, and its mean number of live workers."""
+    """Return one line of text with the length of an availability trace, its losses, and its mean number of live
+    workers."""
     more = [text for count,
             text in ((trace.machine_slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
                                         (trace.partial_losses, "short of GPUs"))
@@ -118,7 +120,10 @@ def describe_trace(trace: AvailabilityTrace) -> str:
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
-    """Return the tokens trained per hour and GPU of the live workers, including idle ones. None if that is unknown."""
+    """Return the tokens trained per hour and GPU of the live workers, including idle ones.
+
+    The argument `tokens` is the number of tokens in a sample. None if that or the number of GPUs is unknown.
+    """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
 

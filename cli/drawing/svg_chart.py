@@ -15,7 +15,7 @@ LABEL_WIDTH = 44
 
 
 class StepLine(NamedTuple):
-    """Line of a chart with one value between each two consecutive edges of the x axis."""
+    """Line of a chart that is constant between consecutive edges of the x axis: it has one value for each interval."""
 
     name: str
     colour: str
@@ -84,8 +84,8 @@ def draw_bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str
 def draw_tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
     """Return an SVG tornado chart: for each row, how far each of two settings moves a result from its `usual` value.
 
-    A row is a name, the result at the first setting, and the result at the second one. Results are shares, drawn as
-    percentages.
+    A row is a name, the result at the first setting, and the result at the second one; `colours` are those of the two
+    settings. Results are shares, drawn as percentages on an axis named `x`.
     """
     left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM
     values = [usual, *(value for _, *pair in rows for value in pair)]

@@ -75,7 +75,8 @@ def _axis_width(schedule: Schedule, horizon: int) -> int:
 
 
 def _draw_axis(seconds: float, width: int, height: int) -> Iterator[str]:
-    """Yield SVG of a label and a faint line at round numbers of seconds."""
+    """Yield SVG of a label and a faint vertical line at each round number of seconds below `seconds`, which take
+    `width` pixels of a drawing of this `height`."""
     for at, label in label_times(seconds, nice_step(seconds, MAX_MARKS)):
         x = LEFT + at / seconds * width
         yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
@@ -100,8 +101,8 @@ def _draw_row(schedule: Schedule, worker: Worker, y: int, width: int, scale: flo
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
     """Yield SVG of an op: a rectangle and, if there is room, a label.
 
-    Its stage has index `chunk` among the stages of the worker, whose row has its upper edge at `y`. There are `scale`
-    pixels per tick.
+    If the worker holds several stages, that of the op is number `chunk` of these, from 0. The worker's row has its
+    upper edge at `y`. There are `scale` pixels per tick.
     """
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]

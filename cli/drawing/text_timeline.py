@@ -101,10 +101,8 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
 
 
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
-    """Return a scale that fits all ops into `columns` characters.
-
-    If possible, the greatest common divisor of all op times is a whole number of characters, at least two.
-    """
+    """Return a scale that fits all ops into `columns` characters. If possible, the greatest common divisor of all op
+    times, in ticks, becomes a whole number of characters, at least two."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
@@ -138,7 +136,8 @@ def _choose_label(op: Op, schedule: Schedule, width: int) -> str:
 
 
 def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
-    """Return the time axis, with labels a round number of seconds apart: `|0 s       |10        |20`."""
+    """Return the time axis as one line of text, with labels a round number of seconds apart: `|0 s       |10
+    |20`."""
     per_column = scale.down * tick_seconds / scale.up
     axis = ""
     for at, label in label_times(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
@@ -147,10 +146,11 @@ def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
 
 
 def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the sets of pipelines that fit into `rows` lines, ordered by number. Each set is drawn once.
+    """Return the sets of pipelines to draw, ordered by number; a set is drawn once, for all of its pipelines, and all
+    fit into `rows` lines (at least one is returned).
 
-    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved workers are split off,
-    each as a set of its own, and are preferred if there is no room for all.
+    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved workers are taken out of
+    these sets, each as a set of its own, and are preferred if there is no room for all.
     """
     broken = {worker.pipeline for worker in schedule.failed}
     broken |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
@@ -164,7 +164,8 @@ def _to_blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ..
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers that represent a set of equal pipelines, which are those of its first pipeline."""
+    """Return the workers to draw for a block, a set of pipelines that run the same programs: those of its first
+    pipeline."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
@@ -174,7 +175,7 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the legend, with as many entries per line as fit.
+    """Return the lines of the legend of these ops, with as many entries per line as fit into `width` characters.
 
     Rich would break entries at their spaces, even those that must not be broken.
     """

@@ -9,14 +9,15 @@ class ExportError(ValueError):
 
 
 class Exporter(NamedTuple):
-    """Format that `slipstream export` writes. Its modules are imported only when they run, as some import torch."""
+    """Format that `slipstream export` writes, with the modules that write it. They are imported only when one is used,
+    as some import torch."""
 
     meaning: str
     """What is written, for the help of `--to`."""
     modules: Mapping[str, str]
     """Modules of this package: for "schedule" one that defines `export_schedule`, "checkpoint" `export_checkpoint`."""
     options: tuple[str, ...] = ()
-    """Parameters of `cli.export.export` that belong to this format. With `out` it is a file, otherwise a folder."""
+    """Parameters of `cli.export.export` that belong to this format. If `out` is one, a file is written."""
 
 
 EXPORTERS: Mapping[str, Exporter] = {

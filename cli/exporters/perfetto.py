@@ -41,8 +41,9 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
                     flows: Iterator[int]) -> Iterator[Event]:
     """Yield all trace events of one planned or measured iteration.
 
-    The iteration has number `block` in the trace: the process id of pipeline p is `block` x pipelines + p + 1. The ops
-    of each worker are `programs`, and `flows` yields a new id for each arrow.
+    It is the iteration with number `block` in the trace, named `title`: the process id of pipeline p is `block` x
+    pipelines + p + 1. The ops of each worker are `programs`, in ticks of `tick_seconds`, and `flows` yields a new id
+    for each arrow.
     """
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1

@@ -22,7 +22,11 @@ REMEDY = "export a plan with all workers alive, each with its own layers and mic
 
 
 def export_schedule(schedule: Schedule, *, pipeline: int, communication: bool, out: Path | None, json: bool) -> None:
-    """Write the order of one pipeline's ops to a file, or to stdout. Raises ExportError."""
+    """Write the order of one pipeline's ops, as CSV for torch, to the file `out`, or to stdout if it is None. Raises
+    ExportError.
+
+    With `communication` as in `write_order`. With `json`, an object with the CSV and its format is printed to stdout.
+    """
     text = write_order(schedule, pipeline, communication=communication)
     if out is not None:
         write_or_refuse(out, text.encode())
@@ -90,10 +94,11 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
 
 
 def _actions_of(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
-    """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, each send after its
-    maker.
+    """Iterate over the CSV cells of a worker: its ops, each receive before the op that needs it, and each send after
+    the op that makes the tensor.
 
-    If `crossing`, the tensors sent between workers, is None, there are neither transfers nor reductions.
+    If `crossing`, the tensors sent between workers in the order of all workers, is None, there are neither transfers
+    nor reductions.
     """
     for step in interleave_transfers(ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)):
         if isinstance(step, Transfer):

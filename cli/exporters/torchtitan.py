@@ -38,7 +38,12 @@ NEWEST = next(iter(VERSIONS))
 
 def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int, decoder_layers: int | None, titan_version: str,
                     tensor_parallel: int, json: bool) -> None:
-    """Write the order of one pipeline's ops, and torchtitan's flags for it, to a folder. Raises ExportError."""
+    """Write the order of one pipeline's ops (`schedule.csv`), and torchtitan's flags for it (`flags`), to a folder.
+    Raises ExportError.
+
+    A worker has `tensor_parallel` ranks. For `decoder_layers` see `_build_flags`. With `json`, the flags are also
+    printed as JSON.
+    """
     flags = _build_flags(schedule, folder.resolve() / "schedule.csv", pipeline, tensor_parallel, decoder_layers,
                          titan_version)
     order = write_order(schedule, pipeline)
@@ -63,9 +68,10 @@ def export_schedule(schedule: Schedule, *, folder: Path, pipeline: int, decoder_
 
 def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, decoder_layers: int | None,
                  version: str) -> list[str]:
-    """Return the flags for `torchtitan.train`, each with its values. Micro-batches have one sample.
+    """Return the flags for `torchtitan.train` of this version, each with its values. Micro-batches have one sample.
 
-    With `decoder_layers`, they assign layers to each stage, by the module names of torchtitan's decoder models;
+    A worker has `ranks` ranks; `csv_path` is the file with the order of ops. With `decoder_layers`, the number of the
+    model's decoder layers, flags assign layers to each stage, by the module names of torchtitan's decoder models;
     otherwise torchtitan splits the model itself. Raises ExportError if torchtitan cannot run the schedule.
     """
     grid = schedule.grid
@@ -92,7 +98,8 @@ def _build_flags(schedule: Schedule, csv_path: Path, pipeline: int, ranks: int, 
 
 
 def _schedule_class(grid: Grid) -> str:
-    """Return the name of torch's schedule class that assigns stages to ranks as the grid does."""
+    """Return the name of torch's schedule class that assigns stages to ranks as the grid does. Raises ExportError if
+    there is none."""
     columns = [stage.column for stage in grid.stages]
     there = list(range(grid.columns))
     if grid.columns == 1:
@@ -110,7 +117,8 @@ def _schedule_class(grid: Grid) -> str:
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
     """Iterate over the stages; yield the names of each one's modules in torchtitan, joined by commas.
 
-    The output head is the module `head`.
+    The model has `decoder_layers` decoder layers, and its output head is the module `head`. Raises ExportError if the
+    grid has another number of layers.
     """
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):

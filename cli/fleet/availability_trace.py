@@ -21,7 +21,8 @@ Value = TypeVar("Value", int, float)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Changes at one instant. All lists are ascending, and no place is both removed and added."""
+    """Changes of a fleet's machines at one instant. All lists are ascending, and no machine's place is both in
+    `removed` and in `added`."""
 
     seconds: float
     removed: tuple[int, ...] = ()
@@ -42,8 +43,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of which places of a fleet have a machine, over time. Changes are in order of time, at most one at an
-    instant."""
+    """Record of which places (numbered slots of a fleet, each for one machine) have a machine, over time. Changes are
+    in order of time, at most one at an instant."""
 
     name: str
     places: int
@@ -66,7 +67,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def machine_losses(self) -> int:
-        """Number of times that a place loses its machine."""
+        """Number of losses of a machine in the trace."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
@@ -147,8 +148,8 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change of the trace as the policy sees it, and a second change that adds machines restarted on fewer
-        GPUs."""
+        """Return a change of the trace as the policy sees it, and a second change, at the same instant, that adds
+        machines which restart on fewer GPUs. The states are updated."""
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -175,10 +176,10 @@ class _MachineStates:
 
 
 def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
-    """Return a trace of single GPUs as a trace of workers, each of `gpus` neighbouring places.
+    """Return a trace of single GPUs as a trace of workers, each of `gpus` GPUs with consecutive numbers.
 
-    A worker is lost when its last GPU is, and returns with the first one that returns. Raises ValueError if the places
-    do not divide evenly.
+    A worker is lost when its last GPU is, and returns with the first one that returns. Raises ValueError if the GPUs do
+    not divide evenly.
     """
     if gpus < 1 or trace.places % gpus:
         raise ValueError(f"{trace.places} GPUs cannot be divided into workers of {gpus}; expected a multiple")
@@ -229,7 +230,8 @@ def with_node_failures(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return for each node the places of its workers in a trace that is fitted to the job."""
+    """Return for each node the numbers (pipeline x stages + column) that its workers have as places of a trace that is
+    fitted to the job."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 
@@ -239,7 +241,8 @@ DEATH_SECONDS = 60.0
 
 def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
                       gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Return a trace in which these workers die after a minute and stay away. Raises ValueError for unknown workers."""
+    """Return a trace of `days` days for the job's workers, in which the workers `dead` die after a minute and stay
+    away. Raises ValueError for unknown workers."""
     places = []
     for worker in dead:
         if not (worker.pipeline < job.pipelines and worker.column < job.stages):
@@ -256,10 +259,11 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
                nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
     """Return the trace for a job of this many workers, with places 0 to workers - 1.
 
-    A place of the given trace is a worker. With `nodes`, the workers of each node, it is a node, whose workers leave
-    and return together. A job smaller than the fleet gets places drawn at random, so that it has the fleet's failure
-    rate per machine, and the same share of machines alive. For a job larger than the fleet, each place of the trace
-    represents several neighbouring workers or nodes, which fail together. Raises ValueError for a trace without places.
+    Without `nodes`, a place of the given trace becomes a worker of the job. With `nodes`, the workers of each node, it
+    becomes a node, whose workers leave and return together. A job smaller than the fleet gets places drawn at random,
+    so that it has the fleet's failure rate per machine, and the same share of machines alive. For a job larger than the
+    fleet, each place of the trace represents several neighbouring workers or nodes, which fail together. Raises
+    ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(f"a trace of {trace.places} places and {workers} workers; expected at least one of each")

@@ -84,7 +84,8 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of an entry file: throughputs and pauses of another system, by case of the benchmark."""
+    """Contents of an entry file: throughputs and pauses of another system, by name of the benchmark's case (a job and a
+    trace), such as spot-24."""
 
     format: Literal["slipstream-entry-1"]
     name: str
@@ -105,18 +106,20 @@ class _TableEntry(Entry):
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second that the table gives for these numbers of dead workers by stage."""
+        """Return the samples per second that the table gives for the number of dead workers of each stage, `down`."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause that the table gives for these numbers of dead workers by stage."""
+        """Return the seconds of pause that the table gives before training with the number of dead workers of each
+        stage, `down`."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 
 
 def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """Return the contents of a JSON file. Raises EntryError, whose message names the file and what was expected."""
+    """Return the contents of a JSON file, decoded by `decoder`. Raises EntryError, whose message names the file and
+    says that `expected` was expected."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -143,9 +146,9 @@ def read_entry(path: Path) -> EntryTable:
 
 
 def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
-    """Return the policy that a table describes for a case, or None if it has no rows for the case.
+    """Return the policy that a table describes for the named case, or None if the table has no rows for it.
 
-    Raises EntryError if a row is for another number of stages.
+    Raises EntryError if a row is for another number of stages than `stages`.
     """
     rows = table.cases.get(case)
     if rows is None:

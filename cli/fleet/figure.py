@@ -8,7 +8,7 @@ Cell = str | float | int | None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One series of values over x, or over categories."""
+    """One series of values of a figure: one value for each x, or for each category."""
 
     name: str
     values: tuple[float | None, ...]

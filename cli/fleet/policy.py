@@ -150,7 +150,7 @@ class Policy(ABC):
     @abstractmethod
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Return the phases after machines were lost, added, or changed in speed. The last phase has no end. The
-        argument `remaining` has the rest of the previous phases, the current one first."""
+        argument `remaining` has what is left of the phases returned before, the current one first."""
 
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
@@ -216,11 +216,11 @@ class Policy(ABC):
 
     def resume_after_change(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
                             state_lost: bool = False) -> list[Phase]:
-        """Return the phases after a change: `stalls` (pauses), redoing the samples that a death lost, and training at
-        `rate`.
+        """Return the phases after a change: `stalls` (pauses), redoing the samples that the death of a worker lost, and
+        training at `rate`.
 
-        If only the checkpoint holds the parameters of some stage (`state_lost`, or the job was waiting), the job
-        restarts from it.
+        If only the checkpoint holds the parameters of some stage (`state_lost`, or `remaining` begins with waiting or
+        restarting), the job restarts from it.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
@@ -243,7 +243,8 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def discard_lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Return the number of samples to redo: those not redone yet, and half an iteration if a worker died.
+        """Return the number of samples to redo: those still to be redone in `remaining`, the current phase and later
+        ones, and half an iteration if a worker died while the job trained.
 
         The latter is recorded as discarded. It is at most the samples trained since the job last paused.
         """
@@ -301,9 +302,10 @@ class PhaseHistory:
 
     def record_until(self, phases: Sequence[Phase], until: float, workers: float = 1.0,
                      links: float = 1.0) -> Sequence[Phase]:
-        """Record phases up to the time `until`, with training slowed by both factors, and return the rest.
+        """Record phases up to the time `until`, with training slowed by the factors `workers` and `links`, and return
+        the rest.
 
-        The rest begins with the current phase, and is not slowed.
+        The rest begins with the current phase, and is not slowed. The last of the phases must have no end.
         """
         clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
@@ -333,7 +335,8 @@ class CheckpointTimes:
     """
 
     def __init__(self, spans: PhaseHistory, interval_seconds: float, pause_seconds: float) -> None:
-        """Take a checkpoint every `interval_seconds` of training, which it stops for `pause_seconds`, possibly 0."""
+        """Follow a run, whose history is `spans`, that takes a checkpoint every `interval_seconds` of training, and
+        stops training for `pause_seconds`, possibly 0, to do so."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
         self._spans = spans

@@ -54,7 +54,7 @@ class _SpotMetadata(msgspec.Struct):
 
 
 class _SpotTrace(msgspec.Struct):
-    """JSON object of a spot trace of SkyPilot: the number of instances at regular times."""
+    """JSON object of a spot trace of SkyPilot: the number of available instances at regular times."""
     metadata: _SpotMetadata
     data: list[float]
 

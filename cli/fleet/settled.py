@@ -66,9 +66,9 @@ class RebalancedPlans:
                  plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
         """Prepare to plan a job, each plan within `plan_seconds`; None: by the size of the job.
 
-        A second is a fixed number of search steps. If exactly the workers `dead` are down, and the job is not planned
-        in groups, the plan is made as by `slipstream plan`. Answers of `table`, which must be of this job, are not
-        planned again.
+        A second is a fixed number of search steps. A large job is planned as equal groups of pipelines. If it is not,
+        and exactly the workers `dead` are down, the plan is made as by `slipstream plan`. Schedules that `table`, which
+        must be of this job, has are not planned again.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -128,8 +128,8 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether a plan for this many pipelines and failures is for the whole job with the given dead
-        workers."""
+        """Return whether a plan for this many pipelines and failures is one of the whole job with exactly the workers
+        `dead` down that were given to `__init__`."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:

@@ -67,10 +67,11 @@ def _draw_rates(random: np.random.Generator, model: FailureModel, places: int) -
 
 
 def _draw_periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the relative failure rates of periods, and return the two axes that convert time at the usual rate to hours.
+    """Draw a failure rate for each period of `FailureModel.period_days`, and return two axes (hours, usual hours), both
+    from 0, by which failures drawn at the usual rate are moved in time.
 
-    The axes are the hours at which periods end, and the hours at the usual rate that contain as many failures, both
-    from 0. Periods end at `horizon` hours.
+    In the first `usual hours[i]` hours at the usual rate, as many failures are expected as in the first `hours[i]`
+    hours at the rates of the periods. The last period ends at `horizon` hours.
     """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])
@@ -126,9 +127,11 @@ def _build_slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, e
 
 def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
                    rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the failures of `count` domains up to `horizon`, and return their hours and the indices of their domains.
+    """Draw the failures of `count` domains (GPUs that fail at once) up to `horizon` hours, and return their hours and
+    the indices of their domains, sorted by neither.
 
-    A domain fails once in `mtbf_hours` on average, more often or less by its relative rate in `rates`.
+    A domain fails once in `mtbf_hours` on average, more often or less by its relative rate in `rates` (None: all are
+    1).
     """
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)

@@ -82,11 +82,12 @@ class Throughputs:
         return min(rate, self.in_place_rate((0,) * self.job.stages)) if any(down) else rate
 
     def rebalanced_answer(self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS) -> tuple[float, float]:
-        """Return the samples per second after this many failures with layers moved, and the stages that the busiest
-        worker loads.
+        """Return the samples per second after this many failures with layers moved, and the number of stages that the
+        busiest worker must load.
 
-        The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. It is
-        at most the throughput with all workers alive and at the usual speed, with layers moved if that is faster.
+        The argument `slow` describes further workers that are slow. The result is (0.0, 0.0) if no plan exists. The
+        samples per second are at most those with all workers alive and at the usual speed, with layers moved if that is
+        faster.
         """
         return self.compute_once(("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow))
 
@@ -97,7 +98,8 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second of this planner's best schedule with all workers alive, with layers in place or moved."""
+        """Samples per second of this planner's best schedule with all workers alive, with layers in place or moved,
+        whichever is faster."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
@@ -152,10 +154,11 @@ class Throughputs:
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second of a large job with separate peers for each failure; 0.0 if there are too few.
+        """Return the samples per second of a large job if no two failures share the pipelines that help; 0.0 if there
+        are too few pipelines for that.
 
-        Each failure is planned in a separate part of the job. The slowest part counts, or the whole pipelines if they
-        are slower.
+        Each failure is then planned in a separate part of the job. The slowest part counts, or the whole pipelines if
+        they are slower.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected_job(failures).pipelines == job.pipelines:

@@ -64,7 +64,8 @@ class TraceFileError(ValueError):
 
 
 def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace file of any form. `seed` draws the machines that leave, if the file does not name them.
+    """Read a trace file of any form. If the file does not name the machines that leave, they are drawn at random with
+    `seed`.
 
     A machine is a worker with `gpus_per_worker` GPUs. Raises TraceFileError, whose message names the file and the line.
     """
@@ -83,7 +84,8 @@ def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1)
 
 def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
                              gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace from text. Raises ValueError (mostly a TraceFileError), whose message names the line."""
+    """Read a trace of any text form from the text of a file; see `read_availability_trace`. Raises ValueError (mostly a
+    TraceFileError), whose message names the line."""
     lines = [(number, line) for number, raw in enumerate(text.splitlines(), 1) if (line := raw.split("#")[0].strip())]
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
@@ -102,9 +104,11 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
 
 def build_from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
                       notes: Sequence[str] = ()) -> AvailabilityTrace:
-    """Return a trace from pairs (seconds, machines alive from then on), ascending, the first at 0.
+    """Return a trace of `length_seconds` from `counts`, pairs (seconds, machines alive from then on), ascending, the
+    first at 0.
 
-    Machines that leave are drawn at random from those alive, and the places of new ones from those that are free.
+    With `seed`, machines that leave are drawn at random from those alive, and the places of new ones from those that
+    are free.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
@@ -177,7 +181,7 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """Line of a trace file in the events form: a machine is added, removed, slow, or has fewer GPUs."""
+    """Line of a trace file in the form with events: at a time, a machine is added, removed, slow, or has fewer GPUs."""
 
     seconds: float
     what: str
@@ -235,7 +239,8 @@ class _ChangeSets(NamedTuple):
 
 
 class _MachinePlaces:
-    """Assignment of named machines to places. A machine that is added gets the lowest free one."""
+    """Assignment of a trace file's machines, by name, to numbered places of an availability trace. A machine that is
+    added gets the lowest free place."""
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -280,7 +285,7 @@ class _MachinePlaces:
         return self._places - 1
 
     def build_trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
-        """Return an availability trace that consists of all recorded events."""
+        """Return an availability trace of `length_seconds` that consists of all recorded events."""
         changes = []
         for seconds, (removed, added, slowed, gpus) in self._changes.items():
             states = tuple(sorted(slowed.items())), tuple(sorted(gpus.items()))

@@ -31,7 +31,7 @@ ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Model with the published times of its layers."""
+    """Model with the published times of its layers, to compare pipelines on."""
 
     name: str
     pattern: str
@@ -100,9 +100,11 @@ KEYS = ("forward", "backward_input", "backward_weight", "activation", "weight_st
 
 
 def make_job(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipelines: int, room: float | None) -> str:
-    """Return a job file whose stages have the given numbers of layers, E and L included.
+    """Return the text of a job file whose stages have `counts` layers, the embedding and the head of the model
+    included.
 
-    `room` is the capacity for weights and activations, in megabytes. None means unlimited memory.
+    The argument `room` is the capacity of a worker for weights and activations, in megabytes. None means unlimited
+    memory.
     """
     edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = {key: model.values_by_layer(key) for key in KEYS}

@@ -26,7 +26,7 @@ Orders = list[list[Op]]
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Orders:
-    """Return the order of 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return each worker's ops, in order, in 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
     orders = []
     for worker in range(stages):
         warmup = min(stages - worker - 1, microbatches)
@@ -40,7 +40,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Orders:
 
 
 def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
-    """Return the order of interleaved 1F1B (Narayanan et al. 2021) as Megatron-LM runs it.
+    """Return each worker's ops, in order, in interleaved 1F1B (Narayanan et al. 2021) as Megatron-LM runs it, with
+    `chunks` virtual stages on each of `stages` workers.
 
     The number of micro-batches must be a multiple of the number of workers.
     """
@@ -64,7 +65,7 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
-    """Return the order of ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
+    """Return each worker's ops, in order, in ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
     It is 1F1B in which the W of worker n lags n micro-batches behind, so that memory is that of 1F1B.
     """
@@ -84,8 +85,8 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
 
 
 class _OpSequence:
-    """Builder of the order of one worker's ops, whose micro-batches are numbered consecutively for each kind and
-    virtual stage."""
+    """Builder of one worker's sequence of ops. It numbers the micro-batches of each kind of op at each virtual stage
+    consecutively."""
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
         self.ops: list[Op] = []
@@ -107,8 +108,8 @@ class _OpSequence:
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Orders:
-    """Return the order of ZB-V (Qi et al. 2024, arXiv 2405.15362), in which each worker has two virtual stages, placed
-    as a V.
+    """Return each worker's ops, in order, in ZB-V (Qi et al. 2024, arXiv 2405.15362), in which each of `stages` workers
+    has two virtual stages, placed as a V.
 
     There must be at least twice as many micro-batches as workers.
     """
@@ -140,11 +141,11 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
 
 
 def dual_pipe(stages: int, microbatches: int) -> Orders:
-    """Return the order of DualPipe (DeepSeek-V3, arXiv 2412.19437), in which micro-batches enter the pipeline from both
-    ends.
+    """Return each worker's ops, in order, in DualPipe (DeepSeek-V3, arXiv 2412.19437), in which micro-batches enter the
+    pipeline from both ends.
 
-    It has eight steps. The number of workers must be even, with at least twice as many micro-batches, divided evenly
-    over both directions.
+    The order is built in the eight steps of its authors. The number of workers, `stages`, must be even, with at least
+    twice as many micro-batches, divided evenly over both directions.
     """
     half, orders = microbatches // 2, []
     for worker in range(stages):
@@ -203,7 +204,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRun(NamedTuple):
-    """Times and memory of the ops of a simulated iteration."""
+    """Result of simulating an iteration: its length, and the peak memory of each worker."""
 
     end: float
     """Time at which the last op ends, in the unit of the costs. The first one begins at 0."""
@@ -212,7 +213,8 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
-    """Simulate an iteration in which each op runs as soon as its worker and its inputs allow.
+    """Simulate an iteration in which each op runs as soon as its worker is free and its inputs have arrived; `orders`
+    has each worker's ops, in order.
 
     Returns None if the order has a deadlock.
     """
@@ -244,7 +246,8 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
 
 
 def _earliest_start(op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts) -> float | None:
-    """Return the time at which the inputs of an op are available, or None if their ops have not run yet."""
+    """Return the time at which the inputs of an op are available, transfers included, or None if the ops that make them
+    have not run yet."""
     place = op.stage % costs.depth
     if op.kind == "W":
         return ends.get(op._replace(kind="I"))

@@ -82,7 +82,8 @@ class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelBenchmark:
-    """Comparison of all published pipelines and Slipstream's on one model."""
+    """Comparison of all published pipelines and Slipstream's on one model, at equal memory: the limit is that of
+    interleaved 1F1B with uniform stages."""
 
     def __init__(self, model: MeasuredModel) -> None:
         self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
@@ -97,10 +98,10 @@ class ModelBenchmark:
         self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
 
     def uniform(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage in a uniform division.
+        """Return the number of layers of each stage in a uniform division over `stages` stages.
 
-        The layers between E and L are divided evenly, with one more in the first stages if necessary. E and L belong to
-        the first and the last stage.
+        The layers between embedding and head are divided evenly, with one more in the first stages if necessary. The
+        embedding belongs to the first stage, the head to the last one.
         """
         inner = self.layers - 2
         counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
@@ -120,7 +121,7 @@ class ModelBenchmark:
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _simulate_division(self, one: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Return a published pipeline with `counts` layers in its stages, simulated; None if its order has a
+        """Return the published pipeline `one` with `counts` layers in its stages, simulated; None if its order has a
         deadlock."""
         arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
         edges = [0, *arrangement.layer_ends]
@@ -142,15 +143,17 @@ class ModelBenchmark:
                                held=max(weight + peak for weight, peak in zip(weights, simulated.peaks, strict=True)))
 
     def _search_divisions(self, one: Rival, uniform: DividedPipeline | None) -> DividedPipeline | None:
-        """Return a published pipeline with the best division of the layers that a random local search finds.
+        """Return the published pipeline `one` with the best division of the layers that a random local search finds;
+        None if its order has a deadlock.
 
-        It starts from the uniform division or the one whose busiest worker has the least work, and moves one layer at a
-        time.
+        It starts from the better of `uniform` and the division whose busiest worker has the least work, and moves one
+        layer at a time.
         """
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
-            """Return a sort key, least is best: memory above the limit, then seconds of an iteration."""
+            """Return a sort key for simulated pipelines that puts the best first: memory above the limit, then seconds
+            of an iteration; those with a deadlock (None) last."""
             return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
 
         starts = [uniform, self._simulate_division(one, self._loads.balance_layers(one.order, one.chunks).counts)]
@@ -199,7 +202,8 @@ def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOpti
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of the comparison on one model. Times are seconds of an iteration."""
+    """Seconds of an iteration of the published pipelines and of Slipstream's on one model (`compare_model`), and what
+    the death of a worker costs."""
 
     uniform: dict[str, DividedPipeline | None]
     """Published pipelines with uniform stages, by name."""
@@ -219,7 +223,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base(self) -> float:
-        """Seconds of interleaved 1F1B with uniform stages, whose memory is the limit for all."""
+        """Seconds of an iteration of interleaved 1F1B with uniform stages, whose memory is the limit for all."""
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds
@@ -231,7 +235,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Return the results of all published pipelines and of Slipstream's on one model."""
+    """Simulate all published pipelines on one model, plan Slipstream's own, and return the results."""
     bench = ModelBenchmark(model)
     uniform, divided = ({name: bench.find_best(name, divided=how) for name in NAMES} for how in (False, True))
     ours, staggered = bench.find_own_placement("synchronous"), bench.find_own_placement("staggered")
@@ -308,8 +312,8 @@ def _table_row(model: MeasuredModel, one: ModelResult) -> tuple[str, ...]:
 
 
 def _published_findings(model: MeasuredModel, one: ModelResult) -> dict[str, float]:
-    """Return the times that others publish for a model next to the computed ones, by name; empty if none are
-    published."""
+    """Return, by description, the iteration times in milliseconds that others publish for a model and the one computed
+    for 1F1B; empty if none are published."""
     plain = one.uniform["1F1B"]
     if model.name not in OCTOPIPE or plain is None:
         return {}

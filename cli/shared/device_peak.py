@@ -11,7 +11,7 @@ _NAME_PATTERNS = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH2
 
 
 def peak_flops(training: TrainingConfig) -> float | None:
-    """Return the peak of the GPU in operations per second, without sparsity, if training uses bf16.
+    """Return the peak of this machine's GPU in operations per second, without sparsity, if training uses bf16.
 
     Returns None if the peak is unknown, and for other arithmetic, which may or may not use the tensor cores. GPUs of
     other nodes are assumed to be the same. Raises ConfigError.

@@ -20,9 +20,10 @@ from slipstream.schedules.codec import ScheduleError
 
 @contextmanager
 def exit_on_errors(goes_on: Callable[[], str] = str) -> Iterator[None]:
-    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143).
+    """Turn an error within the context into one line on stderr and an exit status: 2 if a run cannot begin, 1 if it
+    fails, 130 or 143 if it is interrupted.
 
-    The line ends with the result of `goes_on`: a clause that says how to resume the run.
+    For a run that had begun, the line ends with the result of `goes_on`: a clause that says how to resume it.
     """
     try:
         yield

@@ -22,7 +22,8 @@ MAX_OR_CHOICES = 4
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
-    """Return the workers that an option gives as D.S, sorted and without duplicates."""
+    """Return the workers that an option gives as D.S, sorted and without duplicates. Exits 2 if a text is malformed;
+    the message names the option."""
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
@@ -30,7 +31,8 @@ def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
-    """Return the workers given by --failed, and those of the nodes given by --failed-node, sorted, each once."""
+    """Return the workers given by --failed, and those of the nodes given by --failed-node, sorted, each once. Exits 2
+    if the job does not have one of them."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
         named = parse_workers("--failed", workers or [])
@@ -49,7 +51,7 @@ def require_choice(option: str, value: str | None, choices: Collection[str]) -> 
 
 def load_table_or_refuse(folder: Path, option: str = "") -> Table:
     """Return the table of schedules in a folder, or the one of this name that comes with Slipstream. Exits 2 if there
-    is none or it cannot be used; the message names the option."""
+    is none or it cannot be used; the message begins with `option`, such as "--table: "."""
     path = folder if may_exist(folder) else library(str(folder))
     if path is None:
         known = library_names()
@@ -127,7 +129,8 @@ def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
 
 
 def refusal_text(path: Path, error: ValueError) -> str:
-    """Return the message for a file that is no schedule, with a hint if it is a job file."""
+    """Return the message for a file that is no schedule, which reading it reported as `error`, with a hint if it is a
+    job file."""
     is_job = path.suffix == ".toml" and may_exist(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
@@ -141,7 +144,7 @@ def may_exist(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Exit 2 if no file can be written to a path, before the work whose result it will hold.
+    """Exit 2 if no file can be written to a path, before the work whose result it will hold. None: nothing is checked.
 
     This function creates a temporary file in the folder of the path, or in its nearest existing parent.
     """

@@ -8,7 +8,8 @@ from slipstream.planner.budget import defer_interrupts
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt until imports are done: some modules swallow it, and are then half imported."""
+    """Delay KeyboardInterrupt until the end of the context, which imports modules: some swallow it, and are then half
+    imported."""
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():
@@ -17,7 +18,8 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt after a Ctrl-C. A second Ctrl-C raises it at once."""
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed within the context. A second Ctrl-C raises
+    it at once."""
     with defer_interrupts() as interrupted:
         def check_interrupt() -> None:
             if interrupted.is_set():

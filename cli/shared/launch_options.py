@@ -42,7 +42,8 @@ def find_own_node(nodes: int | None, node: int | None, rendezvous: str | None, r
 def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
     """Return the job with a topology that says which workers share a machine.
 
-    It is the job's own [topology], or else follows from the nodes of this run.
+    It is the job's own [topology], or else follows from how the nodes of this run (`here`) share the workers of the
+    `first` schedule.
     """
     if job.nodes or here.nodes == 1:
         return job

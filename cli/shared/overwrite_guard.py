@@ -42,7 +42,7 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
 
 
 def is_output_file(param: Any) -> bool:
-    """Return whether a parameter names a file that the command writes."""
+    """Return whether a parameter of a command, as click has it, names a file that the command writes."""
     return param.opts[0] in OUTPUT_FILES and param.metavar != FOLDER_METAVAR
 
 
@@ -56,7 +56,8 @@ def _flatten_texts(value: Any) -> Iterator[str]:
 
 
 def _is_same_file(one: Path, other: Path, *, new: bool = False) -> bool:
-    """Return whether both names denote one regular file. With `new`, it need not exist yet."""
+    """Return whether both names denote one regular file. With `new`, they also may name a file that does not exist
+    yet."""
     try:
         if new and not one.exists() and not other.exists():
             return one.resolve() == other.resolve()

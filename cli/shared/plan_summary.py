@@ -30,8 +30,8 @@ LEAST_BYTES = 1e6
 def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return three lines on a plan: its period, the throughput that it keeps, and what limits and would improve it.
 
-    The alternatives that were planned are `others`, and `options` are the options of the command line that let layers
-    or roles move.
+    The alternatives `others` were planned to compare with it, and `options` are the options of this command line that
+    let layers or roles move.
     """
     schedule = made.schedule
     proof = "proven optimal" if schedule.status == "optimal" else \
@@ -42,7 +42,8 @@ def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[st
 
 
 def detail_lines(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
-    """Return lines on how the plan was found, what it re-routes and moves, and what the alternatives are."""
+    """Return lines on how the plan was found, what it re-routes and moves (`moved`), and what the alternatives to it
+    are (`others`)."""
     schedule = made.schedule
     bound = "" if schedule.status == "optimal" else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
@@ -123,7 +124,8 @@ def _kept_share(made: Plan) -> str:
 
 
 def _throughput_range(whole: FaultFree, period: float) -> tuple[float, float]:
-    """Return the largest and the smallest possible throughput of a period, as a share of the fault-free throughput.
+    """Return the largest and the smallest possible throughput with a period in seconds, as a share of the fault-free
+    throughput (`whole`).
 
     The shortest fault-free period is only known to lie between a plan and a proven bound.
     """
@@ -142,7 +144,8 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return a noun phrase for what limits the plan's period, such as the work of some workers."""
+    """Return a noun phrase for what limits the plan's period, such as the work of some workers; the alternatives
+    `others` tell whether memory does."""
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
     if busy:
@@ -184,7 +187,8 @@ def _alternative_lines(made: Plan, others: Sequence[Alternative]) -> list[str]:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the best alternative, the best one with a smaller batch, and the effect of more memory."""
+    """Return clauses on the best of the alternatives `others`, the best one with a smaller batch, and the effect of
+    more memory. `options` are those of this command line that let layers or roles move."""
     if not others or made.fault_free is None:
         return []
     present = made.fault_free.period / made.period

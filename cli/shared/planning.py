@@ -57,8 +57,8 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
               ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
     """Plan a schedule for the job without the failed workers, with progress on stderr, and return the plan.
 
-    The clause `ctrl_c` tells there what Ctrl-C does. Exits 2 if the job does not have a failed worker, and 1 if no plan
-    can exist.
+    Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c` says, in the progress
+    line, what Ctrl-C does. Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
     """
     try:
         reference = _read_reference(options, job)
@@ -89,9 +89,10 @@ def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
 
 def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = MEAN_DOWN_SHARE,
                   clock: Clock | None = None) -> FoundPlacement:
-    """Return the best placement and division of layers for the job in `text`, with progress on stderr.
+    """Return the best number of virtual stages, with the worker and the layers of each, for the job file in `text`;
+    show progress on stderr.
 
-    Pipelines are compared by their mean throughput with 0 to `failures` workers down, if on average a share `down` of
+    Candidates are compared by their mean throughput with 0 to `failures` workers down, if on average a share `down` of
     the workers is. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits into memory.
     """
     try:
@@ -115,7 +116,8 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
     """Return which layers recompute their activations, as the planner chooses; None unless the job leaves it that
     choice.
 
-    Exits 2 if the job does not say enough for it, and 1 if no plan can exist.
+    Exits 2 if the job lacks values that the choice depends on, and 1 if no plan can exist. Messages name the job by
+    `path`.
     """
     if not chooses_recomputation(job):
         return None
@@ -130,9 +132,9 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
 
 @contextmanager
 def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Yield a function that shows the planner's messages on stderr, with the time since the start.
+    """Yield a function that shows the planner's messages on stderr within the context, with the time since its start.
 
-    The clause `ctrl_c` tells there what Ctrl-C does.
+    The clause `ctrl_c` is shown with them, and says what Ctrl-C does.
     """
     start_time = time.monotonic()
     with err.status("planning") as status:

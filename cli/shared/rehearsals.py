@@ -22,7 +22,8 @@ _NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
 
 
 class _Rehearsal(NamedTuple):
-    """Failure, return or slowdown on purpose of workers, as an option of the command line asks for it."""
+    """Kill, return or slowdown on purpose of a worker, or of all workers of a node, as one option of the command line
+    asks for it."""
 
     option: str
     name: str
@@ -35,13 +36,13 @@ class _Rehearsal(NamedTuple):
 
     @property
     def is_node(self) -> bool:
-        """True if the event concerns all workers of a node."""
+        """True if the option names a node, so that all of its workers are killed, return or become slow."""
         return _NODE.fullmatch(self.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsals:
-    """All failures, returns and slowdowns that the options of a run ask for."""
+    """All kills, returns and slowdowns on purpose that the options of a run ask for."""
 
     kills: tuple[_Rehearsal, ...]
     returned: tuple[_Rehearsal, ...]
@@ -68,9 +69,9 @@ class Rehearsals:
         return tuple(Return(worker, event.iteration) for event in self.returned for worker in event.workers)
 
     def find_conflicts(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
-        """Yield lines on rehearsals that cannot happen or contradict each other.
+        """Yield a line for each kill, return or slowdown on purpose that cannot happen or contradicts another one.
 
-        Iterations count from 0, and `absent` workers are down from the start.
+        The run has iterations 0 to `iterations` - 1, and `absent` workers are down from the start.
         """
         for event in chain(self.kills, self.returned, (slow for slow, _ in self.slowed)):
             if event.iteration >= iterations:
@@ -85,9 +86,10 @@ class Rehearsals:
                        f"--slow {slow.worker}={earlier:g}@{slow.iteration}")
 
     def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
-        """Yield lines on rehearsals of a worker that is dead when it is to be killed, or alive when it is to return.
+        """Yield a line for each time that the options kill a worker while it is dead, or start it again while it is
+        alive. Set `is_down` to True if it is down from the start.
 
-        Both may happen in one iteration.
+        A worker may be killed and return in one iteration, in this order.
         """
         events = sorted((one.iteration, one.option != "--kill", one) for one in chain(self.kills, self.returned)
                         if worker in one.workers)
@@ -101,13 +103,15 @@ class Rehearsals:
 
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
                     slow: list[str] | None) -> Rehearsals:
-    """Return the rehearsals that the options ask for. Exits 2 if one is malformed."""
+    """Return the kills, returns and slowdowns on purpose that the texts of --kill, --return (`bring_back`) and --slow
+    ask for. Exits 2 if a text is malformed."""
     return Rehearsals(tuple(_read_all("--kill", kill or (), job)), tuple(_read_all("--return", bring_back or (), job)),
                       tuple(chain(*(_parse_slowdowns(text, job) for text in slow or ()))))
 
 
 def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
-    """Yield the rehearsals in a text D.S=FACTOR@ITERATION, each with its factor. Exits 2 if it is malformed."""
+    """Yield the slowdowns on purpose that the text D.S=FACTOR@ITERATION of --slow asks for, each with its factor. Exits
+    2 if the text is malformed."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MAX_SLOW_FACTOR:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MAX_SLOW_FACTOR}, for "
@@ -117,9 +121,10 @@ def _parse_slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
 
 
 def _read_all(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
-    """Yield the rehearsals given as texts D.S@ITERATION or nodeN@ITERATION. Exits 2 if one is malformed.
+    """Yield the kills, returns or slowdowns on purpose that an option asks for by texts D.S@ITERATION or
+    nodeN@ITERATION. Exits 2 if a text is malformed.
 
-    `said` is the text that the user wrote, if it differs from the one given here.
+    If the user wrote another text (--slow has a factor, too), it is given as `said`, for the message.
     """
     for text in texts:
         name, at, iteration = text.partition("@")

@@ -77,8 +77,9 @@ def _given_options(ctx: typer.Context) -> Iterator[str]:
 def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
     """Return the checkpoint to start from, or None if a run begins, or resumes in its own folder without any.
 
-    If a checkpoint is `needed`, it must be whole: damaged checkpoints are reported, and those in the run's own folder
-    are set aside. Exits 2 if all are damaged.
+    Set `needed` to False if the run continues with workers that live, so that no checkpoint has to be read. If True,
+    the checkpoint must be whole: damaged checkpoints are reported, and those in the run's own folder are set aside.
+    Exits 2 if all are damaged.
     """
     resume, folder = request.resume, request.folder
     if resume is None:
@@ -104,7 +105,11 @@ def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
 
 
 def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in a folder, or the newest whole one below it, or None. Exits 2 if all are damaged."""
+    """Return the checkpoint in the folder `resume`, or the newest whole one below it, or None. Exits 2 if all are
+    damaged.
+
+    Damaged ones in the run's own `folder` are set aside.
+    """
     with exit_on_errors():
         if (resume / MANIFEST).exists():
             return verify_checkpoint(open_checkpoint(resume))
@@ -156,8 +161,8 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the run that this node would join is finished, by the files that it sees, so that node 0 will not
-    come."""
+    """Return whether the run that this node is to join has done all `iterations`, by the files that this node sees.
+    Node 0 then does not come."""
     with suppress(CheckpointError, OSError):
         checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
             find_checkpoint(request.resume)
@@ -166,14 +171,16 @@ def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
 
 
 def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Return whether the run in a folder has done all iterations and written its parameters. Raises CheckpointError."""
+    """Return whether the run in a folder has done all iterations and written its parameters, so that its newest
+    checkpoint is `resume`. Raises CheckpointError."""
     newest = open_latest(folder / CHECKPOINTS)
     return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
             and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
 
 
 def answer_if_done(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
-    """Return the answer of `train --json` for a run that has nothing left to do, or None if something is left.
+    """Return the answer of `train --json` for a run in a folder that would resume from `resume` and has nothing left to
+    do, or None if something is left.
 
     A run whose iterations are all done still has something to do if its parameters are missing.
     """

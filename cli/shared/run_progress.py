@@ -125,15 +125,15 @@ class ProgressDisplay:
     write: WriterThread
 
     def show_commit(self, iteration: int, loss: float) -> None:
-        """Show an iteration. Without a progress bar, its line also has what the bar would show."""
+        """Show a committed iteration. Without a progress bar, its line also has what the bar would show."""
         self.write(partial(self._print_commit, iteration, loss))
 
     def show_event(self, event: Event) -> None:
-        """Update the progress bar by an event."""
+        """Update the progress bar after an event of the run."""
         self.write(partial(self._update_bar, event))
 
     def show_message(self, news: object) -> None:
-        """Print a line about a change or a problem."""
+        """Print a line about a change of workers or a problem (`news`, by its text)."""
         self.write(lambda: self.bar.console.print(str(news), style="yellow", soft_wrap=True))
 
     def _print_commit(self, iteration: int, loss: float) -> None:
@@ -149,9 +149,10 @@ class ProgressDisplay:
 
 @contextmanager
 def show_progress(iterations: int, tokens: int) -> Iterator[ProgressDisplay]:
-    """Show a progress bar while a run lasts.
+    """Show a progress bar on stderr within the context, and yield the display, to which the caller passes commits and
+    events of a run.
 
-    `iterations` is the number of iterations of the run, and `tokens` the number of tokens in a sample.
+    The run has `iterations` iterations, and a sample has `tokens` tokens.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
@@ -162,9 +163,9 @@ def show_progress(iterations: int, tokens: int) -> Iterator[ProgressDisplay]:
 @contextmanager
 def call_in_thread(tell: Callable[..., object],
                    complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
-    """Yield a function that calls `tell` in a thread, so that its callers do not wait for the terminal.
+    """Yield a function that calls `tell` with its arguments in a thread, so that callers do not wait for the terminal.
 
-    At the end, `complain` receives the errors of the thread.
+    At the end of the context, `complain` receives the errors of the thread.
     """
     with WriterThread(complain) as write:
         def call_later(*what: Any) -> None:

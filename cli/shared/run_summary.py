@@ -46,7 +46,7 @@ def _summarize_generation(run: RunRecord, stretch: GenerationRecord) -> dict[str
 
 
 def schedule_path(run: RunRecord, stretch: GenerationRecord) -> Path:
-    """Return the path of the schedule of a generation."""
+    """Return the path of the file of a generation's schedule in the run's folder."""
     return run.folder / SCHEDULES / f"{stretch.order.schedule}.json"
 
 

@@ -7,13 +7,14 @@ from slipstream.schedules.schedule import Schedule, Worker, compute_period_ticks
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """Return the share of the period in which each live worker runs ops, without ops that overlap with others."""
+    """Return the share of the period in which each live worker runs ops; reductions that overlap with compute do not
+    count."""
     return schedule.compute_for_each(lambda worker: sum(
         op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker)) / (schedule.period_ticks or 1))
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """Return the share of the live workers' time, over one period, in which no op runs."""
+    """Return the share of the live workers' time, over one period, in which they run no op (0 to 1)."""
     shares = busy_shares(schedule)
     return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 

@@ -25,7 +25,7 @@ PASSED_ON = set(SIGNALS)
 
 
 def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
-    """Fork a child that leads the run in `folder`, and restart it when it is killed.
+    """Fork a child that leads the run in `folder`, and restart it when it is killed, which `say` is told.
 
     This function returns only in the child, once for each start. The calling process never returns: it ends the way the
     last child ended. On systems other than Linux, where no process ends with its parent, nothing is forked and the
@@ -63,13 +63,14 @@ def fork_supervised(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def exit_on_signals() -> None:
-    """Make signals that schedulers send end this process with status 128 + N, until a run takes over their handling."""
+    """Make signals that schedulers send end this process with status 128 plus the signal's number, until a run takes
+    over their handling."""
     for number in SCHEDULER_SIGNALS:
         signal.signal(number, lambda received, _: os._exit(128 + received))
 
 
 def _wait_for_child(child: int) -> int:
-    """Return the exit status of a child once it has ended.
+    """Return the exit status of a child once it has ended, or minus the number of the signal that killed it.
 
     Until then, signals to this process are passed on to the child, except those of a terminal, which reach both anyway.
     """

@@ -65,10 +65,12 @@ def read_fitting_table(path: Path, job: Job) -> Table:
 
 def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """Return the table's schedule with which a run begins if the workers `down` are absent, or None if it has none.
+    """Return the table's schedule with which a run begins if the workers `down` are absent, or None if it has none or
+    there is no table.
 
     With `settled`, it is the one for which any layers move; otherwise whole roles may have moved, because no worker
-    holds layers before a run begins. Exits 2 for workers outside the table's grid.
+    holds layers before a run begins. `nodes` has the workers of each machine, over which the holders of a stage are
+    spread. Exits 2 for workers outside the table's grid.
     """
     if table is None:
         return None
@@ -87,7 +89,8 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read."""
+    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if there is none, the
+    message begins with `option`, such as "--resume "."""
     try:
         checkpoint = find_checkpoint(folder)
     except CheckpointError as error:

@@ -52,7 +52,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_ends(self) -> list[int]:
-        """For each virtual stage, the number of the layer that follows its last one."""
+        """Number of the layer after the last one of each virtual stage."""
         return list(accumulate(self.counts))
 
     @property
@@ -77,7 +77,7 @@ def arrangement_of(job: Job) -> Arrangement:
 
 
 class MovableLayers:
-    """Costs of a job's layers that say what each layer would cost in any virtual stage, for other placements and
+    """Costs of each layer of a job's model in whichever virtual stage it is, to make jobs with other placements and
     divisions.
 
     The input of a first stage needs no gradient. If the job's first stage leaves all of its backward to W, as torch
@@ -161,8 +161,8 @@ class MovableLayers:
         return job_text(tables, {**self._comments, "": [*top_lines, *([f"{FOUND_REMARK} {remark}"] if remark else [])]})
 
     def _costs_by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
-        """Return the times and memory of each layer, by key of the job file, if the first stage has the first `first`
-        layers."""
+        """Return the times and memory of each layer, by key of the job file, if the first stage has the model's first
+        `first` layers."""
         costs = self.costs
         costs_by_key: dict[str, Sequence[Fraction]] = {key: getattr(costs, key) for key in (*_TIMES, *_SIZES)}
         if self.input_free:
@@ -173,8 +173,11 @@ class MovableLayers:
         return costs_by_key
 
     def _capacity_by_column(self, arrangement: Arrangement, edges: Sequence[int]) -> list[float]:
-        """Return the memory for activations of a worker of each column, after the weights of its layers in this
-        arrangement."""
+        """Return the memory for activations of a worker of each column, next to the weights of its layers in this
+        arrangement.
+
+        The argument `edges` has 0 and, for each stage, the number of the layer after its last.
+        """
         rooms = list(self._room)
         if self.job.memory is not None and self.job.memory.weights:
             columns = arrangement.stage_columns(self.job.stages)
@@ -200,7 +203,8 @@ class MovableLayers:
 
 
 def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
-    """Return whether the layers of the first stage leave all of their backward to W, while other layers do not."""
+    """Return whether the model's first `first` layers, those of the first stage, leave all of their backward to W,
+    while other layers do not."""
     return not any(costs.backward_input[:first]) and any(costs.backward_weight[:first]) and \
         any(costs.backward_input[first:])
 

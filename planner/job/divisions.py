@@ -63,8 +63,8 @@ class StageLoads:
             (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
 
     def balance_layers(self, order: str, chunks: int) -> Arrangement:
-        """Return the given placement with a division of the layers that gives its busiest worker as little work as was
-        found.
+        """Return the placement that `order` names, with a division of the layers that gives its busiest worker as
+        little work as was found.
 
         The division is improved by moves of one layer. `chunks` is the number of virtual stages of a worker.
         """
@@ -97,9 +97,10 @@ def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]
 
 def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
                      chance: random.Random) -> Arrangement | None:
-    """Return an arrangement of layers and virtual stages after one or two random steps; None if no layer can be moved.
+    """Return an arrangement after one or two random steps; None if no layer can be moved.
 
-    A step moves a layer to another virtual stage, or swaps the workers of two virtual stages.
+    A step moves a layer to a virtual stage at most two stages away, often from the busier of two workers by `loads`, or
+    swaps the workers of two virtual stages. The random numbers are those of `chance`.
     """
     for _ in range(chance.choice((1, 1, 2))):
         if arrangement.chunks > 1 and chance.random() < 0.15:

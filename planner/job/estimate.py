@@ -132,9 +132,9 @@ def estimate_job(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[di
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return the sums over each stage of the layers' values, by key of the job file, rounded to 12 digits only.
+        """Return the sums over each stage of the layers' values, by key of the job file, rounded to 12 digits.
 
-        So close to exact, they need no finer ticks in plans that cut stages.
+        This is exact enough for ticks of plans that cut stages to stay as coarse as for exact sums.
         """
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}

@@ -45,7 +45,8 @@ def read_nodes(table: TomlTable, pipelines: int, stages: int) -> Nodes:
 
 
 def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
-    """Return the contents of the `[topology]` table of a job file; empty if `nodes` is."""
+    """Return the contents of the `[topology]` table of a job file: the workers of each node. It is empty if there are
+    no `nodes`."""
     if not nodes:
         return {}
     if nodes == _nodes_of_size(len(nodes[0]), pipelines, stages):
@@ -261,7 +262,8 @@ def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
 
 
 def extended_files(path: Path) -> tuple[Path, ...]:
-    """Return the files that a job file extends, nearest first, as far as they can be read."""
+    """Return the files that a job file extends, directly or through another one, nearest first, as far as they can be
+    read."""
     found: list[Path] = []
     with suppress(JobError, ValueError, RecursionError):
         while isinstance(name := tomllib.loads(_read_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:

@@ -110,7 +110,8 @@ unit."""
 
 
 def held_state_share(holders: int) -> Fraction:
-    """Return the share of a stage's sharded optimizer state that each of `holders` holders keeps, copies included."""
+    """Return the share of a stage's sharded optimizer state that each of `holders` workers keeps, with its copies of
+    parts of others (buddies)."""
     return min(Fraction(1), Fraction(STATE_COPIES, holders))
 
 

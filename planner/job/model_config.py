@@ -47,7 +47,7 @@ class ModelKeys:
         return self._values.get(key) is not None
 
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Return the value of a key, an integer of at least `low`."""
+        """Return the value of a key, an integer of at least `low`; `default`, if given, for a missing key."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -56,7 +56,7 @@ class ModelKeys:
         return value
 
     def read_flag(self, key: str, *, default: bool) -> bool:
-        """Return the value of a key, a boolean."""
+        """Return the value of a key, a boolean; `default` for a missing key."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -65,7 +65,7 @@ class ModelKeys:
         return value
 
     def read_list(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
-        """Return the value of a key, a list whose items are of type `item`."""
+        """Return the value of a key, a list whose items are of type `item`; `default`, if given, for a missing key."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -142,7 +142,8 @@ def _read_layer_count(keys: ModelKeys) -> int:
 
 
 def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
-    """Read the kind of each decoder layer from a key that lists one kind per layer."""
+    """Read the kind of each decoder layer from a key that lists one kind per layer. If it is missing, the kinds are
+    `default`."""
     kinds: list[str] = keys.read_list(key, str, default)
     if len(kinds) != _read_layer_count(keys):
         raise keys.make_error(key, f"{_read_layer_count(keys)} kinds of layers, as num_hidden_layers says")
@@ -177,10 +178,11 @@ def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
 
 def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
                         ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of Llama and similar models from a config.json.
+    """Return a function of (keys, width, sequence length) that reads the decoder layers of Llama and similar models
+    from a config.json.
 
-    If given, `bias` is whether queries, keys and values have biases; with `head_norms`, queries and keys are
-    normalized.
+    If given, `bias` is whether queries, keys and values have biases; if None, the file decides. With `head_norms`,
+    queries and keys are normalized.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         window = keys.read_count("sliding_window") if keys.has_value("sliding_window") \
@@ -196,9 +198,11 @@ def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
 
 def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
                   ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of a Gemma model from a config.json.
+    """Return a function of (keys, width, sequence length) that reads the decoder layers of a Gemma model from a
+    config.json.
 
-    A layer has `norms` norms. All layers except every `pattern`-th attend to a window only.
+    A layer has `norms` norms. All layers except every `pattern`-th attend to a window only. With `head_norms`, queries
+    and keys are normalized.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         every = keys.read_count("sliding_window_pattern", pattern)
@@ -215,10 +219,11 @@ def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
 
 def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
                     ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of Mixtral and Qwen's mixtures, most of which have experts.
+    """Return a function of (keys, width, sequence length) that reads the decoder layers of Mixtral and Qwen's mixtures,
+    most of which have experts.
 
     The arguments `number` and `width` are the keys for the number of experts and their width; with `shared`, each layer
-    also has an expert that all tokens use.
+    also has an expert that all tokens use. For `bias` and `head_norms` see `_transformer_reader`.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _read_attention(keys, hidden, attended_tokens(sequence, None), bias=bias, head_norms=head_norms,
@@ -242,9 +247,11 @@ def _mixture_reader(number: str, width: str, *, bias: bool | None = None, head_n
 
 
 def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of DeepSeek-V2 and V3 from a config.json.
+    """Return a function of (keys, width, sequence length) that reads the decoder layers of DeepSeek-V2 and V3 from a
+    config.json.
 
     They have latent attention; the first ones are dense, and the others have experts, some of which all tokens use.
+    With `router_bias`, the router has a bias for each expert.
     """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = latent_attention_shape(

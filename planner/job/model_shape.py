@@ -184,7 +184,7 @@ def norm_shape(width: int) -> LayerShape:
 
 
 def held_values_shape(number: int) -> LayerShape:
-    """Return the memory of `number` values per token that are held for the backward, as a layer without work."""
+    """Return a layer that does no work and holds `number` values per token for the backward, to be added to others."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
@@ -218,8 +218,8 @@ def latent_attention_shape(hidden: int, heads: int, tokens: float, *, query_rank
     """Return size, work and memory of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), keys and values
     expanded.
 
-    The argument `tokens` is the result of `attended_tokens`. A head has `plain` + `rotary` query channels and `value`
-    value channels.
+    The argument `tokens` is the result of `attended_tokens`. Queries are compressed to width `query_rank` (None: they
+    are not), keys and values to `kv_rank`. A head has `plain` + `rotary` query channels and `value` value channels.
     """
     query = heads * (plain + rotary)
     if query_rank is None:
@@ -305,5 +305,5 @@ def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
 
 
 def combine_parts(parts: Sequence[LayerShape]) -> LayerShape:
-    """Return one layer that has the sizes, work and memory of all parts."""
+    """Return one layer with the summed sizes, work and memory of all parts."""
     return sum(parts[1:], start=parts[0])

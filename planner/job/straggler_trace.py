@@ -128,7 +128,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
 
 def iteration_spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
                     some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
-    """Return the seconds from the first start to the last end of the ops that `some` selects, for each iteration.
+    """Return the seconds from the first start to the last end of the ops that `some` selects, for each of `steps`
+    iterations.
 
     The argument `step` has the iteration of each op, `begin` and `end` its times in seconds.
     """

@@ -64,11 +64,11 @@ class TomlTable:
         return TomlTable(self.key_path(key), given)
 
     def take_number(self, key: str, default: float | None = None) -> float:
-        """Take a key and return its value, a number of at least 0."""
+        """Take a key and return its value, a number of at least 0; `default`, if given, for a missing key."""
         return checked_number(self.key_path(key), self._take_required(key, default))
 
     def take_count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
-        """Take a key and return its value, an integer from `low` to `high`."""
+        """Take a key and return its value, an integer from `low` to `high`; `default`, if given, for a missing key."""
         return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
     def take_counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
@@ -81,7 +81,8 @@ class TomlTable:
                           lambda name, value: checked_count(name, value, low, high))
 
     def take_numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
-        """Take a key and return `length` numbers of at least 0: its value is a list of them, or one number for all.
+        """Take a key and return `length` numbers of at least 0: its value is a list of them, or one number for all. For
+        a missing key, all are `default`, if given.
 
         The argument `per` names what has one value each, such as a stage, in messages.
         """
@@ -155,7 +156,8 @@ planner."""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of a job file. `comments` has the lines to put above each table, by its name ("" for the top)."""
+    """Return the text of a job file with these tables, by name. `comments` has the lines to put above each table, by
+    its name ("" for the top)."""
     lines = [f"# {line}" for line in comments.get("", ())]
     lines += [f"{key} = {_value_text(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():

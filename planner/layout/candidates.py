@@ -29,11 +29,12 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 
 
 def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
-    """Divide the live workers into replicas, rows of workers that can hold all layers: pipelines, or the rests of
-    several.
+    """Divide the live workers into replicas: rows of workers that together can hold all layers. A replica is a
+    pipeline, or what is left of one or several.
 
-    A pipeline that lost no worker and has no slow one keeps its stages, unless `anew` re-cuts all pipelines. Re-cut
-    replicas, whose layers are divided again, come first. Raises LookupError if the workers have no room for all layers.
+    A pipeline that lost no worker and has no slow one keeps its stages, unless `anew`. In all other replicas
+    (`is_recut`) the layers are to be divided again; these come first. Raises LookupError if the workers have no room
+    for all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -59,8 +60,9 @@ def form_replicas(problem: Problem, *, anew: bool = False) -> list[Replica]:
 def cut_all_pipelines(problem: Problem) -> Layout | None:
     """Return a layout that divides the layers over columns in the same way for all pipelines; None if no division fits.
 
-    A column gets layers by its live workers. This follows ElasWave (arXiv 2510.00606), which re-balances layers between
-    stages equally for all replicas. A worker stays in its column, and its workers share all micro-batches.
+    A column gets more layers the more live workers it has. This follows ElasWave (arXiv 2510.00606), which re-balances
+    layers between stages equally for all replicas. A worker stays in its column, and the workers of a column share all
+    micro-batches.
     """
     columns = sorted({column for path in problem.path_by_chain for _, column in path})
     rates = [sum(1000 / problem.slowness(worker) for worker in problem.live_workers if worker.column == column)
@@ -90,8 +92,8 @@ def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[flo
                    limit: float) -> list[LayerRange] | None:
     """Assign layers to columns, in order, so that the live workers of each column do the work within `limit` ticks.
 
-    The argument `rates` has the number of workers of the usual speed that each column amounts to. Return the range of
-    layers of each column; None if some layers are left.
+    The argument `rates` has, for each element of `columns`, the number of workers of the usual speed that it amounts
+    to. Return the range of layers of each column; None if some layers are left.
     """
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
@@ -115,7 +117,8 @@ def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
+    """Return whether `workers` are all workers of one pipeline, none of them slow, each with the stages of its
+    column."""
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.path_by_chain[0]:
         stages.setdefault(column, []).append(layers)
@@ -161,8 +164,8 @@ def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
 
 
 def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
-    """Iterate over groups of pipelines that share work: weak ones (that lost workers or speed) with helpers; others
-    alone.
+    """Iterate over groups of pipelines that share work: pipelines that lost workers or speed, with healthy ones that
+    help them; each other pipeline is a group of its own.
 
     A group that lost more may have more helpers. All pipelines are in one group if they are few. Raises LookupError if
     the live workers cannot hold all layers.
@@ -192,7 +195,8 @@ def form_groups(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> It
 
 
 def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
-    """Return how many workers of the usual speed these pipelines lack: failed ones, and the missing speed of slow ones.
+    """Return how many workers of the usual speed the pipelines in `group` lack: failed ones, and the missing speed of
+    slow ones.
 
     The result is at least 1/1000, so that it is positive.
     """
@@ -223,7 +227,8 @@ def _min_helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], 
 
 
 def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
-    """Return the worker of the whole problem that a worker of a group represents, given the pipelines of the group."""
+    """Return the worker of the whole problem that `worker` of a group's problem represents. The group's pipelines,
+    renumbered from 0 there, are `pipelines`."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
@@ -234,9 +239,9 @@ def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
                      params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Iterate over different layouts, the most promising first; each is made when it is requested.
 
-    Layouts with slices shorter than a stage are made if micro-batches times parts of stages are at most `largest_fine`,
-    and at most as many as `params` allow. Raises LookupError if there is no layout: no worker holds some layer and none
-    may be loaded from a checkpoint, or there is no room for all layers.
+    Layouts with slices shorter than a stage are made only if the number of micro-batches times that of such slices is
+    at most `largest_fine`, and at most as many layouts as `params` allow. Raises LookupError if there is no layout: no
+    worker holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
@@ -311,9 +316,11 @@ def _require_layers(problem: Problem) -> None:
 def _make_recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
                 separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
                 params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """Make the layout of the replicas of `form_replicas` whose longest load is the shortest; None if nothing fits.
+    """Make the layout whose busiest worker has the least load if layers are divided again in the replicas of
+    `form_replicas`; None if nothing fits.
 
-    For the options see `Divider`; for `anew`, `form_replicas`; for `parts`, `with_finer_slices`.
+    The options `floating`, `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`, and `anew` that of
+    `form_replicas`. If not 0, `parts` is that of `with_finer_slices`.
     """
     replicas = form_replicas(problem, anew=anew)
     division = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,

@@ -138,10 +138,11 @@ Task = tuple[int, int]
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a shared micro-batch, which no replica runs as a whole, with the replica or worker that
-    runs them.
+    """Layers [first, end) of a micro-batch that several replicas share, with the replica or the worker that runs them.
 
-    The field `item` is the number of the micro-batch among the shared ones; `worker` is None for re-cut replicas.
+    The field `item` is the number of the micro-batch among the shared ones. In a replica that keeps its stages,
+    `worker` runs the layers; `worker` is None in a replica whose layers are divided again (`Replica.is_recut`), as its
+    workers are chosen later.
     """
 
     item: int
@@ -152,7 +153,8 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of the work of an iteration over replicas (rows of workers that together hold all layers)."""
+    """Division of the work of an iteration over replicas (rows of workers that together hold all layers). A micro-batch
+    is run by one replica as a whole, or shared by several."""
 
     whole: tuple[int, ...]
     """Number of micro-batches that each replica runs as a whole."""
@@ -172,9 +174,10 @@ class Divider:
                  params: LayoutParams = DEFAULTS.layouts) -> None:
         """Store how work may be divided.
 
-        With `floating`, two neighbours may hold one layer; with `spread`, a micro-batch may visit several replicas;
-        with `anywhere`, it may come back to one; with `separate`, it has few replicas of its own. For `staggered`, see
-        the function `pack_workloads`.
+        With `floating`, two neighbours may hold one layer and take turns with it; with `spread`, a micro-batch may
+        visit several replicas; with `anywhere`, it may return to one that it has left; with `separate`, the replicas
+        form sets as small as possible, and a shared micro-batch visits only those of one set. For `staggered`, see the
+        function `pack_workloads`.
         """
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
@@ -197,8 +200,8 @@ class Divider:
         return limit, self._with_workloads(division, limit)
 
     def _divide_within(self, limit: int) -> Division | None:
-        """Return a division in which no load exceeds `limit` ticks, its `workloads` left empty; None if there is
-        none."""
+        """Return a division in which no worker's load exceeds `limit` ticks, its `workloads` left empty; None if there
+        is none."""
         left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
@@ -213,15 +216,15 @@ class Divider:
         return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return a copy of the division with the work of each worker of re-cut replicas, none with more than `limit`
-        ticks."""
+        """Return a copy of the division with its `workloads` filled in: the work of each worker of replicas whose
+        layers are divided again (`is_recut`), none with more than `limit` ticks."""
         counts = self._task_counts(division.whole, [slice_ for slice_ in division.slices if slice_.worker is None])
         return division._replace(workloads=tuple(
             tuple(self._balance_workloads(replica, of, limit)) if replica.is_recut else ()
             for replica, of in zip(self._replicas, counts, strict=True)))
 
     def _capacity_key(self, replica: Replica) -> tuple[object, ...]:
-        """Return a key that is equal for replicas that can run the same number of micro-batches in any time."""
+        """Return a key of a replica; replicas with equal keys can run the same number of micro-batches in any time."""
         problem = self._problem
         return (replica.is_recut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
                             for worker in replica.workers))
@@ -269,10 +272,10 @@ class Divider:
         return -(-compute * problem.slowness(worker) // 1000) + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the slices of the `items` shared micro-batches that re-cut replicas run in the rest of their `limit`
-        ticks.
+        """Return the slices of the `items` shared micro-batches that fit into replicas whose layers are divided again
+        (`is_recut`), beside whole micro-batches, within `limit` ticks for each worker.
 
-        Each replica also runs the number of whole micro-batches in `whole`.
+        The argument `whole` has the number of whole micro-batches of each replica.
         """
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
@@ -294,14 +297,18 @@ class Divider:
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return, for each worker that keeps its stages, the ticks of `limit` that its replica's whole micro-batches
-        leave."""
+        """Return, for each worker of a replica that keeps its stages, the ticks of `limit` that are left next to its
+        replica's whole micro-batches, `whole` by replica."""
         return {worker: limit - self._unchanged_load(replica, position, whole[index])
                 for index, replica in enumerate(self._replicas) if not replica.is_recut
                 for position, worker in enumerate(replica.workers)}
 
     def _overflow_tasks(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Task]:
-        """Return the first (micro-batch, layer) tasks of a stage, as many as its workers have no free ticks for."""
+        """Return the first (micro-batch, layer) tasks of a stage, as many as its workers have no ticks left for.
+
+        The stage has these layers and this column; there are `items` shared micro-batches; `free` has the ticks left to
+        each worker.
+        """
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
         room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
@@ -310,9 +317,11 @@ class Divider:
 
     def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
                              limit: int) -> list[Slice] | None:
-        """Spread the parts of shared micro-batches that are not in `segments` over the workers that keep their stages.
+        """Spread those layers of the `items` shared micro-batches that are not in `segments` over the workers of
+        replicas that keep their stages.
 
-        Return their slices, or None if they do not fit into `limit` ticks.
+        The argument `whole` has the number of whole micro-batches of each replica. Return the slices of these workers,
+        or None if they do not fit into `limit` ticks.
         """
         problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
         slices: list[Slice] = []
@@ -340,11 +349,10 @@ class Divider:
         return slices
 
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
-        """Spread `items` shared micro-batches over sets of replicas that keep their stages, the same number for each
-        set.
+        """Spread `items` shared micro-batches evenly over sets of replicas that keep their stages.
 
-        The workers of a stage in a set take even shares of it. Return their slices, or None if they do not fit into
-        `limit` ticks.
+        The workers of a stage in a set take even shares of it. The argument `whole` has the number of whole
+        micro-batches of each replica. Return the slices of the workers, or None if they do not fit into `limit` ticks.
         """
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):
@@ -388,7 +396,8 @@ class Divider:
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
     def _even_shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
-        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even work."""
+        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even work. The
+        micro-batches are `items`, numbers among the shared ones."""
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Task]] = [[] for _ in range(count)]
@@ -399,8 +408,8 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return, for each replica, the number of micro-batches of each layer: its whole ones and those of its
-        segments."""
+        """Return, for each replica, the number of micro-batches that run each layer there: `whole` of the replica, and
+        those with the layer in its `segments`."""
         counts = [[most] * self._problem.grid.layer_count for most in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -408,10 +417,11 @@ class Divider:
         return counts
 
     def _balance_workloads(self, replica: Replica, counts: Sequence[int], limit: int) -> list[Workload]:
-        """Divide the work of a re-cut replica over its workers such that the busiest one has the least load.
+        """Divide the work of a replica whose layers are divided again over its workers such that the busiest one has
+        the least load.
 
-        The argument `counts` has the number of micro-batches for each layer. No layer is held by two workers if that
-        keeps within `limit` ticks.
+        The argument `counts` has the number of micro-batches for each layer. No layer is held by two workers if no
+        worker then needs more than `limit` ticks.
         """
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, replica.workers, counts, limit) is None else whole_layers
@@ -424,7 +434,8 @@ class Divider:
 
 
 def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Return the number of (micro-batch, layer) tasks of each layer: `whole` of each, plus the tasks in `more`."""
+    """Return, for each of `count` layers, how many micro-batches run it: `whole`, plus the (micro-batch, layer) tasks
+    in `more`."""
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -432,7 +443,8 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join (micro-batch, layer) tasks, sorted, to slices of consecutive layers that this replica or worker runs."""
+    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers. They run on `worker` of replica number
+    `replica`, or on workers of this replica that are chosen later (None)."""
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -450,7 +462,7 @@ GOLDEN_FRACTION = 0.6180339887498949
 
 
 def build_layout(problem: Problem, replicas: Sequence[Replica], division: Division, kind: str) -> Layout:
-    """Return the layout of a division, with the route of each micro-batch; `kind` describes it in words."""
+    """Return the layout of a division, with the route of each micro-batch. The text `kind` becomes `Layout.kind`."""
     whole, items = _name_microbatches(problem, replicas, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
     for index, replica in enumerate(replicas):
@@ -472,7 +484,8 @@ def build_layout(problem: Problem, replicas: Sequence[Replica], division: Divisi
 
 def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
                        division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several.
+    """Choose which micro-batches each replica runs as a whole, its own first, and which are shared by several;
+    `division` says how many.
 
     Return a list for each replica, and the shared ones. Those that leave their own replica are evenly spread over the
     iteration.
@@ -503,12 +516,14 @@ def _turn_key(batch: MicroBatch) -> tuple[int, int]:
 
 def _choose_cuts(workloads: Sequence[dict[int, int]], replica: Replica, batches: Sequence[MicroBatch],
                  parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
-    """Choose the worker of each layer of each micro-batch of a re-cut replica, and store them in `where`.
+    """Choose the worker of each layer of the micro-batches on a replica whose layers are divided again; store it as
+    `where`[micro-batch][layer].
 
-    Micro-batches in `batches` run on the replica as a whole, those in `parts` from one layer to before another. With
-    x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All cuts
-    of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give or
-    take one; and phases of successive micro-batches are spread evenly.
+    Micro-batches in `batches` run on the replica as a whole, those in `parts`, (micro-batch, first, end), only with
+    layers [first, end). The mapping `workloads`[i] has the number of micro-batches of each layer on the i-th worker.
+    With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All
+    cuts of a micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give
+    or take one; and phases of successive micro-batches are spread evenly.
     """
     phase = {batch: GOLDEN_FRACTION * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
@@ -544,8 +559,8 @@ def build_route(layers: dict[int, Worker]) -> Route:
 
 def _layers_held(problem: Problem, replicas: Sequence[Replica],
                  routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Return the layers that each worker holds: those that it runs in re-cut replicas, those that it held in all
-    others."""
+    """Return the layers that each worker holds: in replicas whose layers are divided again, those that it runs on any
+    of the `routes`; in all others, those that it held before."""
     anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():

@@ -16,8 +16,9 @@ from slipstream.schedules.schedule import Worker
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
     """Return the layout for the layers that workers hold now whose busiest worker has the least load, with few slices.
 
-    With `sliced`, a micro-batch may be cut within a part. The load may exceed the least one by the share `within` of
-    it; then fewer micro-batches are cut. Raises LookupError if no worker holds a layer.
+    With `sliced`, a micro-batch may be cut between any two layers; otherwise, one worker runs all consecutive layers
+    that the same workers hold. The load may exceed the least one by the share `within` of it; then fewer micro-batches
+    are cut. Raises LookupError if no worker holds a layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
@@ -32,8 +33,8 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
 
 
 class _Sharing:
-    """Distribution of the work of every part (layers with the same holders) over its holders, for a given longest
-    load."""
+    """Distributor of all micro-batches over the holders of each range of layers, such that no worker has more than a
+    given load."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
@@ -42,7 +43,8 @@ class _Sharing:
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """Return the worker of each layer of every micro-batch such that no worker has more than `limit` ticks of work.
+        """Return, by micro-batch and layer, the worker that runs it, such that no worker has more than `limit` ticks of
+        work.
 
         Return None if no such distribution is found.
         """
@@ -56,9 +58,9 @@ class _Sharing:
         return where if all(self._share_rest(part, batches, free, where) for part, batches in away) else None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by the worker of their own pipeline that holds the part (a range of layers).
+        """Group all micro-batches by the worker of their own pipeline that holds a range of layers (`part.layers`).
 
-        Those of pipelines without such a worker have the key None.
+        Micro-batches of pipelines without such a worker have the key None.
         """
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
@@ -69,10 +71,11 @@ class _Sharing:
 
     def _keep_own(self, part: HeldRange, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
                   where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
-        """Assign to each worker as many micro-batches of its own pipeline as it has free ticks for; return the others,
-        in order.
+        """Assign to each worker as many micro-batches of its own pipeline as it has time for; return the other
+        micro-batches, in order.
 
-        The layers are those of `part`, whose assignment is stored in `where`; `free` has the ticks left to each worker.
+        The layers are those of `part`, and `own` the result of `_by_own_worker` for it. The worker is stored as
+        `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
         """
         away = list[MicroBatch]()
         for worker, batches in own.items():
@@ -91,10 +94,10 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline that runs a part: that of its column if it holds the
-        part.
+        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`: that of their column if
+        it holds them.
 
-        Otherwise return another holder in that pipeline, or None.
+        Otherwise return another holder of these layers in that pipeline; None if there is none.
         """
         path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
@@ -105,8 +108,11 @@ class _Sharing:
 
     def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
                     where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Assign micro-batches that cannot run on their own worker to other holders of a part; return False if these
-        lack time."""
+        """Assign `batches`, micro-batches that their own pipeline's worker does not run, to holders of the layers of
+        `part`; return False if these lack time.
+
+        The worker is stored as `where`[micro-batch][layer]; `free`, the ticks left to each worker, is reduced.
+        """
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.

@@ -93,7 +93,8 @@ class ProblemArrays:
                    predecessors=predecessors, successors=successors)
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op if unit i is of slice `number[i]` and runs on the worker in row `worker[i]`."""
+        """Return the ticks of each op, by its number, if unit i is of slice `number[i]` and runs on the worker in row
+        `worker[i]`."""
         problem, rows = self.problem, len(self.workers)
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = [[problem.op_ticks(kind, pair // rows, self.workers[pair % rows]) for kind in problem.op_kinds]
@@ -101,8 +102,8 @@ class ProblemArrays:
         return to_ints(costs)[inverse].ravel()
 
     def make_solution(self, order: Ints, start: Ints) -> "Solution":
-        """Return the solution in which ops have these start ticks. Ops that start together keep their sequence in
-        `order`."""
+        """Return the solution with these start ticks of all ops, by op. Ops that start together keep their sequence in
+        `order`, the numbers of the ops."""
         return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
     def iterate_op_keys(self) -> Iterator[OpKey]:
@@ -144,7 +145,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 def build_reduction_arrays(problem: Problem) -> "Reductions":
     """Return as arrays the gradient reductions in which several groups (workers that hold the same layers) take part.
 
-    They are empty if no groups share any: `Problem.ticks_after_group` then includes the reductions.
+    They are empty if no reduction is shared by groups: `Problem.ticks_after_group` then includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
@@ -182,10 +183,11 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 
 
 def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
-    """Return the precedences of `RULES` between all ops as two sets of arcs: to the ops awaited, and to the ops that
-    wait.
+    """Return the precedences of `RULES` between all ops as two sets of arcs: from each op to those for which it waits,
+    and to those that wait for it.
 
-    The arguments have the index of each unit's slice in its route, the route's number of slices, and the unit's worker.
+    By unit, `position` has the index of its slice in its route, `length` the number of slices of the route, and
+    `worker` the row of its worker.
     """
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
@@ -206,14 +208,18 @@ def _build_arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) ->
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the transfer times for another assignment, whose rows are in `worker`."""
+    """Return a copy of the arcs with the transfer times for another assignment: `worker` has the row of each unit's
+    worker."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
 
 
 def _compress_arcs(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Build arcs in compressed form, grouped by the op `own` at one end. The arcs of an op stay in the order of the
-    rules."""
+    """Return precedences in the form of `Arcs`, as the arcs of their ops `own`; each leads to the op `other`. There are
+    `count` ops.
+
+    The arcs of an op stay in the given order, that of the rules.
+    """
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(own, kind="stable")

@@ -30,8 +30,8 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 
     With a staggered optimizer and several subproblems, each op then starts as late as the common ends of groups allow
     (workers that hold the same layers), so that busy windows are as short as the orders permit. The common ends are
-    `deadlines` if given. Otherwise they are those of the longest subproblem, or the latest of all when each begins at
-    0, whichever gives the shorter period.
+    `deadlines`, if given, those of the longest subproblem, or the latest of all when each begins at 0, whichever gives
+    the shortest period.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
@@ -58,7 +58,8 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 
 
 def compute_period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
-    """Return the period, in ticks, of the schedule that `build_schedule` would make."""
+    """Return the period, in ticks, of the schedule that `build_schedule` would make. For `deadlines` see
+    `align_pieces`."""
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -71,7 +72,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
     """Build the schedule of one solution, or of the solutions of all subproblems, which are put on one clock.
 
-    The schedule names the search `method` and the proven `bound`. For `deadlines` see `align_pieces`.
+    The schedule names the search `method` and the proven `bound` (None: no bound is known). For `deadlines` see
+    `align_pieces`.
     """
     if isinstance(solved, Solution):
         solved = [(make_whole_piece(problem), solved)]
@@ -131,10 +133,11 @@ def _build_programs(piece: Piece, solution: Solution, closing: Sequence[Program]
 
 
 def _find_foreign_names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> ForeignNames:
-    """Return pairs (micro-batch in the subproblem, its name in the whole problem) where the name is not the same.
+    """Return pairs (micro-batch in the subproblem, its name in the whole problem) for micro-batches whose name changes.
 
-    Only micro-batches that run on workers of `pipeline` of the subproblem are in `ran`. A name is (pipeline, number),
-    where the pipeline is None if it is the worker's own.
+    Only micro-batches that run on workers of `pipeline` of the subproblem are in `ran`; `copy` has the numbers of the
+    subproblem's pipelines in the whole problem. A name is (pipeline, number), where the pipeline is None if it is the
+    worker's own.
     """
     names = []
     for batch in sorted(ran):
@@ -150,8 +153,8 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
     """Return a worker's program of its compute ops `body` and its closing ops, and the indices of the compute ops in
     it.
 
-    The closing ops are the reductions and the optimizer step. They follow the compute ops, or lie between them if
-    `problem.can_reduce_early`.
+    The closing ops are the reductions and the optimizer step, in `closing` by number of the worker's group. They follow
+    the compute ops, or lie between them if `problem.can_reduce_early`.
     """
     last = closing[problem.group_number(worker)]
     if not problem.can_reduce_early:
@@ -169,9 +172,11 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
 
 def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
                          names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return a worker's program with micro-batches named as in the whole problem.
+    """Return a worker's program with micro-batches named as in the whole problem; `names` has the pairs of
+    `_find_foreign_names` as a mapping.
 
-    `places` are the indices of the compute ops in the program, `owners` their micro-batches in the subproblem.
+    The arguments `places` and `owners` have the indices of the compute ops in the program, and their micro-batches in
+    the subproblem.
     """
     if not names:
         return program

@@ -1,8 +1,9 @@
 """Proven lower bounds on the period. Each one is valid separately, and the largest counts.
 
-All hold for any order of ops and for both backward modes. The bounds count *shares*: one of the p equal layers of a
-stage for one micro-batch, with p = 1 if micro-batches are not cut. A slice is at least one share, so that a wait which
-starts or ends with a unit starts or ends with at least one share. To use whole numbers, times of a stage are multiplied
+All hold for any order of ops and for both backward modes. Bounds with layers in place count *shares*: one of the p
+equal layers of a stage for one micro-batch, with p = 1 if micro-batches are not cut. A slice is at least one share, so
+no wait begins or ends with less than one. Bounds with layers moved (`layout_lower_bound`) count layers. To use whole
+numbers, times of a stage are multiplied
 by p: a share then takes F, I and W ticks. Times of a schedule with slices, and so the bounds, need not be whole numbers
 of the problem's ticks.
 """
@@ -83,8 +84,8 @@ def _bounds_in_place(problem: Problem) -> list[NamedBound]:
 
 
 def _find_single_stages(problem: Problem) -> Sequence[int]:
-    """Return the numbers of the stages whose workers hold no other stage and, if micro-batches may be cut, equal
-    layers."""
+    """Return the numbers of the stages whose workers hold no other stage. If micro-batches may be cut, the layers of
+    such a stage must also be equal."""
     grid = problem.grid
     if grid.chains > 1:
         return ()
@@ -111,7 +112,8 @@ def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
 
 
 def _busiest_own_work(problem: Problem, column: int) -> Fraction:
-    """Return the longest time, in ticks, that a live worker of a column needs in an iteration for its own pipeline."""
+    """Return the longest time, in ticks, that a live worker of a column needs in an iteration for the micro-batches of
+    its own pipeline, its reductions and its optimizer step."""
     stages, counts, grid = problem.grid.stages_of_column(column), problem.grid.microbatches, problem.grid
     return Fraction(problem.column_closing_ticks(column) + max(
         sum(problem.op_ticks(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
@@ -129,7 +131,8 @@ def _microbatches_at(problem: Problem, stage: int) -> int:
 
 
 class StageShares(NamedTuple):
-    """Shares of a stage on one of its holders: one of p equal layers of the stage for one micro-batch is a share.
+    """Times and memory of the shares of a stage on one of its holders. A share is one of p equal layers of the stage
+    for one micro-batch.
 
     Times are in ticks / p.
     """
@@ -181,7 +184,8 @@ class StageShares(NamedTuple):
         return max(0, self.round_trip + self.late - (min(count, self.max_waiting) - 1) * self.forward)
 
     def drain_idle(self, count: int, *, until_weight: bool) -> int:
-        """Return the idle time of a worker with `count` shares, from its last F to the end of its last I or W.
+        """Return the idle time of a worker with `count` shares, from its last F to the end of its last W
+        (`until_weight`) or I.
 
         When the last F starts, memory holds x <= k micro-batches that still wait for their I, including its own, and y
         that wait for their W only. So at most x I and x + y W run from then on, during its own round trip:
@@ -227,7 +231,7 @@ class StageShares(NamedTuple):
         return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
 
     def min_window(self, count: int) -> int:
-        """Return the shortest time, in ticks / p, from the first to the last op of a worker that runs `count`
+        """Return the shortest time, in ticks / p, from the first to the last compute op of a worker that runs `count`
         shares."""
         return count * self.work + self.fill_idle(count) + self.drain_idle(count, until_weight=True) if count else 0
 
@@ -280,7 +284,7 @@ def _busiest_window(problem: Problem, stage: int) -> Fraction:
 def _least_window(holders: Sequence[tuple[StageShares, int]], total: int) -> int:
     """Return the least T, in ticks / p, such that holders can run `total` shares of a stage if each has a window of T.
 
-    The argument `holders` has the number of holders of each kind.
+    The argument `holders` has pairs of a kind of holder and the number of such holders.
     """
     def is_enough(ticks: int) -> bool:
         return sum(number * _max_shares_within(shares, ticks) for shares, number in holders) >= total
@@ -436,7 +440,7 @@ def _max_waiting(problem: Problem, stage: int, count: int) -> int:
 
 
 class StageFill(NamedTuple):
-    """Times and memory of a stage that decide how long its worker idles before its first I."""
+    """Times and memory of a stage that decide how long its worker idles before its first I (`compute_whole_fill`)."""
 
     forward: int
     """Ticks of an F."""
@@ -498,7 +502,8 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether no stage need idle longer before its first I than `idle` allows, in ticks by stage."""
+    """Return whether every stage can start its first I, after those of later stages, without idling longer before than
+    its ticks in `idle`, by stage. `fills` has a `StageFill` for each stage."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back
@@ -533,7 +538,7 @@ def layout_lower_bound(below: Problem) -> Bound:
 
 
 def work_bound(problem: Problem) -> int:
-    """Return a lower bound on the period, in ticks, for any distribution of layers over workers.
+    """Return a lower bound on the period, in ticks, for any distribution of layers over workers, by the total work.
 
     A worker that runs any op holds a layer, so that at least C of a period T, the all-reduce and the optimizer step of
     one layer, is not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - C) / s of the

@@ -22,7 +22,8 @@ DeadColumns = Mapping[int, Columns]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """Subproblem of some pipelines, and its copies: the sets of pipelines of the whole problem to which it applies."""
+    """Subproblem of some pipelines, and its copies: the sets of pipelines of the whole problem that run by its
+    solution."""
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
@@ -35,8 +36,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     def original_microbatch(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
-        """Return the micro-batch of the whole problem that a micro-batch of this subproblem represents in one of its
-        copies."""
+        """Return the micro-batch of the whole problem that micro-batch `microbatch` of `pipeline` in this subproblem
+        represents in one of its copies."""
         batch = MicroBatch(copy[pipeline], microbatch)
         return self.names[batch] if self.names else batch
 
@@ -47,7 +48,8 @@ def make_whole_piece(problem: Problem) -> Piece:
 
 
 def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
-    """Divide a problem into subproblems, groups of broken pipelines first; return one if dividing gains nothing.
+    """Divide a problem into subproblems, groups of pipelines with dead workers (broken ones) first; return one if
+    dividing gains nothing.
 
     For healthy pipelines this is exact: they may run equal plans without lengthening any window. For broken pipelines
     it decides which peers run their micro-batches, but never so that a worker gets more micro-batches than the busiest
@@ -89,7 +91,11 @@ def _make_healthy_piece(problem: Problem, members: Sequence[int]) -> Piece:
 
 
 def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) -> list[list[int]]:
-    """Return groups of broken pipelines with healthy peers: as many groups as there are healthy pipelines for."""
+    """Return groups of broken pipelines, each with healthy pipelines that help it: as many groups as there are healthy
+    pipelines for.
+
+    The mapping `dead` has the columns whose workers are down, by broken pipeline.
+    """
     healthy = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
     for count in range(len(broken), 0, -1):
@@ -111,7 +117,7 @@ def _group_with_peers(problem: Problem, dead: DeadColumns, params: PieceParams) 
 
 
 def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list[list[int]]:
-    """Divide broken pipelines into `count` sets, with few different sets, and different dead columns within each.
+    """Divide broken pipelines into `count` sets: few that differ, and each of pipelines with different dead columns.
 
     If this is impossible, they are dealt out in turn. Pipelines with the same dead columns are neighbours in `broken`,
     so that they also come to different sets.
@@ -134,7 +140,8 @@ def _divide_broken(dead: DeadColumns, broken: Sequence[int], count: int) -> list
 
 
 def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]) -> int:
-    """Return the fewest healthy pipelines that must help the broken ones in `part`.
+    """Return the fewest healthy pipelines that must help the broken ones in `part`. The mapping `dead` has the columns
+    whose workers are down, by broken pipeline.
 
     With fewer, a worker would get more micro-batches than the busiest worker must run anyway.
     """
@@ -149,7 +156,8 @@ def _count_needed_peers(problem: Problem, dead: DeadColumns, part: Sequence[int]
 
 
 def _count_wanted_peers(problem: Problem, dead: DeadColumns, part: Sequence[int], params: PieceParams) -> int:
-    """Return the number of healthy pipelines with which each worker runs at most one re-routed unit.
+    """Return the number of healthy pipelines that should help the broken ones in `part`, so that each worker runs at
+    most one re-routed unit.
 
     It is limited by the size of a subproblem, and may be larger if live workers hand on micro-batches, too.
     """
@@ -195,7 +203,7 @@ def renumber_by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, M
 
 
 def _interleave_evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches `some` with those of `others` inserted at equal distances."""
+    """Return the micro-batches `some` in their order, with `others` inserted at equal distances."""
     merged, count = list(some), len(others)
     for number in reversed(range(count)):
         merged.insert((2 * number + 1) * len(some) // (2 * count), others[number])

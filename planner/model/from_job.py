@@ -82,7 +82,7 @@ def to_per_mille(factor: float) -> int:
 
 
 def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
-    """Return the times of the stages in ticks, rounded up, or rounded down if `down`."""
+    """Return the job's times of the stages in ticks of `tick` seconds, rounded up, or rounded down if `down`."""
     rounded: Rounded = math.floor if down else math.ceil
 
     def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
@@ -131,9 +131,9 @@ def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory |
 
 def to_layer_ticks(costs: ExactLayerCosts, tick: Fraction, unit: Fraction, *, fused: bool,
                    down: bool = False) -> LayerTicks:
-    """Return these costs in ticks and memory units, rounded up, or rounded down if `down`.
+    """Return these costs in ticks of `tick` seconds and memory units of `unit`, rounded up, or rounded down if `down`.
 
-    `fused`: W runs together with I, so that no weight stash is held.
+    With `fused`, W runs together with I, so that no weight stash is held.
     """
     rounded: Rounded = math.floor if down else math.ceil
 
@@ -154,8 +154,9 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
                   optimizer: OptimizerMode = "staggered", sharing: bool | None = None, sliced: bool = False) -> Problem:
     """Build the scheduling problem of a job, in ticks, with whole stages in place and the workers `failed` down.
 
-    The default of `sharing` is True if sharing can shorten a plan: if workers are down, slow or have different memory,
-    or pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, the bound also holds for
+    With `sharing`, any live holder of a stage may run any micro-batch; else only those of failed workers change
+    workers. The default is True if sharing can shorten a plan: if workers are down, slow or have different memory, or
+    pipelines read different numbers of micro-batches. If `sliced` is set with `sharing`, the bound also holds for
     micro-batches that are cut.
 
     Raises NoPlanError if a stage has no live worker or a worker cannot hold a single micro-batch.
@@ -201,9 +202,10 @@ def build_layered_problem(job: Job, failed: Sequence[Worker] = (), question: Lay
 
 def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
                             **others: Any) -> Problem:
-    """Build the problem in which each stage costs the sum of its layers in `costs`; `times` and `memory` give the rest.
+    """Build the problem in which each stage costs the sum of its layers in `costs`; `times` and `memory` give all other
+    values, such as transfers and capacities.
 
-    `others` are passed to `build_held_problem`.
+    The keyword arguments `others` are passed to `build_held_problem`.
     """
     def stage_totals(*names: str) -> dict[str, tuple[int, ...]]:
         return {name: costs.sum_over_slices(name, grid.layers_by_stage) for name in names}
@@ -219,8 +221,8 @@ def build_problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | No
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
-    """Return a copy of the problem in which a layout gives layers and routes, so that only the order of ops is to be
-    found."""
+    """Return a copy of the problem in which a layout gives the held layers and the routes with their workers, so that
+    only the order of ops is to be found."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = make_reduce_groups(grid, layout.holds.values())
     number = _number_slices(grid, layout, (layers for layers, _ in groups.reductions))
@@ -242,7 +244,8 @@ def with_layout(problem: Problem, layout: Layout) -> Problem:
 
 
 def _number_slices(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
-    """Return the number of each range of layers that a route or a reduction has in a layout, also of each stage.
+    """Return the number of each range of layers that is a stage, is in a route of the layout, or is in `reduced`, by
+    range.
 
     It is that of the first stage with the same layers, or one after those of the stages.
     """

@@ -18,7 +18,8 @@ def stash_memory(problem: Problem, stage: int) -> int:
 
 
 def memory_changes(problem: Problem, slice_: int) -> tuple[int, ...]:
-    """Return by how much each op of a unit, in order, changes the memory of its worker."""
+    """Return by how much each op of a unit of this slice, in order, changes the memory of its worker, in memory
+    units."""
     return tuple(memory_change(kind, activation_memory(problem, slice_), stash_memory(problem, slice_))
                  for kind in problem.op_kinds)
 

@@ -142,7 +142,7 @@ Route = tuple[RouteSlice, ...]
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
-    """Return `some` of the numbers from 0 to `count` - 1, evenly spaced."""
+    """Return `some` numbers out of 0 to `count` - 1, evenly spaced."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
 
@@ -195,7 +195,8 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope for which lower bounds are proven if a plan may choose from these layouts."""
+        """Scope (freedom of the schedules that are covered) for which lower bounds are proven if a plan may choose from
+        these layouts."""
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
@@ -373,7 +374,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope for which lower bounds of this problem, with layers in place, are proven."""
+        """Scope (freedom of the schedules that are covered) for which lower bounds of this problem, with layers in
+        place, are proven."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
@@ -451,7 +453,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return max(map(self.optimizer_ticks, self.workers))
 
     def column_closing_ticks(self, column: int) -> int:
-        """Return the ticks of the reductions and the optimizer step of a worker that holds its column's stages."""
+        """Return the ticks of the reductions and the optimizer step of a worker that holds exactly its column's
+        stages."""
         return sum(self.times.all_reduce[stage]
                    for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
 

@@ -26,12 +26,13 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of(self) -> Mapping[Held, int]:
-        """Number of each group, by its layers."""
+        """Number of each group, by the layers that its workers hold."""
         return {held: number for number, held in enumerate(self.held)}
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """Groups that share a reduction with a group, itself included. Its window ends with the last of them."""
+        """For each group, the numbers of all groups with which it shares a reduction, itself included. The busy windows
+        of its workers end with the last of these groups."""
         linked: list[set[int]] = [{group} for group in range(len(self.held))]
         for _, groups in self.reductions:
             for group in groups:
@@ -58,7 +59,8 @@ def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) ->
 
 
 def make_reduce_groups(grid: Grid, holds: Iterable[Held]) -> ReduceGroups:
-    """Return the groups of workers that hold these layers, and the ranges of layers that the same groups hold.
+    """Return the groups of workers that hold the same layers, given the layers of each worker, and the ranges of layers
+    that the same groups hold, which are reduced together.
 
     If all workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
     """

@@ -241,8 +241,8 @@ class AnnealingChain:
 
     @property
     def best_deadlines(self) -> list[int]:
-        """Ticks by which groups (workers with equal layers) end compute ops in the best plan; 0 for groups without
-        workers here."""
+        """Ticks by which groups (workers that hold the same layers) end their compute ops in the best plan; 0 for
+        groups that have no worker in this subproblem."""
         here = np.zeros_like(self._chain.best.deadline)
         here[self._arrays.group] = 1
         deadlines: list[int] = (here * self._chain.best.deadline).tolist()
@@ -254,7 +254,8 @@ class AnnealingChain:
         return self._step == 0
 
     def fix_deadlines(self, deadlines: Sequence[int]) -> None:
-        """Set the deadlines of all groups for their compute ops to these ticks, and shift them no longer."""
+        """Set the deadlines of all groups for their compute ops to these ticks, and let annealing steps shift them no
+        longer."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             for state in (self._chain.state, self._chain.best):
@@ -309,14 +310,14 @@ class AnnealingChain:
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
     def shorten_cycle(self, rounds: float) -> None:
-        """Let the present cooling cycle end within `rounds` more rounds of steps: a cycle cut off while hot finds
-        little."""
+        """Let the present cooling cycle end within `rounds` more rounds of steps, so that time does not run out while
+        it is hot: it would have found little."""
         end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
-        """Run annealing steps until the next look at the clock."""
+        """Run annealing steps until the next time at which the search looks at the clock."""
         self.run_steps(self.round_steps)
 
     def run_steps(self, steps: int) -> None:
@@ -464,8 +465,8 @@ class _PieceChains:
         self.period = self.best_chain.period
 
     def end_round(self) -> None:
-        """Finish a round of steps: chains that have completed a cooling cycle continue from the best plan of all
-        chains."""
+        """Finish a round of steps of this subproblem: chains that have completed a cooling cycle continue from the best
+        plan of all chains."""
         self.rounds += 1
         best = self.best_chain
         for chain in self.chains:
@@ -476,8 +477,8 @@ class _PieceChains:
 
 
 def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return deadlines of groups, by subproblem, with 0 (no worker of the group) replaced by the latest of the
-    others."""
+    """Return deadlines of groups for each subproblem, in which 0 (the group has no worker there) is replaced by the
+    group's latest deadline in the others."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     return [[own or other for own, other in zip(of_piece, latest, strict=True)] for of_piece in deadlines]
 
@@ -523,10 +524,10 @@ class _JointAnnealing:
         return max(piece.period for piece in self._pieces)
 
     def choose_chains(self, goal: int) -> list[AnnealingChain]:
-        """Return the annealing chains to run next: several of the longest subproblem, or one of each if others are as
-        long.
+        """Return the annealing chains to run next: several of the longest subproblem, or one of each of the longest if
+        another one is about as long.
 
-        `goal` is the period, in ticks, at which annealing ends.
+        The argument `goal` is the period, in ticks, at which annealing ends.
         """
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
@@ -536,7 +537,8 @@ class _JointAnnealing:
         return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Exchange the plans and deadlines that the chains of a round of steps have found."""
+        """Finish a round of steps: each annealed subproblem takes over its best plan, and the deadlines of the
+        subproblem that may shift them are passed to the others."""
         self.rounds += 1
         for piece in self._annealed:
             piece.end_round()

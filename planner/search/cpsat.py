@@ -127,7 +127,8 @@ class Constraints:
                     self._add_conditional_transfer(producer, key)
 
     def _add_conditional_transfer(self, producer: OpKey, key: OpKey) -> None:
-        """Require start >= end + transfer for two units in one column, unless one host runs both."""
+        """Require that op `key` starts no earlier than the end of op `producer` plus the transfer, unless one host runs
+        both. Their units are in one column."""
         variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
         hop = self._problem.times.transfer
         for host, literal in variables.iterate_literals(source):
@@ -258,7 +259,8 @@ class Constraints:
                 self._model.add(early + least <= late)
 
     def _order_workers(self) -> None:
-        """Break symmetry: of equal workers, each runs its first micro-batch only after the worker before it.
+        """Break symmetry: of equal workers, each runs a micro-batch only if the worker before it runs one with a lower
+        number.
 
         This requires that all micro-batches are interchangeable and may run on any worker of a column, so that equal
         workers are interchangeable, too.
@@ -293,7 +295,8 @@ def find_interchangeable(problem: Problem) -> list[list[MicroBatch]]:
 
 
 def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
-    """Return groups of interchangeable workers of a column, each with a stage that every micro-batch passes there."""
+    """Return groups of interchangeable workers of a column, each as (workers, number of a stage that every micro-batch
+    passes there)."""
     if not problem.sharing or problem.grid.chains > 1:
         return []
     groups = []
@@ -394,7 +397,8 @@ def _build_model(problem: Problem, shortest: int, longest: int) -> tuple[cp_mode
 
 def _run_solver(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
                 on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
-    """Solve the model within the budget in another thread, so that this thread can stop the search.
+    """Solve the model within the budget in another thread, so that this thread can stop the search; `on_solution` is
+    called for each better plan.
 
     Return the solver, which has the values, and its status.
     """
@@ -470,7 +474,8 @@ def _read_solution(arrays: ProblemArrays, variables: Variables, solver: cp_model
 
 
 def _flow_sort_key(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
-    """Return a sort key for simultaneous ops, the same on all workers: older micro-batches first.
+    """Return a key that sorts ops by their ticks in `starts`, and those that start together, on all workers alike, by
+    age of the micro-batch, oldest first.
 
     Any such order is free of cycles: an op that another one waits for at the same instant comes before it.
     """

@@ -123,7 +123,8 @@ class _Engine:
     # --- Propose, and order each ---
 
     def _add_candidate(self, known: Incumbent, budget: Budget) -> None:
-        """Make a few list schedules of a candidate and keep it, unless all get stuck for lack of memory."""
+        """Make a few list schedules of a candidate within the budget and keep it for the search, unless all get stuck
+        for lack of memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
             candidate = improve_by_list_schedules(known, budget, self._params.lists, steps)
@@ -151,10 +152,8 @@ class _Engine:
             remaining -= 1
 
     def _max_layouts(self, seconds: float) -> int:
-        """Return the number of layouts to examine in this number of seconds.
-
-        If annealing follows, it does not depend on the time.
-        """
+        """Return the number of layouts to examine in this number of seconds. It is the same for any time if annealing
+        follows."""
         params = self._layouts
         if not self._greedy:
             return params.most
@@ -175,8 +174,8 @@ class _Engine:
                 self._replace_candidate(known, improve_candidate(known, budget, self._params))
 
     def _restart_promising(self, budget: Budget) -> None:
-        """Improve the list schedules of the most promising layouts by random changes of their rules, then those of
-        fewer.
+        """Improve the list schedules of the most promising layouts by random changes of their dispatch rules, in rounds
+        with fewer layouts each.
 
         Large layouts use two threads: most of the time is spent in compiled loops, which release the GIL.
         """
@@ -218,20 +217,22 @@ class _Engine:
             self._replace_candidate(final[0], improve_candidate(final[0], budget, self._params))
 
     def _split_budget(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
-        """Yield each candidate with an equal share of the time, until some candidate reaches its bound."""
+        """Yield each candidate with an equal share of the time left, until some candidate of the search reaches its
+        bound."""
         for number, known in enumerate(some):
             if self._is_over(budget):
                 return
             yield known, budget.with_share(1 / (len(some) - number))
 
     def _rank_promising(self) -> list[Incumbent]:
-        """Return the candidates whose period is above their bound, sorted by the period expected after more
-        annealing."""
+        """Return the candidates whose period is above their bound, sorted by the period expected after more annealing,
+        shortest first."""
         return sorted((known for known in self._candidates if known.can_improve),
                       key=lambda known: known.expected_rank(self._layouts.again))
 
     def _is_over(self, budget: Budget) -> bool:
-        """Return whether some candidate has reached its bound, or the search was stopped."""
+        """Return whether the search must end before its deadline: some candidate has reached its bound, or `budget` was
+        stopped (Ctrl-C)."""
         return budget.is_stopped or any(not known.can_improve for known in self._candidates)
 
     def _replace_candidate(self, known: Incumbent, better: Incumbent) -> None:

@@ -94,7 +94,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Return a copy of the candidate with other solutions of all subproblems, and their periods in ticks.
 
-        They are on one clock if `deadlines`, the ends of groups, are given.
+        With `deadlines`, the ends of groups, the solutions are already on one clock.
         """
         whole = periods[0] if len(self.pieces) == 1 else \
             assemble.compute_period(self.problem, solutions, deadlines)
@@ -102,8 +102,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                                        deadlines=deadlines)
 
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Return a copy of the candidate with another solution of one subproblem, or the same one if the whole would be
-        longer."""
+        """Return a copy of the candidate with another solution of the subproblem at `index`, and its period in ticks,
+        or the candidate itself if the whole would be longer."""
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
         candidate = self.with_solutions(solutions, periods)
@@ -141,7 +141,7 @@ def divide_problem(problem: Problem, bound: Bound | None = None, *, shedding: bo
     If `bound` is None, the strongest proven bound is used. If all live workers have equal time, each keeps its own
     micro-batches: choosing hosts for all of them widens the search more than it gains (measured: plans of
     benchmarks.quality with capacity S became up to 4 % longer). With `shedding` and few micro-batches, live workers of
-    stages that have lost a worker may hand on their own. See `Incumbent` for `moved`.
+    stages that have lost a worker may hand on their own. The memory of moved layers is `moved`, as in `Incumbent`.
     """
     few = max(problem.grid.microbatches) < params.few * problem.grid.depth
     searched = problem if problem.has_unequal_time or problem.assigned else \
@@ -172,8 +172,7 @@ Its argument is `largest_fine`, see `planner.layout.candidates`. Raises LookupEr
 
 
 class CandidateSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices of a search: the problem with layers in place, and a source of candidates with layouts if there are
-    any."""
+    """Candidates of a search: the problem with layers in place, and a source of layouts if others are allowed."""
 
     first: Problem | None
     """Problem with layers in place; None if that has no plan."""

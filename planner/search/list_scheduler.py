@@ -31,9 +31,10 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """Return the worker of each unit: that of the layout, else the pipeline's own if alive, else a peer by the rule.
+    """Return the worker of each unit: the one that the layout gives, else the one of the micro-batch's own pipeline if
+    it is alive, else a peer chosen by the rule.
 
-    The rule "by-speed" may also move micro-batches from live workers: see `_assign_by_speed`.
+    The rule "by-speed" may also move micro-batches away from live workers: see `_assign_by_speed`.
     """
     if problem.assigned:
         return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
@@ -94,11 +95,11 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 
 
 def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return, by pipeline, the number of units of a stage for its worker such that the busiest worker has the least
+    """Return, by pipeline, how many units of a stage its worker should run such that the busiest worker has the least
     load.
 
-    There are `total` units. `price` has the ticks of a unit on each worker, `own` the number of its pipeline's units.
-    Ties go to workers with own units left.
+    There are `total` units to run. By pipeline, `price` has the ticks of a unit on its worker, and `own` the number of
+    units of its own micro-batches. Ties go to workers with own units left.
     """
     counts = dict.fromkeys(price, 0)
     heap = [(price[host], own[host] < 1, host) for host in price]
@@ -116,7 +117,8 @@ def _assign_round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Uni
 
 
 def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign each re-routed unit to the peer whose pipeline runs the fewest such units at all stages, if it has time.
+    """Assign each re-routed unit to the peer whose pipeline runs the fewest such units at all stages, if that peer has
+    time.
 
     Pipelines with dead workers come last: their micro-batches wait for peers, so their workers should have time to
     spare. A peer has time for more than its share if another stage sets the bound. The stages with the least spare time
@@ -312,8 +314,8 @@ class ListScheduler:
         return order
 
     def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
-        """Return the ticks that an F waits for an I or B, before and after the worker's first of these: shape [2,
-        slices].
+        """Return the ticks that an F waits under a rule if an I or B is about to be ready: before the worker's first I
+        or B, and after it, shape [2, slices].
 
         They follow the usual time of an F, which may be exceeded on a slow worker.
         """
@@ -325,8 +327,8 @@ class ListScheduler:
         return self._waits[key]
 
     def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
-        """Return the priority of each unit, the lowest first, as `_compute_priorities` computes it. Results are
-        cached."""
+        """Return the priority of each unit, the lowest first, as `_compute_priorities` computes it from these fields of
+        a `DispatchRule`. Results are cached."""
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
@@ -357,7 +359,8 @@ class ListScheduler:
         return self._last_order_and_starts
 
     def _in_flight_slots(self, rule: DispatchRule) -> Ints:
-        """Return how many micro-batches a worker may have between F and the end of I, [workers, slices]."""
+        """Return how many micro-batches a worker may have between F and the end of I under a rule, [workers,
+        slices]."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -369,10 +372,10 @@ class ListScheduler:
 
 def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
                         places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit, lower ones first: older micro-batches, those of several pipelines in turn.
+    """Return the priority of each unit; lower ones go first: older micro-batches, those of several pipelines in turn.
 
-    Micro-batches count as older by `advance` times the extra time of their route, `longer`, and by the changes in
-    `places`; `rerouted` says when re-routed ones go.
+    Micro-batches count as older by `advance` times the extra time of their route, `longer` (None: 0), and by the
+    changes in `places`. The fields `rerouted`, `advance` and `places` are those of a `DispatchRule`.
     """
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
@@ -406,7 +409,7 @@ def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
 
 
 class ReservedMemory(NamedTuple):
-    """Memory units that are reserved for a micro-batch when its F starts, by slice, so that no deadlock occurs.
+    """Memory that must be free, and that is taken, when a micro-batch's F starts, by slice, so that no deadlock occurs.
 
     Of all micro-batches that wait for room, take one whose next op is at the deepest position p of its route, an I
     before an F. Everything else on its worker was begun at positions up to p (before p, if the op is an F), and the
@@ -432,11 +435,11 @@ def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve when an F starts under this assignment: also for the largest later slice of its
-    worker.
+    """Return the memory to reserve when an F starts, by slice, if each unit has the worker that `arrays` give.
 
-    All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this,
-    each F waits only for its own room.
+    The free memory must suffice for the slice's peak and for the largest peak of its worker's later slices. All
+    micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's room is too small for this, each
+    F waits only for the peak of its own slice.
     """
     problem = arrays.problem
     slices = range(len(problem.layers_by_slice))
@@ -458,11 +461,12 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Return the memory to reserve when an F starts if layers are held by column.
+    """Return the memory to reserve when an F starts, by stage, if layers are held by column.
 
-    If memory allows, it is room for all stashes in flight and for one more at each later stage of the worker. No I then
-    ever waits for room. Otherwise the least with which a plan exists is reserved (`min_room`). With so little
-    room, micro-batches in opposite directions would block each other, so that directions take turns.
+    If workers have enough memory, an F takes the peak of its stage (the larger of activation and stash), and needs room
+    for the peaks of its worker's later stages, too. No I then ever waits for room. Otherwise the least with which a
+    plan exists is reserved (`min_room`). With so little room, micro-batches in opposite directions would block each
+    other, so that directions take turns.
     """
     grid, stages = problem.grid, range(len(problem.grid.stages))
     most = tuple(peak_memory(problem, stage) for stage in stages)
@@ -480,8 +484,8 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
     """Return whether too few micro-batches could start if memory were reserved for stashes larger than activations.
 
-    The argument `room` has the memory for activations by column. This happens with activation recomputation: little is
-    held until I, and then as much as without it.
+    The argument `room` has the memory for activations by column. The answer is yes with activation recomputation:
+    little is held until I, and then as much as without it.
     """
     grid = problem.grid
     return grid.chains == 1 and any(

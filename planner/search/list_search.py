@@ -128,7 +128,8 @@ def _change_limits(problem: Problem, rule: DispatchRule, random: random.Random) 
 
 def _change_place(problem: Problem, places: Sequence[PlaceChange], random: random.Random,
                   params: ListParams) -> tuple[PlaceChange, ...]:
-    """Return a copy of `places` in which one random micro-batch goes further before or after its turn."""
+    """Return a copy of `places`, the changes of micro-batches' places in the turn, in which one random micro-batch goes
+    further before or after its turn."""
     counts = problem.grid.microbatches
     pipeline = random.choices(range(len(counts)), counts)[0]
     microbatch = random.randrange(counts[pipeline])
@@ -216,7 +217,7 @@ class _SearchState:
 
     @property
     def share_spent(self) -> float:
-        """Share of the time that has passed; 0 before there is a plan."""
+        """Share of the time for the search that has passed; 0 before there is a plan."""
         return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
@@ -254,10 +255,11 @@ def search_list_schedules(problem: Problem, bound: int, budget: Budget, params: 
 
 
 def _try_grid(best: _SearchState, params: ListParams) -> Sequence[_Attempt]:
-    """Try the shortlist, the grid of rules under every assignment, and the baselines, while there is time.
+    """Try the shortlist, the grid of rules under every assignment, and the baselines, while there is time; `best` keeps
+    the best plan.
 
-    Return the best attempts, from which random steps start. With routes given, only the shortlist is tried unless it
-    gets stuck: random steps from there find more in the same time.
+    Return the best attempts, from which random steps start. If a layout gives the routes, only the shortlist is tried
+    unless it gets stuck: random steps from there find more in the same time.
     """
     problem = best.problem
     schedulers: list[ListScheduler | None] = []
@@ -285,7 +287,7 @@ def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: 
     """Return the list scheduler for the assignment rule at `index`, or None if an earlier rule gives the same
     assignment.
 
-    Schedulers are built on demand: a first plan needs only one. `made` holds those of the first rules.
+    Schedulers are built on demand, and added to `made`, one element for each rule: a first plan needs only one.
     """
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(made):index + 1]:
@@ -299,7 +301,8 @@ def _get_scheduler(best: _SearchState, made: list[ListScheduler | None], index: 
 
 def _random_steps(best: _SearchState, starts: Sequence[_Attempt], random: random.Random, steps: int,
                   params: ListParams) -> None:
-    """Try random changes of the dispatch rule or the assignment, at most `steps`, keeping those that are no worse.
+    """Try at most `steps` random changes of the dispatch rule or the assignment, keeping those that are no worse;
+    `best` keeps the best plan.
 
     If nothing better is found for long, the steps start again from one of `starts`, the best rules (random restarts):
     how far they come depends more on the first steps than on their number.

@@ -54,7 +54,8 @@ from slipstream.schedules.tables.pattern import (
 
 
 def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
-    """Return those entries for 0 to `most` failures, by key, that the plan of another entry improves, with that plan.
+    """Return those entries for 0 to `most` failures, by key, for which the plan of another entry is shorter, each with
+    that plan in place of its own.
 
     Afterwards fewer failures are never slower than more, and layers moved are never slower than in place. All finished
     entries of the table are in `parts`. With `slow`, the improved entries are those with this slow worker among the
@@ -75,8 +76,8 @@ def improve_parts(parts: Mapping[str, FinishedPart], most: int, slow: Worker | N
 
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return pairs of the key of an entry for this number of failures and the keys of entries whose plans can serve
-    it."""
+    """Return pairs of the key of an entry for this number of failures and the keys of the entries whose plans are also
+    valid for it: one failure more, or layers in place."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -132,7 +133,8 @@ stage."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
-    """Entry of a table that is to be planned: for a number of failures or, with `failed`, for certain ones."""
+    """Entry of a table that is to be planned: for a number of failures or, with `failed`, for the failure of certain
+    workers."""
 
     key: str
     failures: int
@@ -176,7 +178,8 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(NamedTuple):
-    """Part of a table's entries that one of several processes plans, all of which write to the same folder."""
+    """Share of a table's entries that one process plans: the I-th (`number`) of N (`of`), with all N processes writing
+    to the same folder."""
 
     number: int = 0
     of: int = 1
@@ -270,7 +273,7 @@ def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, s
 
 
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """Open the folder of a table, a second time if another process publishes the table meanwhile.
+    """Open the folder of a table, a second time if that fails because another process publishes the table meanwhile.
 
     Publishing removes files, after which the finished table is found.
     """
@@ -284,7 +287,8 @@ def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
 
 def _publish_table(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share,
                    *, max_failures: int, exact: bool, settled: bool) -> Index:
-    """Write the table of all entries from their files, improved by each other, and return its index.
+    """Write the table of all entries (`tasks`) from their files, improved by each other, and return its index. The
+    other arguments are those of `build_share`.
 
     Several processes that end together may write at once: all write the same bytes, and one that finds files removed
     finds the table published.
@@ -387,7 +391,7 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Raise TableError if there are too many failure patterns, before any is enumerated.
+    """Raise TableError if there are too many patterns of up to `max_failures` failures, before any is enumerated.
 
     They are estimated by the patterns within one pipeline.
     """
@@ -401,8 +405,8 @@ def _too_many(max_failures: int) -> TableError:
 
 
 class EntryPlanner:
-    """Planner of table entries in one process. Bounds computed for one entry (`WindowBounds`) are stored for the
-    next."""
+    """Function object that plans table entries in one process. Bounds computed for one entry (`WindowBounds`) are
+    stored for the next."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
@@ -427,10 +431,8 @@ class EntryPlanner:
         return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _plan_settled(self, task: EntryTask) -> Schedule:
-        """Plan the schedule with layers moved of an entry; for a number of failures, with vacant roles that seem best.
-
-        Which ones they are matters little.
-        """
+        """Plan the schedule with layers moved of an entry. If the entry is for a number of failures, the vacant roles
+        are chosen by the bounds: which ones they are matters little."""
         job, windows = self._job_while_alive(task.slow)
         failed = task.failed \
             or next(iter(candidate_vacancies(job, windows, task.failures, self._options.params.roles)), None)

@@ -118,7 +118,7 @@ NO_NODES: NodesOfEntry = {}
 
 
 class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Finished entry of a table: its schedule with its programs, or the reason why it has no plan."""
+    """Finished entry of a table as a file: its schedule with its programs, or the reason why it has no plan."""
 
     format: str = "slipstream.part"
     version: int = VERSION
@@ -139,8 +139,8 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 
 
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
-    """Return the finished entry of a table with this key and schedule, to be stored as a file until all are
-    finished."""
+    """Return the finished entry of a table with this key and schedule, to be stored as a file until all entries are
+    finished. If its layers have moved, `moved` is what must be copied."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
     return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
@@ -194,9 +194,10 @@ class TableFolder:
         return self._table.index
 
     def find_published_index(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
-        """Return the index of the finished table as `published_index` does, after reading the folder again.
+        """Return the index of the table as `published_index` does, but after reading the folder again: another process
+        may have finished the table.
 
-        The process of another share may have finished the table. If it is finished, the files of entries are removed.
+        If it is finished, the files of single entries are removed.
         """
         if not (self._path / INDEX).exists():
             return None
@@ -210,8 +211,8 @@ class TableFolder:
         return sum(self._part_path(key).exists() for key in keys)
 
     def reopen(self) -> frozenset[str]:
-        """Prepare the folder for more entries: those of a finished table become files. Return the keys of finished
-        ones.
+        """Prepare the folder for more entries: if the table is finished, its entries become files again. Return the
+        keys of all finished entries.
 
         Raises OSError or TableError.
         """
@@ -305,9 +306,9 @@ class TableFolder:
 
 
 def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """Return an entry's file content, its programs given by their numbers in the whole table.
+    """Return the file content of a finished entry, its programs given by their numbers in the whole table.
 
-    New programs are added to `numbers`, which has the number of each program's JSON.
+    The mapping `numbers` has the number of each program in the table, by its JSON; new programs are added.
     """
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)

@@ -119,7 +119,11 @@ _POOL_FUNCTIONS: list[Callable[[Any], Any]] = []
 
 
 def _start_process(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
-    """Initialize a process of the pool: ignore Ctrl-C, store the function, and watch the caller's pipe."""
+    """Initialize a process of the pool: ignore Ctrl-C, store the function, and end when the caller's end of `pipe` is
+    closed.
+
+    If given, `callers` is the caller's end, which a forked process also has, and closes.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:
         callers.close()  # a forked process has that end too, and would keep it open
@@ -128,7 +132,7 @@ def _start_process(pipe: Connection, callers: Connection | None, function: Calla
 
 
 def _exit_on_close(pipe: Connection) -> None:
-    """End this process when the caller's end of a pipe is closed, even during a task."""
+    """Wait until the caller's end of a pipe is closed, then end this process, even during a task."""
     pipe.poll(None)
     os._exit(1)
 
@@ -152,8 +156,8 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
 
 def _call_and_catch(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
                     ) -> tuple[Any, Exception | str | None]:
-    """Call `function` on a task; return (result, None) or (None, the refusal raised or the text of another
-    exception)."""
+    """Call `function` on a task; return (result, None), or (None, exception) for one of the types in `refusals`, or
+    (None, text) for any other exception."""
     try:
         return function(task), None
     except refusals as error:

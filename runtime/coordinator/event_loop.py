@@ -198,7 +198,7 @@ class EventLoop:
         self._events.put_nowait(event)
 
     def _apply_event(self, event: TransitionEvent) -> None:
-        """Apply an event to the state and carry out its effects. Raises what they raise."""
+        """Apply an event to the state and carry out its effects. Raises what `apply_event` and the effects raise."""
         before = self.state
         self.state, effects = apply_event(self._rules, before, event, time.monotonic())
         for effect in effects:
@@ -291,8 +291,8 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _check_failover(self) -> None:
-        """Check whether all workers of a dead coordinator have been found. Raises NoLiveWorkerError if none came in
-        time."""
+        """Let a new coordinator look whether all workers of the dead one have been found. Raises NoLiveWorkerError if
+        none came in time."""
         if isinstance(self.state.phase, RejoiningPhase):
             self._apply_event(TimePassed())
 

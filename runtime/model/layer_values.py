@@ -65,7 +65,8 @@ def form_of(value: Value) -> Form:
 
 
 def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
-    """Return the tensor, tuple or named tuple that a form describes, made of the given tensors."""
+    """Return the given tensors as the tensor, tuple or named tuple that `form` describes. Shapes and dtypes are not
+    checked."""
     return tensors[0] if isinstance(form, TensorForm) else _build_tuple(form.fields, tensors)
 
 
@@ -89,7 +90,7 @@ def gradient_form(form: Form) -> Form:
 
 
 def carrier_form(form: Form) -> TensorForm:
-    """Return shape and dtype of the one tensor that carries a value, such as a tuple, from worker to worker."""
+    """Return shape and dtype of the one tensor into which `pack_value` packs a value of this form."""
     if isinstance(form, TensorForm):
         return form
     if len(form.tensors) == 1:
@@ -98,7 +99,7 @@ def carrier_form(form: Form) -> TensorForm:
 
 
 def pack_value(value: Value) -> Tensor:
-    """Return one tensor that carries a layer's output, such as a tuple, between workers; a single tensor is not
+    """Return a layer's output, a tensor or a tuple, as one tensor to send to another worker. A single tensor is not
     copied."""
     if isinstance(value, Tensor):
         return value

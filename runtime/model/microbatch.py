@@ -21,7 +21,8 @@ class SamplesRead(NamedTuple):
     samples: int
 
     def count_before(self, iteration: int, samples_per_iteration: int) -> int:
-        """Return the number of samples that are read before an iteration of this run."""
+        """Return the number of samples read before an iteration of this run, whose iterations read
+        `samples_per_iteration` each."""
         return self.samples + (iteration - self.iteration) * samples_per_iteration
 
 

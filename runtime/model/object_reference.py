@@ -53,7 +53,11 @@ def load_reference(key: str, name: str) -> Any:
 
 
 def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if a module is in the working directory, but one of the same name was found first."""
+    """Raise ConfigError if the working directory has a module that Python does not find, because one of the same name
+    comes first.
+
+    The working directory is `here`, `names` are the modules that were imported, and the message begins with `wrong`.
+    """
     for top in {name.partition(".")[0] for name in names}:
         local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)
         if local is None:

@@ -42,7 +42,7 @@ class GeneratorLock:
         return self._thread == threading.get_ident()
 
     def release_from(self, thread: int) -> None:
-        """Release the lock if the given thread holds it, so that other threads can acquire it."""
+        """Release the lock if the thread with this identifier holds it, so that other threads can acquire it."""
         with self._condition:
             if self._thread == thread:
                 self._thread, self._depth = None, 0

@@ -22,7 +22,8 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 
 
 class TensorError(ValueError):
-    """Bytes or a file without readable tensors. The message is one line."""
+    """Error for bytes or a file from which no tensors can be read, or a file that differs from what was written. The
+    message is one line."""
 
 
 class FileDigest(NamedTuple):
@@ -98,7 +99,10 @@ def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, Te
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:
-    """Compare length and SHA-256 of a file with the expected ones. Raises TensorError if they differ, and OSError."""
+    """Compare length and SHA-256 of a file with the expected ones.
+
+    Raises TensorError if they differ, and OSError if the file cannot be read.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:

@@ -75,8 +75,8 @@ class ChildProcesses:
         self._stack.close()
 
     def collect_results(self, timeout: float) -> list[bytes]:
-        """Wait for all tasks, and return their results in order. Raises ChildError if a process fails, and TimeoutError
-        after `timeout` seconds."""
+        """Wait for all tasks, and return their results in the order of the tasks. Raises ChildError if a process fails,
+        and TimeoutError after `timeout` seconds."""
         try:
             deadline = time.monotonic() + timeout
             while not any(self._status.values()) and any(map(self.fork_server.is_alive, self._names)):
@@ -109,7 +109,8 @@ class ChildProcesses:
 
 
 def run_task(data: bytes) -> int:
-    """Run one task in this process, and write the result to the task's file."""
+    """Run one task, whose JSON is `data`, in this process, and write the result to the task's file. Returns exit status
+    0."""
     task = _TASK.decode(data)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))

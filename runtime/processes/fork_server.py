@@ -60,9 +60,11 @@ class ForkServerError(RuntimeError):
 
 
 def build_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, with a PYTHONPATH by which another process finds the modules of this program.
+    """Return this process's environment, with the variables `more`, for another process that imports modules of this
+    program.
 
-    The run's secret is left out: workers get it over a socket, and programs that they start need not know it.
+    PYTHONPATH is set so that it finds them. The run's secret is left out: workers get it over a socket, and programs
+    that they start need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -115,8 +117,8 @@ class ForkServer:
         return self._name
 
     def register_cleanup(self, target: str, path: Path | str) -> None:
-        """Register a file or folder that `target`, a `module:function`, removes if this process is killed. Errors of
-        that function are ignored. Raises ForkServerError."""
+        """Register a file or folder to be removed by `target`, a `module:function`, if this process is killed. Errors
+        of that function are ignored. Raises ForkServerError if the server has ended."""
         self._send_request(CleanUp(target, str(path)))
 
     def start_process(self, spec: ProcessSpec) -> None:
@@ -126,7 +128,8 @@ class ForkServer:
         self._send_request(spec)
 
     def kill_process(self, name: str) -> None:
-        """Kill a process, even one that is stopped; do nothing if it has ended. Raises ForkServerError."""
+        """Kill a process, even one that is stopped; do nothing if it has ended. Raises ForkServerError if the server
+        has ended."""
         self._send_request(KillProcess(name))
 
     def is_alive(self, name: str) -> bool:

@@ -198,7 +198,8 @@ class _Server:
 
 
 def _redirect_output(log: Path, append: bool) -> None:
-    """Connect standard input to the null device, and standard output and error to the log."""
+    """Connect standard input to the null device, and standard output and error to the log, emptied first unless
+    `append`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
         fresh = 0 if append else os.O_TRUNC
@@ -209,14 +210,15 @@ def _redirect_output(log: Path, append: bool) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process when the fork server dies (Linux only)."""
+    """Have the system kill this process when the fork server, process `parent`, dies (Linux only). If the server is
+    dead already, this process ends at once."""
     request_parent_death_signal(signal.SIGKILL)
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Run the fork server until its launcher is gone, or ends it, and no other launcher adopts it."""
+    """Run the fork server until its launcher ends it, or is gone and no other launcher adopts the server."""
     from slipstream.runtime.worker import main as worker
 
     name_process("fork server")

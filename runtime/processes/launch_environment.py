@@ -45,7 +45,7 @@ class GpuShare(NamedTuple):
 
 
 def compute_gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
-    """Return the GPUs that the workers of a node use. `shares` is the number of workers of each node.
+    """Return the GPUs that the workers of a node use; `shares` is the number of workers of each node.
 
     Assumes that the processes of a machine have consecutive ranks, as torchrun, srun and mpirun start them by default.
     """
@@ -125,7 +125,8 @@ def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
 
 
 def announce_node_0(here: LaunchInfo, opened: Rendezvous) -> None:
-    """Put node 0's address into torchrun's store, if there is one. Raises RendezvousError."""
+    """Put `opened`, the address at which node 0 listens, into torchrun's store, if there is one. Raises
+    RendezvousError."""
     if here.agent:
         assert here.master is not None
         try:
@@ -160,7 +161,7 @@ def find_node_0(here: LaunchInfo, timeout_seconds: float,
 
 def choose_listen_address(here: LaunchInfo) -> Rendezvous | None:
     """Return the address at which node 0 listens: its own, with a free port if torchrun's agent uses the given one.
-    Returns None for loopback."""
+    Returns None if there is a single node, which listens on loopback."""
     return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
 
 
@@ -169,8 +170,8 @@ def _store_key(here: LaunchInfo) -> str:
 
 
 def _read_local_size(environment: Mapping[str, str], name: str) -> int:
-    """Return the number of processes on this machine. srun has one text for all machines: `4(x2),3` for 4, 4 and 3
-    processes."""
+    """Return the number of processes on this machine, as the variable `name` says; 1 if it is not set. SLURM's variable
+    has one text for all machines: `4(x2),3` for 4, 4 and 3 processes. Raises ValueError."""
     if not name.startswith("SLURM"):
         return _read_number(environment, name, 1, _MAX_PROCESSES, 1)
     text = environment.get(name, "1")

@@ -28,7 +28,7 @@ class Return(msgspec.Struct, frozen=True):
 
 
 class NodeFailure(msgspec.Struct, frozen=True):
-    """Failure of a node for rehearsals: its workers' processes are killed at once when an iteration begins."""
+    """Failure of a node, injected to test a run: its workers' processes are killed at once when an iteration begins."""
 
     workers: tuple[Worker, ...]
     iteration: int
@@ -57,7 +57,11 @@ class NodeProcesses:
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
         """Start this node's workers for the duration of a block, and kill all that are left at its end. Raises
-        RunError. With `found`, the workers of a continuing run are alive already, and none is started."""
+        RunError.
+
+        With `restarted`, the run has continued without these workers. With `found`, the workers of a continuing run are
+        alive already, and none is started.
+        """
         try:
             for worker in () if found else tuple(self._places):
                 self.execute_command(StartWorker(worker, restarted=restarted))
@@ -127,9 +131,9 @@ class ProcessManager:
     absent
         Workers that do not take part from the start.
     failures
-        Rehearsed failures of nodes, whose workers are to be killed when an iteration begins.
+        Failures of nodes to inject: their workers are killed when an iteration begins.
     faults_per_hour
-        Number of times that a worker which crashes is started again. 0: start only those of `returns`.
+        Number of times in an hour that a worker which crashes is started again. 0: start only those of `returns`.
     crashes
         Crashes under a previous node 0, which count, too.
     keep
@@ -174,7 +178,7 @@ class ProcessManager:
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
-        """Return the workers that run on a node from the start."""
+        """Return the workers that run on a node from the start; empty for an unknown node."""
         return self._workers_of.get(node, ())
 
     def record_node_started(self, node: int) -> None:
@@ -227,8 +231,8 @@ class ProcessManager:
                 self._start_worker(worker)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Kill the workers whose rehearsed failure is due in `iteration`, which begins, for the first time or again.
-        Raises ForkServerError."""
+        """Kill the workers that are to fail in `iteration`, which begins, for the first time or again. Raises
+        ForkServerError."""
         due = [failure for failure in self._failures if failure.iteration <= iteration]
         self._failures = [failure for failure in self._failures if failure.iteration > iteration]
         for failure in due:
@@ -237,8 +241,8 @@ class ProcessManager:
                     self.kill_worker(worker)
 
     def commit_iteration(self, iteration: int) -> None:
-        """Begin the iteration after `iteration`: kill workers that are to fail, and start workers that are to return.
-        Raises ForkServerError."""
+        """Handle the commit of `iteration`: kill workers that are to fail in the next one, and start those that are to
+        return. Raises ForkServerError."""
         self.begin_iteration(iteration + 1)
         self._iteration = max(self._iteration, iteration + 1)
         self._start_returning_workers()
@@ -262,8 +266,8 @@ class ProcessManager:
 
 
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """Return the workers of a run whose launcher has died, if all their ranks are alive; kill the remaining ranks of
-    others. Raises ForkServerError."""
+    """Return the workers in a fork server `adopted` from a dead launcher that are complete: all their `ranks` processes
+    live. The processes of other workers are killed. Raises ForkServerError."""
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():
         ranks_alive.setdefault(parse_process_name(name), []).append(name)

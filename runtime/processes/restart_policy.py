@@ -38,8 +38,8 @@ CrashTimes = tuple[tuple[Worker, tuple[float, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """Faults of all workers in the last hour, by `time.monotonic`. `limit` is the number of faults that a worker may
-    have. With 0, no worker is started again."""
+    """Faults of all workers in the last hour, by `time.monotonic`. A worker may have `limit` faults in an hour, and is
+    started again after each. With 0, no worker is started again."""
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class FaultHistory:
 
     def with_fault(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["FaultHistory",
                                                                                          RestartDecision]:
-        """Return the history with one more fault of `worker` at time `now`, and the decision that follows. `mates` are
-        all workers of its node."""
+        """Return the history with one more fault of `worker` at time `now`, and the decision when to start the worker
+        again. All workers of its node are in `mates`: if a node has too many faults, its workers stay out."""
         since = now - HOUR_SECONDS
         own_faults = (*(at for at in self.of.get(worker, ()) if at > since), now)
         after = FaultHistory(self.limit, {**self.of, worker: own_faults})

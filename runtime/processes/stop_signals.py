@@ -69,7 +69,7 @@ class StopSignals:
 def handle_stop_signals() -> Iterator[StopSignals]:
     """Handle `SIGNALS` until the end of the block by the `StopSignals` that is yielded.
 
-    Only the main thread of a program receives any.
+    In a thread other than the main one, no signal is handled.
     """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():

@@ -76,11 +76,11 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 def format_process_name(worker: Worker, rank: int) -> str:
-    """Return the fork server's name for a worker's process. If the launcher has died, the name is all that is known of
-    it."""
+    """Return the name of a worker's process in its fork server, from which `parse_process_name` finds the worker. If
+    the launcher has died, the name is all that is known of the process."""
     return f"{worker}/{rank}" if rank else str(worker)
 
 
 def parse_process_name(name: str) -> Worker:
-    """Return the worker that a process name belongs to."""
+    """Return the worker to which a fork server's process with this name belongs."""
     return Worker.parse(name.partition("/")[0])

@@ -125,10 +125,11 @@ class ChallengeAnswer:
 
 def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
                             first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
-    """Perform the connecting end's part of a handshake on a blocking socket, and return the keys.
+    """Perform the connecting end's part of a handshake for a `purpose` on a blocking socket, and return the keys.
 
-    `first` returns the first message with its tag. Raises AuthenticationError, and OSError if the other end is gone or
-    takes longer than the larger of `HELLO_SECONDS` and `patience_seconds`.
+    The function `first` is called with the tags for sending, and returns the first message with its tag. Raises
+    AuthenticationError, and OSError if the other end is gone or takes longer than the larger of `HELLO_SECONDS` and
+    `patience_seconds`.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))
@@ -147,8 +148,8 @@ def create_secret() -> Secret:
 
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
-    """Return the secret made from the text in an environment variable, or in the file that another variable names; None
-    if neither is set. Raises SecretError."""
+    """Return the secret made from the text in the environment variable SLIPSTREAM_SECRET, or in the file that
+    SLIPSTREAM_SECRET_FILE names, which takes precedence; None if neither is set. Raises SecretError."""
     path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
         return _validate_secret(_read_secret_file(Path(path)), f"{SECRET_FILE_VARIABLE}={path}")
@@ -199,7 +200,8 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 
 
 class RefusalLog:
-    """Log of refused connections that stays short: the first ten, then one for each power of ten."""
+    """Log of refused connections that stays short: it calls `say` with a line for each of the first ten, then for one
+    of each power of ten."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -52,8 +52,8 @@ class ProtocolError(ValueError):
 class Decoder(Generic[T]):
     """Decoder for JSON messages whose type is one of a union.
 
-    It is created at import, before any thread starts, and is used once for each type: msgspec crashes if two threads
-    are the first to decode a type at the same moment.
+    It is created at import, before any thread starts, and its constructor decodes each type once: msgspec crashes if
+    two threads are the first to decode a type at the same moment.
     """
 
     def __init__(self, union: object) -> None:
@@ -239,8 +239,8 @@ def _connect_with_retries(address: Rendezvous, timeout_seconds: float, waiting: 
 
 
 def _try_connect(address: Rendezvous, seconds: float) -> socket.socket | None:
-    """Try once to connect. Return the socket, or None if the caller must try again. Raises OSError, also if the other
-    end is gone as soon as it was connected."""
+    """Try once, for `seconds` at most, to connect. Return the socket, or None if TCP has connected it to itself and the
+    caller must try again. Raises OSError, also if the other end is gone as soon as it was connected."""
     connection = socket.create_connection((address.host, address.port), seconds)
     try:
         if connection.getsockname() == connection.getpeername():

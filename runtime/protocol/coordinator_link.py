@@ -31,7 +31,7 @@ RendezvousError."""
 
 
 class CoordinatorLink(Generic[M, S]):
-    """Connection to the present coordinator, or to the last one.
+    """Connection to the present coordinator or, while there is none, to the last one.
 
     Parameters
     ----------

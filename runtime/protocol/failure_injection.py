@@ -28,8 +28,11 @@ Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", 
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """Failure of a worker on purpose, at a given place of an iteration. It happens once in a run, even if the worker
-    returns."""
+    """Failure of a worker on purpose in an iteration, before an op (`place` is its number in the worker's program) or
+    at another point that has a name.
+
+    It happens once in a run, even if the worker returns.
+    """
 
     worker: Worker
     iteration: int
@@ -87,9 +90,11 @@ class Injector:
         self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
 
     def fail_if_due(self, iteration: int, place: Place) -> None:
-        """Fail if a failure is due at this place of an iteration: the number of an op, or a place with a name.
+        """Fail in the way that an injection asks for, if one is due at this place of an iteration: an op, by its number
+        in the program, or a point that has a name (`Place`).
 
-        Raises InjectedError and torch.OutOfMemoryError.
+        Raises InjectedError and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
+        connections, or flip a bit.
         """
         if not self._mine:
             return

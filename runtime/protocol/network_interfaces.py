@@ -45,8 +45,9 @@ def find_address_towards(rendezvous: Rendezvous) -> str:
 
 
 def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Make gloo and NCCL use one network interface, unless their variables name others, and return its address. Workers
-    move layers over that address, too. Raises OSError if this machine has no address on the network of node 0."""
+    """Make gloo and NCCL in this process and its children use one network interface, unless their environment variables
+    name others, and return its address. Workers move layers over that address, too. Raises OSError if this machine has
+    no address on the network of node 0."""
     towards = find_address_towards(rendezvous)
     chosen = choose_interface(list_interfaces(), environment, towards)
     name = "" if chosen is None else chosen.name
@@ -57,7 +58,8 @@ def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str,
 
 
 def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
-    """Return the interface named by gloo's variable, else by NCCL's, else the one with address `towards`, or None.
+    """Return the one of the `known` interfaces that gloo's environment variable names, else the one that NCCL's names,
+    else the one with address `towards`, or None.
 
     If an interface has several addresses, one of the same family as `towards` is chosen.
     """

@@ -114,7 +114,7 @@ class ReportSender:
         self.send_directly(report)
 
     def send_directly(self, report: IterationReport) -> None:
-        """Send a report to node 0 instead of the agent; all later reports of this sender then go there, too."""
+        """Send a report to node 0 instead of the agent; all later reports of this sender then go to node 0, too."""
         self.gathered = False
         self._directly(report)
 

@@ -68,7 +68,8 @@ class ReportsAcknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """Report that the run is over: the agent ends its workers, closes the connection, and ends with this result."""
+    """Message that the run is over, or continues without this node: the agent ends its workers, closes the connection,
+    and ends with this result."""
 
     error: str | None
     """Error that ended the run. None: all iterations are done."""

@@ -97,7 +97,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Order to write layers and to report the digests of all parameters, sent when all iterations are committed."""
+    """Order to write layers and to report the digests of all parameters, sent to the members when all iterations are
+    committed, or when the run or some members end early."""
 
     order: int
     first_iteration: int
@@ -114,11 +115,12 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Message that the run is over: the worker ends."""
+    """Message that the run is over or continues without this worker: the worker ends."""
 
 
 class EndOrder(msgspec.Struct, frozen=True, tag=True):
-    """Message that a member is lost or has stopped with an error: break all connections, and send `Paused`."""
+    """Message that the order ends, because a member is lost or has stopped with an error, or copies of state differ:
+    break all connections, and send `Paused`."""
 
     order: int
     doubted: bool = False
@@ -127,7 +129,8 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `IterationReport`: begin the next iteration, or stop before it, as all members will."""
+    """Answer to `IterationReport`: begin the next iteration or, if `stop` is set, stop before it, as all members
+    will."""
 
     order: int
     iteration: int

@@ -34,28 +34,32 @@ class Backend(Protocol):
     direction, so that no send waits behind a receive."""
 
     def creating_groups(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
-        """Return a context in which groups are created.
+        """Return a context manager, within which `create_group` must be called.
 
-        The function `spared` returns the sockets that other threads have opened meanwhile, which an abort leaves open.
+        Over gloo, an abort shuts down all sockets opened within it, except those that `spared` then returns: sockets
+        that other threads have opened for other purposes.
         """
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a process group, and return it when all members have joined. Raises RuntimeError if one does not."""
 
     def allow_reuse(self, group: Group) -> None:
-        """Prepare a group in which nothing was aborted for use in another generation."""
+        """Let a new generation use a group of an earlier one, in which nothing was aborted."""
 
     def abort_groups(self, groups: Collection[Group]) -> None:
-        """Abort all operations in these groups, from any thread, without waiting until they end."""
+        """Start to abort the pending operations of these groups (over gloo, of all groups). Any thread may call
+        this."""
 
     def failure_reason(self, group: Group) -> str | None:
         """Return why a group is no longer usable, here or at its other members; None if it is usable."""
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:
-        """Return whether no pending operation of these groups can write to a tensor."""
+        """Return whether no operation of these groups can still write to a tensor. To be called repeatedly after an
+        abort."""
 
     def count_started(self, group: Group) -> int:
-        """Return the number of operations that this process has started in the group since its creation."""
+        """Return the number of operations that this process has started in the group since its creation. A group is
+        reused only if all members have started equally many; 0 if groups of this backend are not reused."""
 
     def close_groups(self, groups: Collection[Group]) -> None:
-        """Close groups that are no longer used."""
+        """Release groups that are no longer used. Over gloo, this may wait without limit."""

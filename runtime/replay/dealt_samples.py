@@ -44,7 +44,7 @@ They should be `schedules.dealing.Costs`, and are checked when used.
 
 def find_cost_function(data: Data, training: TrainingConfig,
                        layers_by_stage: Sequence[LayerRange]) -> CostFunction | None:
-    """Return the function that gives the costs of an iteration's samples.
+    """Return the function that maps an iteration to the costs of its samples (`schedules.dealing.Costs`).
 
     Returns None if no costs are known, or samples are not dealt. The costs come from the data, or follow from the
     lengths of their documents. The argument `layers_by_stage` has the model's layers of each stage.
@@ -66,7 +66,7 @@ def _cost_function_by_length(data: Data, known: LengthCosts, layers_by_stage: Se
 
 
 def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
-    """Return the model's layers of each stage that a micro-batch passes."""
+    """Return the model's layers of each stage that a micro-batch passes, in order."""
     return [placement.model_range(grid.layers_of(stage)) for stage in range(grid.depth)]
 
 
@@ -139,9 +139,11 @@ class DealtSamples:
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
     def __call__(self, name: Microbatch) -> Microbatch:
-        """Return the sample that a micro-batch of the schedule gets in its iteration, named like a micro-batch.
+        """Return the sample that a micro-batch of the schedule gets in its iteration, after waiting until samples are
+        dealt.
 
-        Raises ConfigError if the costs are unusable.
+        The sample is named by the micro-batch that would have it without dealing. Raises ConfigError if the costs are
+        unusable, and any error of `require`.
         """
         if self._pool is None:
             return name

@@ -22,22 +22,24 @@ from slipstream.schedules.schedule import Schedule
 
 
 class EvaluationMode:
-    """The modules that are in evaluation mode, which turns off dropout.
+    """Switch of modules to evaluation mode, which turns off dropout, and back.
 
-    If the evaluating thread is stuck and abandoned, another thread ends the mode, because the modules are used again.
+    If the evaluating thread is stuck and abandoned, another thread calls `leave_mode`, because the modules are used
+    again.
     """
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
 
     def enter_mode(self, modules: Iterable[nn.Module]) -> None:
-        """Put modules into evaluation mode."""
+        """Put modules and their submodules into evaluation mode until `leave_mode`."""
         self._modules = [submodule for module in modules for submodule in module.modules() if submodule.training]
         for submodule in self._modules:
             submodule.training = False
 
     def leave_mode(self) -> None:
-        """Restore the mode of each module; does nothing if that was done before."""
+        """Put the modules that `enter_mode` has changed back into training mode; does nothing if that was done
+        before."""
         modules, self._modules = self._modules, []
         for module in modules:
             module.training = True
@@ -73,9 +75,9 @@ class Evaluation:
             recorder=self._recorder, before_op=before_op)
 
     def run(self) -> float:
-        """Return this worker's part of the mean loss of the validation data; the parts of all workers sum to it.
+        """Evaluate together with all members: return this worker's part of the mean loss of the validation data.
 
-        Raises CommunicationError, and any error of `before_op`.
+        The parts of all workers sum to that loss. Raises CommunicationError, and any error of `before_op`.
         """
         self._exchange.add_iterations(self._iterations)
         total = 0.0

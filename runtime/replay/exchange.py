@@ -45,13 +45,16 @@ class _SentTensor(NamedTuple):
 
 
 class Exchange:
-    """Inputs and outputs of one worker's ops, for `iterations` rounds of the same schedule.
+    """Inputs and outputs of one worker's ops, for one run of a schedule in each iteration of the range `iterations`.
 
     A worker issues its transfers in the order of their numbers (`schedules.worker_programs`), which is consistent with
     the order of the ops: on every worker, a tensor that must be sent before another can arrive is computed by the time
     the other is needed. So there is no cycle of waits, even if transfers run strictly one after the other, as in one
     NCCL group. Over gloo, where they do not, receives are posted ahead of sends: a tensor whose receive is posted
     travels at once, otherwise it takes two more messages.
+
+    If an iteration is discarded and run again, the second run is numbered like the next iteration: arguments
+    `iteration` are the iteration's number plus the number of runs discarded so far.
 
     Parameters
     ----------
@@ -84,7 +87,8 @@ class Exchange:
         self._sent: list[_SentTensor] = []
 
     def put_output(self, iteration: int, name: TensorName, value: Value) -> None:
-        """Pass on the output of an op; a send continues while the worker computes. Raises CommunicationError."""
+        """Pass the output of an op to the op that takes it as its input `name`, on this worker or another one. A send
+        continues while this worker computes. Raises CommunicationError."""
         number = self._transfer_number(iteration, name)
         if number is None:
             self._local[name] = value
@@ -119,7 +123,7 @@ class Exchange:
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
-        """Release the tensors that were sent in the iteration before this one. Raises CommunicationError.
+        """Release, at the end of an iteration, the tensors that were sent in earlier ones. Raises CommunicationError.
 
         They arrived long ago. A wait for the tensors that were sent just now could delay the next iteration.
         """
@@ -162,7 +166,7 @@ class Exchange:
         self._post_receives()
 
     def _post_receives(self) -> None:
-        """Post the next receives.
+        """Start the next receives, of which at most `MAX_POSTED_RECEIVES` are pending.
 
         If transfers are ordered, stop at the next send and at the end of the iteration, because a host that waits for
         its device also waits for these receives.

@@ -42,7 +42,7 @@ class _ProgramStep(NamedTuple):
 
 
 class Executor:
-    """One live worker of a schedule, with the slices that it runs and its optimizer steps.
+    """Runner of one live worker's program: its ops on its slices, its reductions, and its optimizer steps.
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
@@ -86,8 +86,9 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration to a commit point, and return this worker's part of the mean loss.
 
-        The part is 0 if none of its layers contributes to the loss. The iteration is run again if it began on a wrongly
-        guessed step. Raises CommunicationError, and any error of `before_op`.
+        The part is 0 if none of its layers contributes to the loss. If the iteration began on a wrongly guessed step,
+        it is discarded and run again. Raises CommunicationError, and any error of the functions called before ops,
+        exchanges and steps.
         """
         self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
@@ -98,7 +99,8 @@ class Executor:
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
-        """Run the forwards of one iteration of validation data, and return this worker's part of the mean loss."""
+        """Run one iteration of validation data on a program of forwards alone, and return this worker's part of the
+        mean loss."""
         self._iteration = iteration
         self._run_program()
         self._exchange.end_iteration()
@@ -126,10 +128,11 @@ class Executor:
         return True
 
     def regather_parameters(self) -> None:
-        """Gather the parameters of a step again after a wrong guess; all workers do so at the same place.
+        """Gather the parameters again after a wrongly guessed step was corrected, reach a commit point, and end the
+        void state.
 
-        The parameters are whole only after a commit point, because the step may have been committed long ago. Raises
-        CommunicationError.
+        All members call this at the same point of the iteration. Only after a commit point are gathered parameters
+        known to be right. Raises CommunicationError.
         """
         assert self._steps.validated is not None
         self._gather_parameters()
@@ -220,7 +223,8 @@ class Executor:
             self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Gather the parameters of all ranges, with all transfers in progress at the same time."""
+        """Gather the parameters of all ranges with sharded state from their owners, with all transfers in progress at
+        once."""
         self._holding.mark_gathering(self._steps.iteration)
         for finish in [self._parts.start_gather(*flat) for flat in self._holding.flat_parameters()]:
             finish()
@@ -272,7 +276,7 @@ def _computes_after_reducing(program: Sequence[_ProgramStep]) -> bool:
 
 
 def _mark_gathered(holding: HeldLayers, steps: StepController, iteration: int) -> None:
-    """Mark gathered parameters as valid after a step was validated, if the guess was right."""
+    """Mark the gathered parameters as those after `iteration`, if the guess of its step, now validated, was right."""
     if steps.state is StepState.FINAL:
         holding.mark_gathered(iteration)
 

@@ -143,7 +143,7 @@ class GlooWork:
         self._waits = waits
 
     def wait(self) -> None:
-        """Wait until the operation is done. Raises RuntimeError."""
+        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was ended."""
         self._waits.run_call(self._work.wait)
 
 
@@ -162,7 +162,7 @@ class GlooGroup:
         self.waits = waits
 
     def join_members(self, meeting: GroupRendezvous, devices: Sequence[GlooDevice]) -> None:
-        """Create torch's group, and return when all members have joined. Raises RuntimeError."""
+        """Create torch's group, and return when all members have joined. Raises RuntimeError if one does not."""
         self._torch_group_slot.append(create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT,
                                                         devices))
 
@@ -181,7 +181,8 @@ class GlooGroup:
         return lambda *arguments: self._as_interruptible(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive tensors from a rank."""
+        """Start to receive tensors from the member of rank `source`, which sends them with the same `tag`. The wait of
+        the returned work can be ended (`InterruptibleCalls`), unless the tensors are small."""
         work = self._open_group.recv(tensors, source, tag)
         return work if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES else self._as_interruptible(work)
 

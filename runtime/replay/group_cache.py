@@ -78,7 +78,7 @@ class GroupCache:
         """Groups that no session uses, by name."""
 
     def close_idle(self) -> None:
-        """Close the groups that no session uses."""
+        """Close the groups that no session uses. Over gloo, this may wait without limit."""
         idle, self.idle = self.idle, {}
         _close_groups([*idle.values()])
 
@@ -112,7 +112,7 @@ class GenerationGroups:
         _close_in_background([*idle.values()])
 
     def create_missing(self, wanted: Iterable[GroupSpec]) -> None:
-        """Create those of the wanted groups that do not exist yet."""
+        """Create those of the wanted groups that do not exist yet, and return when all of their members have joined."""
         self.raise_if_ended()
         missing = sorted((spec for spec in wanted if spec.name not in self._groups), key=lambda spec: spec.creation_key)
         for backend in self.links.backends:  # separately: gloo's abort shuts all sockets opened meanwhile
@@ -133,7 +133,8 @@ class GenerationGroups:
         return {name: held.group for name, held in self._groups.items()}
 
     def open_store(self, purpose: str, members: int = 1) -> GroupStore:
-        """Return a store in which `members` processes of this generation exchange values, for one named purpose."""
+        """Return a store for one named purpose, shared by the processes of this generation that open it by this name.
+        In it, a wait for the key `NAME/RANK` waits for the keys of all ranks below `members`."""
         return GroupStore(self._store, self._key_prefix(purpose), TRANSFER_TIMEOUT, self.raise_if_ended, members)
 
     def raise_if_ended(self) -> None:
@@ -157,13 +158,14 @@ class GenerationGroups:
                      if (lost := held.spec.backend.failure_reason(held.group)) is not None), None)
 
     def is_quiescent(self) -> bool:
-        """Return whether no pending operation of these groups can write to a tensor."""
+        """Return whether no operation of these groups can still write to a tensor."""
         held = (*self._groups.values(), *self._aborted_groups)
         return all(backend.is_quiescent([entry.group for entry in held if entry.spec.backend is backend])
                    for backend in self.links.backends)
 
     def release(self) -> None:
-        """Leave the groups in which nothing was aborted to the next generation."""
+        """Leave the groups in which nothing was aborted to the next generation; `close` closes the others. A later
+        `abort` has no effect."""
         with self._lock:
             self._released = True
             held, self._groups = self._groups, {}
@@ -223,7 +225,7 @@ class GenerationGroups:
 
 
 def _close_groups(held: list[_CachedGroup]) -> None:
-    """Close groups. For NCCL, the references in the list are the last ones."""
+    """Close groups and empty the list, so that this thread drops the last references to NCCL groups."""
     for backend in {id(entry.spec.backend): entry.spec.backend for entry in held}.values():
         backend.close_groups([entry.group for entry in held if entry.spec.backend is backend])
     while held:

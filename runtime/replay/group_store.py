@@ -61,7 +61,7 @@ class GroupStore(Store):
         """Values that this process has set or fetched, by key."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Set the value of a key."""
+        """Set the value of a key that has none."""
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]
         self._values[key] = bytes(value)
 
@@ -83,7 +83,8 @@ class GroupStore(Store):
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for the values of keys. Raises DistStoreError if they do not arrive in time."""
+        """Wait until keys have values, and fetch these. Raises any error of `require`, and DistStoreError after
+        `timeout`. If `timeout` is None, the limit is `wait_for`."""
         missing = sorted({other for key in keys for other in self._keys_of_all_ranks(key)} - self._values.keys())
         if not missing:
             return
@@ -98,7 +99,8 @@ class GroupStore(Store):
         self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))
 
     def drop_end_check(self) -> None:
-        """Drop `require` after all members have joined: torch keeps this store, and nothing waits in it any more."""
+        """Stop calling `require`, after all members have joined: torch keeps this store, and nothing waits in it any
+        more."""
         self._require = lambda: None
 
     def _keys_of_all_ranks(self, key: str) -> list[str]:

@@ -20,7 +20,7 @@ class Membership(NamedTuple):
     other."""
 
     def peer_process(self, worker: Worker) -> str:
-        """Return the name of the process of a worker with which this process communicates."""
+        """Return the name of the process of a worker with which this process communicates: that of the same rank."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
     def processes_of_worker(self, worker: Worker) -> tuple[str, ...]:

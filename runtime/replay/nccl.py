@@ -81,7 +81,8 @@ class Communicator:
             raise RuntimeError(self._failure)
 
     def start_connecting(self, *, directed: bool) -> None:
-        """Start the thread that connects. If the generation ends meanwhile, the thread aborts the connection."""
+        """Start to connect all members in a new thread, without waiting; `directed` as in `connect`. If the generation
+        ends meanwhile, the thread aborts the connection."""
         threading.Thread(target=self._connect_and_probe, args=(directed,), daemon=True, name="connecting").start()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
@@ -93,11 +94,12 @@ class Communicator:
         return self._failure or self._nccl.watchdog_error()
 
     def allow_reuse(self) -> None:
-        """Allow another generation to use the communicator."""
+        """Accept operations again, of another generation."""
         self._generation_ended = False
 
     def refuse_operations(self) -> None:
-        """Refuse new operations. The caller must then call `abort_unless_quiescent` in another thread."""
+        """Refuse new operations, as the generation has ended. The caller must then call `abort_unless_quiescent` in
+        another thread."""
         self._abort_undecided, self._generation_ended = True, True
         self._connecting_ended.set()
 
@@ -204,7 +206,7 @@ class NcclBackend:
         self._aborts = 0
 
     def creating_groups(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Return an empty context; nothing needs to be done. See `Backend`."""
+        """Return a context manager that does nothing. See `Backend`."""
         return contextlib.nullcontext()
 
     def create_group(self, meeting: GroupRendezvous) -> Group:

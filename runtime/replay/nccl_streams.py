@@ -36,7 +36,7 @@ class StreamRotation:
 
     @contextmanager
     def reserve_stream(self, communicator: object) -> Iterator[None]:
-        """Make torch give the communicator that connects in this block a stream of its own, if one is free."""
+        """Make torch give the communicator that connects within this context a stream of its own, if one is free."""
         with self._lock:
             before = self._skip_used()
         try:

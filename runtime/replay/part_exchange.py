@@ -34,9 +34,10 @@ class PartExchange:
 
     def reduce_gradients(self, layers: LayerRange, gradients: Tensor, cut: StatePartition,
                          copies: Mapping[Span, Tensor]) -> None:
-        """Sum the gradients of a range over the workers that hold it, each part at its owner.
+        """Sum the gradients of a range over the workers that hold it: each owner of a part gets the part's sums in
+        `gradients`.
 
-        The buffers in `copies` get the sums of the parts that this worker copies. They are complete when
+        The buffers in `copies` get the sums of the parts of which this worker is the buddy. They are complete when
         `wait_for_copies` returns; until then the gradients must not change.
 
         Over gloo, sums are always in the order of the members. Over NCCL, if members have been lost since the partition
@@ -76,8 +77,8 @@ class PartExchange:
                            copies: Mapping[Span, Tensor]) -> None:
         """Give each owner of a part the sums of the part's gradients, and start to copy these to its buddy.
 
-        Two collectives, because point-to-point transfers in one group would wait for each other if buddies form a
-        circle.
+        This worker is member number `place`. Two collectives are used, because point-to-point transfers in one group
+        would wait for each other if buddies form a circle.
         """
         length, count = cut.spans[0][1], len(cut.members)
         total = torch.empty_like(gradients[:length])
@@ -93,8 +94,8 @@ class PartExchange:
 
     def _send_copies(self, group: Group, place: int, cut: StatePartition, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
-        """Start to send the sums of own parts to their buddies, and to receive the sums of parts that this worker
-        copies."""
+        """Start to send the sums of own parts to their buddies, and to receive the sums of parts into `copies`. This
+        worker is member number `place`; `parts` has number, owner and gradients of each part."""
         works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
         for number, owner, part in parts:
             buddy = cut.buddies[number]
@@ -121,9 +122,10 @@ class PartExchange:
                     target.copy_(source)
 
     def start_gather(self, layers: LayerRange, parameters: Tensor, cut: StatePartition) -> Callable[[], None]:
-        """Start to send each part of a range's parameters from its owner to all other members.
+        """Start to send each part of a range's flat parameters from its owner to all other members.
 
-        Returns a function that waits for the parts of the others. Both raise CommunicationError.
+        Returns a function that waits until `parameters` contains all parts; until then they must not be used. Both
+        raise CommunicationError.
         """
         group = self._session.sharer_group(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
@@ -169,13 +171,13 @@ def _has_all_members(cut: StatePartition) -> bool:
 
 
 def _nonempty_parts(cut: StatePartition) -> list[tuple[int, int, Span]]:
-    """Return number, owner (its index among the members) and span of each part that has elements."""
+    """Return (number, owner, span) of each part that has elements, with the owner's index among the members."""
     return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
             if span[0] < span[1]]
 
 
 def _transfer_tag(kind: int, part: int) -> int:
-    """Return the tag of a transfer of part number `part`, for a reduction, a copy or a gather (`kind`).
+    """Return the tag of a transfer of part number `part`; `kind` is `_REDUCE`, `_COPY` or `_GATHER`.
 
     A member can own several parts after others have failed.
     """
@@ -183,7 +185,7 @@ def _transfer_tag(kind: int, part: int) -> int:
 
 
 def _sum_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Sum tensors in this order into `total`, which may be one of them."""
+    """Sum tensors in the order of the list, in float32 or wider, into `total`, which may be one of them."""
     accumulated = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         accumulated.add_(part)

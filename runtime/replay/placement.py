@@ -66,7 +66,8 @@ class Placement:
         return self._in_columns[held]
 
     def schedule_layers(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
-        """Return the layers of schedules that lie completely in `layers`, as ascending ranges that do not touch."""
+        """Return the schedules' layers that consist only of the model's `layers`, as ascending ranges that do not
+        touch."""
         key = frozenset(layers)
         if key not in self._in_schedules:
             self._in_schedules[key] = merge_ranges(
@@ -80,8 +81,8 @@ class Placement:
                     if layer in range(*self.model_range(layers)))
 
     def all_reductions(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
-        """Return each range of layers whose gradients are summed together, ascending, with all live workers that take
-        part."""
+        """Return the ranges of the model's layers whose gradients are summed together, ascending, each with all live
+        workers that take part."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
         by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
                       for program in schedule.programs]
@@ -91,18 +92,18 @@ class Placement:
         return {self.model_range(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
 
     def reductions_of(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
-        """Return the ranges of layers whose gradients a worker sums with others, ascending, each with all workers that
-        do."""
+        """Return the ranges of layers by which a worker reduces its gradients, ascending, each with all workers that
+        take part. The ranges cover all layers that the worker holds."""
         if isinstance(schedule, WorkerSchedule):
             return {self.model_range(layers): list(workers) for layers, workers in schedule.sums}
         return {layers: workers for layers, workers in self.all_reductions(schedule).items() if worker in workers}
 
     def sharers_of_sums(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[GradientKey,
                                                                                             Sequence[Worker]]:
-        """Return the workers that take part in each sum of gradients of a worker.
+        """Return, for each sum of gradients that a worker takes part in, all workers that take part.
 
-        Keys are ranges of layers (`reductions_of`), and `LAYER.NAME`, in the first layer, of each parameter that layers
-        share.
+        Keys are ranges of layers (`reductions_of`), and, for each parameter that layers share, its `LAYER.NAME` in the
+        first of them.
         """
         sharers_of: dict[GradientKey, Sequence[Worker]] = {}
         for layers, workers in self.reductions_of(schedule, worker).items():
@@ -160,9 +161,10 @@ def place_layers(grid: Grid, layers: int) -> Placement:
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
-    """Return the number of layers of each stage, of `layers` in all.
+    """Return the number of the model's layers in each stage; the model has `layers` of them.
 
-    If `counts` has only decoder layers, the embedding is added to the first stage and the head to the last.
+    If `counts`, the layers by stage, leave out the embedding and the head, these are added to the first and the last
+    stage.
     """
     if sum(counts) + END_LAYERS != layers:
         return counts

@@ -88,7 +88,7 @@ class Recorder:
         return _elapsed_seconds(self._start, self._end)
 
     def traced_ops(self) -> tuple[MeasuredOp, ...]:
-        """Return start and end of each op of a traced iteration, in seconds of the shared clock.
+        """Return start and end of each op, in seconds of the shared clock; empty if the iteration is not traced.
 
         Call `window_seconds` before.
         """

@@ -101,7 +101,8 @@ class GenerationSession:
     def connect(self, sharers: Mapping[GradientKey, Sequence[Worker]] = {}, *,
                 pairs: Collection[tuple[Worker, Worker]] | None = None, sums: bool = False, bytes_too: bool = False
                 ) -> Self:
-        """Connect to the workers that this worker communicates with, reusing groups of earlier generations.
+        """Connect to the workers that this worker communicates with, reusing groups of earlier generations; return this
+        session.
 
         Parameters
         ----------
@@ -145,7 +146,8 @@ class GenerationSession:
             return OutgoingTensor(work, payload, target)
 
     def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
-        """Send a tensor through pinned host memory once the device has computed it, without blocking the host."""
+        """Send a tensor through pinned host memory once the device has computed it, without blocking the host. Returns
+        a future of the work of the transfer."""
         begun, payload = Future[Work](), torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
         def send() -> None:
@@ -189,8 +191,8 @@ class GenerationSession:
                 tensor.copy_(total)
 
     def sharer_group(self, layers: LayerRange) -> Group | None:
-        """Return the group of the workers that sum the gradients of a range, in ascending order; None if no other
-        worker does."""
+        """Return the group of all workers that sum the gradients of a range, ranked in ascending order; None if this
+        worker is the only one."""
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
@@ -250,7 +252,7 @@ class GenerationSession:
         return self._groups.groups_by_name()
 
     def is_quiescent(self) -> bool:
-        """Return whether no pending operation of this session can write to a tensor."""
+        """Return whether no operation of this session can still write to a tensor."""
         return self._groups.is_quiescent()
 
     def reduce_in_background(self, reduce: Callable[[], None]) -> None:
@@ -393,7 +395,7 @@ class GenerationSession:
                                                            else "and")[0])
 
     def _wait_for_device(self) -> None:
-        """Wait for the device.
+        """Wait until a GPU has completed what this thread has issued in its current stream.
 
         A thread in this call is never abandoned (`runtime.replay.stuck_calls`), because the device would continue.
         """
@@ -408,7 +410,8 @@ class GenerationSession:
 
 @contextmanager
 def _registered_wait(what: str) -> Iterator[None]:
-    """Register a wait for another thread. If that thread is stuck in a process group, both are abandoned."""
+    """Register that this thread waits for another one within this context. If that one is stuck in a process group,
+    both threads are abandoned."""
     OPEN_CALLS.enter_call(what)
     try:
         yield
@@ -417,7 +420,8 @@ def _registered_wait(what: str) -> Iterator[None]:
 
 
 def _measure_offset(group: Group) -> tuple[float, float]:
-    """Return the duration of one round trip, and the clock offset that it gives."""
+    """Return the seconds of one round trip to the group's first member, and those to add to this clock to get that
+    member's."""
     asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
     group.recv([answer], 0, 0).wait()

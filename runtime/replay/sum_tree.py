@@ -72,7 +72,8 @@ class SumTree:
 
 
 def _exchange_with_parent(above: Group, payload: Tensor) -> None:
-    """Send the sum of a subtree to the parent, and receive the sum of all processes."""
+    """Send `payload`, the sum of a subtree, to the parent through the group `above`; replace it by the sum of all
+    processes."""
     total = torch.empty_like(payload)
     arriving = above.recv([total], 0, _DOWN)  # posted before the send, so that the answer arrives at once
     above.send([payload], 0, _UP).wait()

@@ -10,9 +10,10 @@ Transport = Literal["gloo", "nccl"]
 
 
 def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shared: bool) -> Transport:
-    """Return "nccl" if each of a machine's workers has a GPU of its own, or may share one; else "gloo".
+    """Return "nccl" if each of a machine's `workers` has one of its `cards` (GPUs), or may share one; else "gloo".
 
-    Raises ConfigError if NCCL is requested and cannot work: by itself, it refuses two workers on one GPU.
+    The configured backend `wanted`, if not "auto", prevails. Raises ConfigError if it is "nccl" and that cannot work:
+    by itself, NCCL refuses two workers on one GPU.
     """
     able = device == "cuda" and cards > 0 and (workers <= cards or shared)
     if wanted == "nccl" and not able:
@@ -25,7 +26,7 @@ def choose_transport(wanted: str, device: str, workers: int, cards: int, *, shar
 def set_own_nccl_host(process: str) -> None:
     """Make NCCL treat this process as the only one on its host, so that it may share a GPU with others.
 
-    NCCL refuses two ranks with the same host and GPU, and takes the host's name from NCCL_HOSTID (NCCL's init.cc and
-    utils.cc). Must be called before the first communicator is created.
+    The name `process` must be unique on this machine. NCCL refuses two ranks with the same host and GPU, and takes the
+    host's name from NCCL_HOSTID (NCCL's init.cc and utils.cc). Must be called before the first communicator is created.
     """
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {process}"

@@ -153,8 +153,8 @@ class _Measurer:
         return Measurement(stages, all_reduce, gather, transfer, network, waiting, outside)
 
     def _measure_outside_bytes(self) -> int:
-        """Return the memory that this process uses of its GPU besides torch's tensors. All processes that share a GPU
-        are assumed to use the same amount."""
+        """Return the bytes that this process uses of its GPU besides torch's tensors; 0 without a GPU. All processes
+        that share a GPU are assumed to use the same amount."""
         task = self._task
         if self._device.type == "cpu":
             return 0
@@ -197,7 +197,7 @@ class _Measurer:
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
         """Yield rows of `StageProfile.by_lengths` for samples that are divided into 1, 2, 4, ... documents: first for
-        samples of the whole context, then of half of it.
+        samples of the whole context, then of half of it. Yields none unless the task asks for them.
 
         Each value is the median of several rounds.
         """
@@ -224,8 +224,8 @@ class _Measurer:
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return the bytes that a micro-batch takes in stage `index` if all its layers are recomputed, as
-        `recomputed_bytes`.
+        """Return, by the name `recomputed_bytes`, the bytes of a micro-batch in stage `index` if all its layers are
+        recomputed.
 
         The result is empty unless the planner may choose recomputation.
         """
@@ -245,11 +245,11 @@ class _Measurer:
 
     def _measure_communication(self, session: GenerationSession, everyone: Sequence[Worker]
                                ) -> tuple[list[float], list[float], float]:
-        """Measure collectives and transfers.
+        """Measure collectives and transfers, together with all other processes.
 
         Returns the seconds of each stage's all-reduce, of gathering each stage's parameters if the optimizer's state is
-        sharded, and of a transfer of the largest activation. All ranks of a worker measure at the same time, each with
-        the ranks of its own index.
+        sharded (else 0), and of a transfer of the largest activation. All ranks of a worker measure at the same time,
+        each with the ranks of its own index.
         """
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
@@ -383,7 +383,8 @@ class _Measurer:
 
 def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
                      device: torch.device) -> float:
-    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker to the second and back."""
+    """Return the seconds that a tensor of shape and dtype `form` takes from the first worker to the second and back.
+    This process is of worker number `worker`; the result is 0 unless that is one of the two."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -407,7 +408,7 @@ def _count_bytes(form: TensorForm) -> int:
 
 
 def measure(data: bytes) -> bytes:
-    """Run one measuring process: decode its task, and return the encoded results."""
+    """Run one measuring process: decode its `MeasuringTask`, and return the encoded `Measurement`."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
     if task.config.training.share_devices:

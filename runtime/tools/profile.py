@@ -72,9 +72,10 @@ def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copi
     """Measure the ops, memory and transfers of the stages that hold these ranges of the model's layers.
 
     The number of `workers` of the whole job and the number of `copies` of each stage determine how many workers measure
-    at a time; `microbatches`, the number of all pipelines, determines the scale of the loss. With `by_lengths`, ops are
-    measured also with samples of several documents and of half the length. A `fork_server` may serve several profiles,
-    one after the other. Raises ConfigError and ProfileError.
+    at a time; `microbatches`, the number of all pipelines, determines the scale of the loss. Times are medians of
+    `rounds` measurements. With `by_lengths`, ops are measured also with samples of several documents and of half the
+    length. A `fork_server` may serve several profiles, one after the other; None: start one. Raises ConfigError and
+    ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -104,7 +105,8 @@ def profile_stages(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copi
 
 
 def _run_tasks(tasks: Sequence[MeasuringTask], fork_server: ForkServer | None) -> list[Measurement]:
-    """Run one process for each task, all at the same time, and return their results. No process is left at the end."""
+    """Run one process for each task, all at the same time, and return their results in order. Raises ProfileError. No
+    process is left at the end."""
     try:
         with ChildProcesses("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
             return [_ANSWER.decode(answer) for answer in children.collect_results(TIMEOUT_SECONDS)]

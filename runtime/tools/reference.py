@@ -48,11 +48,12 @@ class ReferenceResult:
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
                   device: torch.device = CPU) -> ReferenceResult:
-    """Train the whole model in this process on the micro-batches that all pipelines together read.
+    """Train the whole model in this process on the micro-batches that all pipelines together read, and return the
+    result.
 
-    Uses as many threads as a worker: with one thread for each core, threads would mostly wait for each other in the ops
-    of a small model. `microbatches` holds one number for each pipeline. Raises ConfigError if the model or the text
-    cannot be loaded.
+    The number of micro-batches of each pipeline is in `microbatches`. Uses as many threads as a worker: with one thread
+    for each core, threads would mostly wait for each other in the ops of a small model. Raises ConfigError if the model
+    or the text cannot be loaded.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(config.training.threads)
@@ -124,12 +125,13 @@ class PlainSteps(OptimizerSteps):
                          config)
 
     def compute_squares(self) -> list[float]:
-        """Return the sum of squares of the gradient of each parameter that the optimizer steps."""
+        """Return the sum of squares of each parameter's gradient, except for parameters with a step rule of their
+        layer. They give the norm by which gradients are clipped."""
         return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
                 if parameter.grad is not None]
 
     def _without_rules(self) -> list[nn.Parameter]:
-        """Return all parameters except those that a step rule of their layer steps."""
+        """Return all trained parameters except those with a step rule of their layer."""
         return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
@@ -147,7 +149,7 @@ class PlainSteps(OptimizerSteps):
                 parameter.copy_(stepped)
 
     def get_master_weights(self) -> dict[str, Tensor]:
-        """Return the float32 master weights of bfloat16 parameters by "layer.name"."""
+        """Return the stepped weights by "layer.name": the float32 master weights of bfloat16 parameters."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 

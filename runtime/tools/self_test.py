@@ -42,7 +42,8 @@ _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
 class SelfTest(ChildProcesses):
-    """Test with two processes, which start when the object is created and end when it is closed."""
+    """Test that two processes can connect and exchange tensors over gloo. The processes start when the object is
+    created and end when it is closed."""
 
     def __init__(self) -> None:
         self._store, opened = host_store()
@@ -50,7 +51,7 @@ class SelfTest(ChildProcesses):
         super().__init__("slipstream.runtime.tools.self_test:run_test_process", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
-        """Wait up to `timeout` seconds for both processes, and return the result of the second one. Raises
+        """Wait up to `timeout` seconds for both processes, and return the times that the second one measured. Raises
         SelfTestError."""
         try:
             return _RESULT.decode(self.collect_results(timeout)[1])

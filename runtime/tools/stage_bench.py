@@ -97,8 +97,8 @@ class StageBench:
                 seconds["backward_input"], seconds["backward_weight"])
 
     def keep_member_part(self, members: int) -> None:
-        """Drop the optimizer state of the stage except for the part that one of `members` workers stores; its values
-        are initialized again."""
+        """Keep only the part of the stage's optimizer state that one of `members` workers stores, with its values
+        initialized again."""
         self._holding = HeldLayers(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(count_elements(module).cut for module in self._holding.modules.values())
@@ -106,8 +106,8 @@ class StageBench:
         self._holding.hold_layers(self._holding.modules, {self._stage.layers: partition}, workers[0], [], -1)
 
     def measure_round(self) -> dict[str, float]:
-        """Return the mean seconds of F, I and W for a micro-batch and the seconds of a step, by the names of
-        `StageProfile`. The mean is over a row of `ROW_MICROBATCHES` micro-batches."""
+        """Run and time the ops of a few micro-batches and a step; return the seconds, by the names of `StageProfile`.
+        Those of F, I and W are the mean over a row of `ROW_MICROBATCHES` micro-batches."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW_MICROBATCHES)]
         self._rounds += 1
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives), 5e-4)

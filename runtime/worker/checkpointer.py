@@ -55,8 +55,11 @@ class Checkpointer:
         self._damaged: set[int] = set()
 
     def is_due(self, iteration: int, asked: int | None) -> bool:
-        """Return whether the state before an iteration is to be saved. `asked` is the iteration before which node 0 has
-        asked all members to save; None if it has not."""
+        """Return whether the state before an iteration is to be saved: before iterations at the configured interval.
+
+        Without an interval, it is saved before iteration `asked`, for which node 0 has asked all members; None: for no
+        iteration yet.
+        """
         if self._every is None:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
@@ -85,8 +88,8 @@ class Checkpointer:
                 self._saving.wait()
 
     def drop_later(self, iteration: int) -> None:
-        """Drop checkpoints of iterations after `iteration`, to which all workers return, as no worker could read them.
-        They will be saved again."""
+        """Remove the checkpoints of iterations after `iteration`, to which all workers return because no later one is
+        readable. They will be saved again."""
         self._damaged = {damaged for damaged in self._damaged if damaged <= iteration}
         if self._every != 0:
             remove_newer(self._folder, iteration)
@@ -99,8 +102,8 @@ class Checkpointer:
         return tuple(sorted(found - self._damaged))
 
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-        """Return the states of some layers before an iteration; empty if layers are as they were built. Raises
-        CheckpointError; the iteration is then no longer among `list_iterations`."""
+        """Return the states of some layers before an iteration, by layer and tensor; empty if they are then as built.
+        Raises CheckpointError; the iteration is then no longer among `list_iterations`."""
         try:
             if iteration == 0:
                 return {}
@@ -115,7 +118,7 @@ class Checkpointer:
             raise
 
     def _open_initial_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that the run began from, or None if newer ones have replaced it."""
+        """Return the checkpoint that the run began from; None if there is none, or a newer one is in its place."""
         if self._resume is None:
             return None
         try:
@@ -125,8 +128,11 @@ class Checkpointer:
         return checkpoint if checkpoint.iteration == self._first else None
 
     def _report_saved(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
-        """Report that saving has succeeded or failed. Called in the thread that wrote. The reported time is the most
-        that training can have lost: the wait, and what that thread has computed."""
+        """Report to the coordinator that saving has succeeded, or failed with `error`. Called in the thread that wrote.
+
+        The reported time is the most that training can have lost: the wait, `held_up` seconds, and what that thread has
+        computed.
+        """
         if error is not None:
             self._tell(Note(self._worker, str(error)))
         self._tell(CheckpointSaved(self._worker, iteration, held_up + time.thread_time(),

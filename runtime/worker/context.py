@@ -77,13 +77,13 @@ class WorkerContext:
         return 0 if self.group is None else self.group.rank()
 
     def list_lasting_sockets(self) -> Sockets:
-        """Return the sockets that outlive an order."""
+        """Return the sockets that outlive an order: those of layers that are sent or received."""
         return self.layer_sender.list_sockets() | self.layer_receiver.list_sockets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderContext:
-    """Objects of one order for training, for the code that carries it out on this worker."""
+    """Objects of one order for training, which the code that carries it out on this worker passes on."""
 
     context: WorkerContext
     order: Train

@@ -108,7 +108,8 @@ class GenerationRunner:
         self._reports.handle_acknowledgement(message)
 
     def abandon_if_stuck(self) -> None:
-        """Abandon the thread if it is stuck in a process group after the order has ended, and continue without it.
+        """Abandon the thread of `run` if it is stuck in a process group after the order has ended, and report `Paused`
+        without it.
 
         See `runtime.replay.stuck_calls`. If the call ever returns, the thread ends. The order's tensors that it held
         are freed. The thread is not abandoned while the device may still write to tensors that this worker holds.
@@ -178,9 +179,10 @@ class GenerationRunner:
         trim_host_memory()
 
     def return_to_committed(self, order: Order) -> None:
-        """Return to the last committed iteration after the next order has come. Raises VersionError if it cannot.
+        """Return to the last committed iteration, the one before `order`, the next order, begins. Raises VersionError
+        if it cannot.
 
-        The order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
+        That order came after `Paused`, so `run` changes nothing any more. It still closes connections: gloo takes 10 ms
         and more for that.
         """
         assert self.paused

@@ -48,7 +48,8 @@ class IterationReports:
                     evaluation: float | None, checksums: tuple[Checksum, ...]) -> None:
         """Report to the coordinator that this worker has stepped an iteration.
 
-        The first member also reports the factor by which all members scaled the gradients, as soon as it is known.
+        The values `loss` and `evaluation` are this worker's parts; without an evaluation, that is None. The first
+        member also reports the factor by which all members scaled the gradients, as soon as it is known.
         """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration

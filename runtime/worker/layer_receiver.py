@@ -127,11 +127,11 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Return the parts that were fetched for an order, as they are when it begins.
+        """Wait until all senders of the parts for an order have begun it, and return the parts as they are then.
 
-        These are the parts of the fetch with this number, and those fetched while all workers wait. All others are
-        dropped. Waits until all senders have begun the order, too; `require` is called meanwhile, and may raise. Raises
-        CommunicationError if a sender is gone.
+        These are the parts of the fetch with number `fetch`, and those fetched while all workers wait. All others are
+        dropped. The function `require` is called meanwhile, and may raise. Raises CommunicationError if a sender is
+        gone.
         """
         states: list[PartState] = []
         for transfer in self._pop_until(order):
@@ -158,7 +158,8 @@ class LayerReceiver:
         return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
     def _pop_until(self, order: int) -> list["_Transfer"]:
-        """Remove and return the fetches that end when an order begins."""
+        """Remove and return the fetches that end when order number `order` begins: those in earlier orders, and the one
+        for which all workers wait in this order."""
         with self._lock:
             return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 

@@ -87,10 +87,11 @@ class LayerSender:
 
     def send_to_waiting(self, order: int, committed: int, receivers: int, layers: LayerStore,
                         require: Callable[[], None]) -> None:
-        """Send layers to `receivers` receivers while all workers wait, and return when they have been sent.
+        """Send layers for order number `order` while all workers wait; return when `receivers` receivers have got all
+        they asked for.
 
-        The layers are sent as they are; `committed` is the last committed iteration. `require` is called meanwhile, and
-        may raise.
+        The layers are those after the last committed iteration, `committed`. `require` is called meanwhile, and may
+        raise.
         """
         answered: list[ReceiverConnection] = []
         while len(answered) < receivers or any(one.has_pending for one in answered):
@@ -131,7 +132,7 @@ def _read_parts(request: LayerRequest, iteration: int, layers: LayerStore, by: "
                 ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """Return all parts that a receiver has requested, as they are before an iteration's step.
 
-    Each part is read by way of the function `by`, which may copy it.
+    The function `by` is given a function that reads a part, and the part; it returns what that reads, or a copy.
     """
     return [(LayerPart(part, iteration), by(partial(layers.get_part_state, after=iteration - 1), part))
             for part in request.parts]

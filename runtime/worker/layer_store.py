@@ -97,8 +97,8 @@ class LayerStore:
         self._received = [*(part for part in self._received if part.state), *received]
 
     def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
-        """Start to compute the checksums of all state, as it is after an iteration. Return a function that waits for
-        them. Raises VersionError."""
+        """Start to compute the checksums of all held layers and parts, as they are after iteration `after`. Returns a
+        function that waits for them. Raises VersionError."""
         pending = list(self.holding.optimizer.compute_checksums(after))
 
         def read() -> tuple[Checksum, ...]:
@@ -109,7 +109,7 @@ class LayerStore:
         return read
 
     def flip_bit(self, what: str, rng: Random) -> None:
-        """Flip a random bit of the state on purpose (`PartOptimizer.flip_bit`)."""
+        """Flip a random bit of the state on purpose; `what` says of which state (`PartOptimizer.flip_bit`)."""
         self.holding.optimizer.flip_bit(what, rng)
 
     def keep_parts(self, cuts: Mapping[LayerRange, StatePartition], worker: Worker, after: int) -> None:

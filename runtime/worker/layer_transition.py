@@ -14,11 +14,11 @@ from slipstream.runtime.worker.layer_receiver import FetchRequest, find_layer_so
 
 
 def take_layers(part: OrderContext) -> None:
-    """Hold exactly the layers that the order's schedule needs of this worker. Raises CommunicationError.
+    """Hold exactly the layers that the order's schedule needs of this worker, from a checkpoint or from other members.
 
-    The held layers change only after all members have what they need of them, and received parts count as held before
-    that. So if a worker dies meanwhile, members that do not learn that all have their layers keep both the old layers
-    and the new ones, and all others hold the new ones.
+    A member drops its old layers only after all members have what they need of them, and reports parts that it has
+    received as held before that. So if a worker dies meanwhile, nothing is lost: members that have not learned that all
+    are ready hold both the old layers and the new ones, the others the new ones. Raises CommunicationError.
     """
     order, context, store = part.order, part.context, part.context.layer_store
     context.injector.fail_if_due(order.first_iteration, "met")
@@ -42,8 +42,11 @@ def take_layers(part: OrderContext) -> None:
 
 def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0
                 ) -> list[PartState]:
-    """Send the parts that others lack, and return those that this worker lacks, while all workers wait. Parts that were
-    fetched under the number `fetch` are returned, too. Raises CommunicationError."""
+    """Send the parts that others lack for `order`, and return those that this worker lacks, while all workers wait.
+
+    Parts fetched during training under the number `fetch` are returned, too. The function `require` is called
+    meanwhile, and may raise. Raises CommunicationError.
+    """
     senders = find_layer_sources(context.worker, order.moves, order.addresses, context.rank)
     context.layer_receiver.start_fetch(FetchRequest(0, order.order, senders, follow=False))
     receivers = {move.target for move in order.moves if move.source == context.worker}

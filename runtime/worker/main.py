@@ -36,7 +36,8 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
-    """Run the worker of a `WorkerSpec`, and return the exit status. Errors are reported to the coordinator."""
+    """Run the worker that `task`, a `WorkerSpec` in JSON, describes; return the exit status. Errors are reported to the
+    coordinator."""
     spec = _SPEC.decode(task)
     name_process(f"worker {format_process_name(spec.worker, spec.rank)}")
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # writes the stacks of a hanging worker to its log

@@ -165,8 +165,11 @@ class MainThread:
             raise CoordinatorGoneError(str(error)) from None
 
     def _find_new_coordinator(self, gone: str) -> bool:
-        """Wait until another coordinator is reached. Return False if this worker may leave. Raises RendezvousError if
-        none comes in time, and errors of this worker's own."""
+        """Wait until another coordinator is reached, and return True; return False if this worker may leave.
+
+        The text `gone` says how the last connection ended. Raises RendezvousError if no coordinator comes in time, and
+        errors of this worker's own.
+        """
         seconds = self._spec.settings.coordinator_timeout_seconds
         print(f"{gone}; waiting up to {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
         deadline = time.monotonic() + seconds

@@ -143,7 +143,8 @@ def _raise_if_over(over: threading.Event) -> None:
 def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
     """Undo what the last generation has not committed, and send the beginning of the order to receivers of layers.
 
-    All layers are dropped if this worker cannot return to the state from which the order continues.
+    Does nothing if `previous` is None. All layers are dropped if this worker cannot return to the state from which the
+    order continues.
     """
     if previous is not None:
         try:

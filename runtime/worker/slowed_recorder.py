@@ -24,14 +24,14 @@ MATRIX_SIZE = 64
 
 
 def create_recorder(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
-    """Return the recorder of a worker with these slowdowns, or of one of its processes if it is a `group`."""
+    """Return the recorder of a worker with these slowdowns; of a `group` of processes, only the first one is slow."""
     first = group is None or group.rank() == 0
     return SlowedRecorder(slowdowns, device, sleeps=group is None) if slowdowns and first else Recorder(device)
 
 
 class SlowedRecorder(Recorder):
-    """Recorder that makes ops take longer, and records their times. With `sleeps`, time that ops sleep counts as their
-    work, too."""
+    """Recorder that makes compute ops take longer, and records their times. With `sleeps`, the time that an op sleeps
+    is multiplied, too, and not only its compute."""
 
     def __init__(self, slowdowns: Sequence[Slowdown], device: torch.device, *, sleeps: bool = True) -> None:
         super().__init__(device)

@@ -110,8 +110,8 @@ class TrainingLoop:
             holder.free_microbatches()
 
     def _until_evaluation(self, first: int) -> range:
-        """Return the iterations from `first` up to the next evaluation. Tensors of later ones are not received before
-        it."""
+        """Return the iterations from `first` to the next one that is followed by an evaluation, or to the last one.
+        Tensors of later iterations are not received before that evaluation."""
         context = self._part.context
         every, end = context.config.training.evaluate_every, context.setup.iterations
         return range(first, end if every is None else min(end, (first // every + 1) * every))
@@ -130,8 +130,8 @@ class TrainingLoop:
 
     def _build_evaluation(self, slices: WorkerSlices, executor: Executor, weights: LossWeights
                           ) -> Callable[[int], float]:
-        """Return the function that evaluates after an iteration. What it needs is built at its first call, so that no
-        recovery waits for that."""
+        """Return the function that evaluates after an iteration, and returns this worker's part of the loss. What it
+        needs is built at its first call, so that no recovery waits for that."""
         part, context, evaluations = self._part, self._part.context, list[Evaluation]()
         validation = None if context.validation is None else LossWeights(
             context.validation, context.config.training, context.setup.microbatches,
@@ -162,7 +162,8 @@ class TrainingLoop:
         return evaluate
 
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Stop if the order is over, and inject failures that are due. Called before each op."""
+        """Stop if the order is over, and inject failures that are due. Called before op number `place` of the
+        program."""
         context = self._part.context
         self._part.activity.set_activity((iteration, place))
         self._session.raise_if_ended()
@@ -188,8 +189,8 @@ class TrainingLoop:
             context.layer_sender.send_state_before_step(iteration, context.layer_store)
 
     def _are_copies_compared(self, iteration: int) -> bool:
-        """Return whether copies of the state before an iteration are compared. They are compared at the first iteration
-        of an order, before the last step, and at a fixed interval."""
+        """Return whether the copies that peers hold of the state before an iteration are compared, by checksums. They
+        are compared at the first iteration of an order, before the last step, and at a fixed interval."""
         setup = self._part.context.setup
         return iteration in (self._part.order.first_iteration, setup.iterations - 1) \
             or (setup.verify_every > 0 and iteration % setup.verify_every == 0)

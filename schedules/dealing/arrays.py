@@ -59,7 +59,8 @@ def arrays_of(schedule: Schedule) -> Arrays:
 
 
 def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> bool:
-    """Return whether a worker computes after a reduction or optimizer step of the same iteration."""
+    """Return whether any worker runs a compute op after a reduction or optimizer step of the same iteration; `steps`
+    are in order of the replay."""
     reduced = [False] * workers
     for step in steps:
         if step.is_compute and reduced[step.workers[0]]:
@@ -95,7 +96,7 @@ def _cost_columns(schedule: Schedule, steps: Iterable[ReplayStep]) -> Iterator[t
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return which share of each slice's layers lies in each stage that a micro-batch passes, [slices, stages].
+    """Return which share of each slice's layers lies in each stage of a route, [slices, stages].
 
     A slice that is a stage has a single 1.
     """

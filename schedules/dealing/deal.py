@@ -48,7 +48,8 @@ class Dealt(NamedTuple):
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
-    """Return the costs of samples by stage, [samples, stages, 3]. Raises CostError unless `costs` are valid."""
+    """Return the costs of samples, given as [samples, 3] or [samples, stages, 3], as an array [samples, stages, 3].
+    Raises CostError unless they are valid."""
     try:
         array = np.asarray(costs, np.float64)
     except (TypeError, ValueError):
@@ -85,15 +86,17 @@ class Dealer:
         self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many swaps of two samples are tried if `wanted` are wanted: fewer if that would take too long."""
+        """Return how many swaps of two samples `deal` tries if its caller wants `wanted`: fewer if that would take too
+        long."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
-        """Assign the samples of an iteration to micro-batches so that the iteration ends early, given their `Costs`.
+        """Assign the samples of an iteration to micro-batches so that the iteration ends early.
 
-        The search starts without dealing or, if that is shorter, with pipelines of about equal work. It then swaps
-        pairs of samples, up to `swaps` times, as time allows. The result is never longer than without dealing. Raises
-        CostError.
+        The argument `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
+        [samples, stages, 3]. The search starts without dealing or, if that is shorter, with pipelines of about equal
+        work. It then swaps pairs of samples, up to `swaps` times, as time allows. The result is never longer than
+        without dealing. Raises CostError.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -110,9 +113,9 @@ class Dealer:
         """Return the seconds that each of several iterations in a row takes, from the end of the one before to its own
         end.
 
-        The argument `costs` has the costs of each iteration, and `samples` the sample of each micro-batch, [iterations,
-        micro-batches]. The first iteration starts as planned. Workers do not wait for each other between iterations.
-        Raises CostError.
+        The argument `costs` has the `Costs` of the samples of each iteration, and `samples` the sample of each
+        micro-batch, [iterations, micro-batches]. The first iteration starts as planned. Workers do not wait for each
+        other between iterations. Raises CostError.
         """
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
@@ -123,9 +126,9 @@ class Dealer:
 
     def costs_by_slice(self, costs: object) -> Costs:
         """Return the costs of samples by slice, [samples, slices, 3]: the mean over the stages in which the slice has
-        layers.
+        layers, each weighted by the number of these layers.
 
-        Stages are weighted by their number of these layers. Raises CostError.
+        The argument is `Costs`, by stage or equal for all stages. Raises CostError.
         """
         costs_by_slice: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
         return costs_by_slice
@@ -156,7 +159,8 @@ class Dealer:
                            minlength=3 * len(self._shares)).astype(np.int64)
 
     def _deal_evenly(self, costs: Ints) -> Ints:
-        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about equal work.
+        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about equal work. `costs` has
+        one number for each sample.
 
         Samples are dealt by cost, highest first, each to the pipeline with the least work that has micro-batches left.
         """

@@ -89,7 +89,8 @@ def advance_block(arrays: Arrays, block: int, costs: Ints, sample: Ints, unit: i
 
 @_jit
 def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free: Ints) -> None:
-    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks."""
+    """Replay a whole iteration, and update `free`, when each worker is free, in multiples of 1 / `unit` ticks. For the
+    other arguments see `advance_block`."""
     ends = np.empty(arrays.worker.shape[0], np.int64)
     for block in range(arrays.begin.shape[0] - 1):
         advance_block(arrays, block, costs, sample, unit, free, ends)
@@ -97,7 +98,8 @@ def replay_iteration(arrays: Arrays, costs: Ints, sample: Ints, unit: int, free:
 
 @_jit
 def longest_window(arrays: Arrays, unit: int, free: Ints) -> int:
-    """Return the longest time of a worker from its planned start until it is free, in multiples of 1 / `unit` ticks."""
+    """Return the longest time of a worker from its planned start until it is free, in multiples of 1 / `unit` ticks.
+    `free` has the time at which each worker is free."""
     longest = 0
     for worker in range(free.shape[0]):
         longest = max(longest, free[worker] - arrays.release[worker] * unit)

@@ -76,7 +76,7 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def default_costs(self) -> "EntryCosts":
-        """Times, sizes and tick length for entries of the table that have none of their own."""
+        """Costs (times, sizes and tick length) for entries of the table that have none of their own."""
         return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
 
 
@@ -112,7 +112,8 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Scope of the lower bound: what the schedules that it covers may change (see `Schedule.bound_scope`)."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """Return the length of a tick of this schedule, in seconds."""
+        """Return the length of a tick of this entry's schedule, in seconds: its own or, if it has none, that of the
+        basis."""
         return (self.costs or basis.default_costs).tick_seconds
 
 
@@ -164,7 +165,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All programs of a table, each kept as JSON text until it is needed."""
+    """All programs of a table, each kept as JSON text until an entry that uses it is decoded."""
 
     format: str = "slipstream.programs"
     version: int = VERSION

@@ -62,7 +62,8 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
-    """Return the key of a table's entry for a pattern of failures. Classes are named only if there are several."""
+    """Return the key of a table's entry for a pattern of failures. Classes of pipelines are named only if `classes`,
+    the class of each pipeline, has several."""
     several = any(classes)
     return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
                                  for kind, columns in pattern)
@@ -74,7 +75,8 @@ def settled_key(key: str) -> str:
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """Return failed workers with this pattern: in the first pipelines of each class, in the order of the pattern."""
+    """Return failed workers with this pattern: in the first pipelines of each class, in the order of the pattern. The
+    argument `classes` has the class of each pipeline."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -95,9 +97,10 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 
 
 def _patterns_of_kinds(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
-    """Iterate over patterns of this number of failures in which each pipeline with failures is one of `kinds`.
+    """Iterate over patterns of exactly this number of failures in which each pipeline with failures is one of `kinds`.
 
-    The kinds are ascending, and at most `room[c]` pipelines of class c have failures.
+    A kind is a class and the failed columns of a pipeline; `kinds` are ascending. At most `room[c]` pipelines of class
+    c have failures.
     """
     if failures == 0:
         yield ()

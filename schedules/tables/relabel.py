@@ -56,7 +56,8 @@ Nodes = Sequence[Sequence[Worker]]
 
 
 def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
-    """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker.
+    """Return the seats with roles swapped so that fewer holders of equal layers share a machine, sorted by worker. The
+    argument `nodes` has the workers of each machine.
 
     Each swap is the one that most reduces the number of pairs of holders on one machine, until none reduces it. One of
     the two workers must already play a role of another column; if no worker does, nothing changes.
@@ -110,7 +111,8 @@ class _MachineSpread:
         self.seats[other] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
-        """Return whether two workers can swap roles: at equal speed, with no less room and no more layers to load."""
+        """Return whether the workers of two seats can swap roles: at equal speed, with no less room and no more layers
+        to load."""
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -185,10 +187,8 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return a new number for each pipeline such that as many vacant roles as possible are those of failed workers.
-
-    Only interchangeable pipelines swap numbers.
-    """
+    """Return a new number for each pipeline, by old number, such that as many vacant roles as possible are those of
+    failed workers. Only interchangeable pipelines swap numbers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
@@ -201,11 +201,12 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 
 def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
                      ) -> dict[int, int]:
-    """Return new numbers for interchangeable pipelines such that their vacant columns are lost ones as often as
-    possible.
+    """Return a new number for each of these interchangeable pipelines, by old number, such that as many roles as
+    possible that nobody plays in the schedule become roles of failed workers.
 
-    The mappings `vacant` and `lost` have the columns by old and by new number. Pipelines whose vacant columns equal the
-    lost ones are matched first, which is never worse, then those with the most in common.
+    The mapping `vacant` has the columns of the roles that nobody plays, by old pipeline number; `lost` those of the
+    failed workers, by new number. Pipelines with equal columns are matched first, which is never worse, then those with
+    the most in common.
     """
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
@@ -236,10 +237,10 @@ def _match_pipelines(pipelines: Sequence[int], vacant: Mapping[int, Columns], lo
 
 def _assign_roles(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
         dict[Worker, Worker] | None:
-    """Return live workers for the roles whose own worker has failed, by role, such that the fewest layers are loaded.
+    """Return a live worker for each role whose own worker has failed, by role, such that the fewest layers are loaded.
 
-    These workers' own roles are vacant. Each is at least as fast as the role was planned for, and has at least as much
-    memory. None if there is no such assignment. `numbers` has the new numbers of pipelines.
+    It is one whose own role the schedule leaves vacant. It is at least as fast as the role was planned for, and has at
+    least as much memory. None if there is no such assignment. `numbers` has the new number of each pipeline.
     """
     speed, memory = schedule.times.per_mille_of, schedule.memory
     own_room = {limit.worker for limit in (memory.capacity_of if memory else None) or ()}

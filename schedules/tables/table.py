@@ -46,7 +46,8 @@ LIBRARY = Path(__file__).parents[1] / "library"
 
 
 class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule found in a table for a set of failed workers, and the key of the entry that it was made from."""
+    """Schedule that `Table.lookup` returns for a set of failed workers, and the key of the table entry from which it
+    was made."""
 
     key: str
     schedule: Schedule
@@ -98,7 +99,7 @@ class Table:
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the lines of the table's index, one per entry; those for numbers of failures come first."""
+        """Return the rows of the table's index, one per entry; those for numbers of failures come first."""
         return self.index.entries
 
     def job_text(self) -> bytes:
@@ -124,7 +125,8 @@ class Table:
         return self._checked[key]
 
     def verify(self) -> None:
-        """Check the schedules of all entries now, so that no later lookup has to. Raises TableError."""
+        """Decode and check the schedules of all entries now, so that no later lookup has to. Raises TableError for one
+        that is malformed or breaks a rule."""
         for key in self._entries:
             self.checked_schedule(key)
 

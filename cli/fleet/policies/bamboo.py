@@ -81,8 +81,8 @@ class Bamboo(Policy):
                                     lost_samples=lost_samples)
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
-        """Remove the machines in `gone`; return whether any was in a pipeline, and whether some stage cannot be
-        covered."""
+        """Remove the machines in `gone` from the pipelines; return two flags: whether any was in a pipeline, and
+        whether some stage can no longer be run by its predecessor."""
         died = gone & self._pipeline_of.keys()
         touched = [(self._pipeline_of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
@@ -107,7 +107,8 @@ class Bamboo(Policy):
         return more or pays or dead > self.costs.bamboo_max_covered_share * workers
 
     def _form_pipelines(self) -> None:
-        """Form pipelines of all live machines, with as few covered stages as possible and no two of them adjacent."""
+        """Form pipelines of all live machines, with as few covered stages (run by the predecessor) as possible and no
+        two of them adjacent."""
         stages = self.scenario.stages
         live = [machine for machines in self._pipelines for machine in machines if machine is not None] + self._spares
         most_covered = stages // 2

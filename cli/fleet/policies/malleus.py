@@ -90,7 +90,7 @@ class Malleus(Policy):
         return self.throughputs.compute_once(key, lambda: self._rate_for_pipelines(pipelines))
 
     def _rate_for_pipelines(self, pipelines: Pipelines) -> float:
-        """Return the samples per second of pipelines with these slowdown factors of machines."""
+        """Return the samples per second of pipelines that are each given as the slowdown factors of their machines."""
         if not pipelines:
             return 0.0
         return self.throughputs.scale_by_formula(self._fault_free_seconds, self._iteration_seconds(pipelines))

@@ -12,7 +12,7 @@ class StageAssignment:
     """Table of the stage that each machine runs, and of the number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Begin without machines; `lacking` has the number of machines that each stage needs."""
+        """Begin with a table without machines; `lacking` has the number of machines that each stage needs."""
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -56,7 +56,7 @@ class StageAssignment:
 
 
 class Rerouting(RatedByStage):
-    """Common part of this planner's and ReCycle's policies: the stage of each machine, and the cost of moving one.
+    """Policy that re-routes, as those of this planner, ReCycle and ElasWave: stages of machines, and what moving costs.
 
     A failure discards the iteration in progress (half of one on average), and the survivors continue after a switch. A
     new machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. If
@@ -132,7 +132,7 @@ class Rerouting(RatedByStage):
         """
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages."""
+        """Return the samples per second of machines that hold the stages to which `stages` assigns them."""
         return self.rate(stages.down_by_stage)
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases from the time `now` on: training, with a restart after the next checkpoint if idle machines
-        suffice for another pipeline."""
+        """Return the phases from the time `now` on: those of `remaining` (planned before) that precede training, then
+        training, with a restart after the next checkpoint if idle machines suffice for another pipeline."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         if self._grow_at is not None:  # the last phase is the planned restart, which is planned again below
             before = before[:-1]

@@ -32,7 +32,8 @@ needed."""
 
 
 class LeaveOutChoice(NamedTuple):
-    """Slow live machines that are left idle, and the resulting samples per second."""
+    """Choice of slow live machines that are left idle, so that the others need not wait for them, and the resulting
+    samples per second."""
 
     rate: float
     left_out: frozenset[int]
@@ -113,7 +114,7 @@ class Slipstream(Rerouting):
         return max(self._rate_of_best_choice(self._stages, self.rebalanced_rate), self._rate_for_slow_workers())
 
     def _rate_for_slow_workers(self) -> float:
-        """Return the samples per second of a plan, with layers moved, for the present slow workers; 0 if there are
+        """Return the samples per second of a plan, with layers moved, for the workers that are slow now; 0 if there are
         none."""
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
@@ -199,8 +200,8 @@ class Slipstream(Rerouting):
         return self._append_rebalanced(phases, final_rate, now, self._loaded_at - now + loads * switch.seconds)
 
     def _append_rebalanced(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
-        """Return the phases, which reach `rate` after `seconds` from `now`, followed by training with layers moved if
-        it pays.
+        """Return `phases`, followed by training with layers moved if it pays. In `phases`, training reaches `rate`
+        samples per second at `seconds` after the time `now`.
 
         It pays if it makes up for the pause of the switch before the next failure, on average.
         """

@@ -75,8 +75,12 @@ class TorchFT(Policy):
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases from `now` on: training with the groups that run, and from `_restarted_at` on also with the
-        restarted ones. Set `broken` to True if a group that trained has just lost a machine."""
+        """Return the phases from the time `now` on: training with the groups that run, and from `_restarted_at` on also
+        with the restarted ones.
+
+        Set `broken` to True if a group that trained has just lost a machine. The argument `remaining` has the phases
+        planned before, of which pauses are completed.
+        """
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
         lost_samples = self.discard_lost_samples(remaining, worker_died=broken)

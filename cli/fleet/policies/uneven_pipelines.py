@@ -18,17 +18,18 @@ class PipelineGroups:
         self.group_of = {machine: group for group in self.groups for machine in group}
 
     def add_machine(self, machine: int, group: list[int]) -> None:
-        """Add a machine to one of the lists. It must be in no other one."""
+        """Add a machine to one of the lists. The machine must be in no list yet."""
         group.append(machine)
         self.group_of[machine] = group
 
     def add_group(self, group: list[int]) -> None:
-        """Add a list of machines."""
+        """Add a pipeline or replica, as the list of its machines. None of these may be in another list."""
         self.groups.append(group)
         self.group_of |= dict.fromkeys(group, group)
 
     def remove_group(self, group: list[int]) -> list[int]:
-        """Remove a list of machines, and return its machines."""
+        """Remove a pipeline or replica, given as its list of machines, and return this list. The machines are then in
+        no list."""
         del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
             del self.group_of[machine]
@@ -49,7 +50,8 @@ class PipelineGroups:
 
 @lru_cache(maxsize=65536)
 def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """Return the times of the contiguous division of layers (seconds each) over nodes, in this order, that is fastest.
+    """Return the times of the fastest contiguous division of layers (seconds each) over nodes in a given order, with
+    the slowdown `factors` of the nodes.
 
     Its slowest stage takes least. A node with factor f takes f times as long. If c_i is the time of stage i, n
     micro-batches take the sum of all c_i plus n - 1 times the longest. A node may be left without layers. Raises

@@ -63,9 +63,10 @@ class NodeAgents:
     def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
         """Answer a node agent that has connected; return True if the agent now starts all workers of its node.
 
-        These workers join like any that return. An agent that followed another coordinator keeps its live workers. The
-        agent of a node that is still connected, or whose loss has not been noticed yet, is told to ask again. Set
-        `restarted` to True if the run has begun, so that the agent starts its workers within it.
+        These workers join like any that return. An agent that followed the coordinator whose run this one continues
+        keeps its live workers; any other agent that has followed a coordinator is sent away. The agent of a node that
+        is still connected, or whose loss has not been noticed yet, is told to ask again. Set `restarted` to True if the
+        run has given an order before, so that the agent's workers join a run in progress.
         """
         node = join.node
         setup, shares, is_known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
@@ -108,8 +109,8 @@ class NodeAgents:
 
     def receive_reports(self, node: int, here: Collection[Worker], gathered: GatheredReports,
                         following: int) -> tuple[IterationReport, ...]:
-        """Add the iteration reports in a batch from a node's agent, and return those of workers all of whose ranks have
-        reported.
+        """Add the iteration reports in a batch (`gathered`) from a node's agent, and return those of workers all of
+        whose ranks have reported.
 
         Reports of workers other than the node's own (`here`) are ignored. A worker that reports an impossible value is
         disconnected. The argument `following` is the iteration to be committed next. The agent is answered by
@@ -131,11 +132,12 @@ class NodeAgents:
         return tuple(completed)
 
     def mark_direct_report(self, worker: Worker) -> None:
-        """Record that the last report of a worker came over its own connection."""
+        """Record that the last report of a worker came over its own connection, over which it is to be acknowledged."""
         self._node_of.pop(worker, None)
 
     def acknowledge_reports(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Acknowledge reports: at once over workers' own connections, and otherwise with the next `send_answers`."""
+        """Send the acknowledgement `message` to workers: at once over their own connections, or, for workers whose last
+        report came by their node's agent, with the next `send_answers`."""
         by_node: dict[int, list[Worker]] = {}
         for worker in workers:
             node = self._node_of.get(worker)
@@ -147,7 +149,7 @@ class NodeAgents:
             self._answers.setdefault(node, []).append((tuple(node_workers), message))
 
     def send_answers(self) -> None:
-        """Send the collected acknowledgements to the agents."""
+        """Send the acknowledgements that `acknowledge_reports` has collected to the agents."""
         answers, self._answers = self._answers, {}
         for node, acknowledged in answers.items():
             self.send(node, ReportsAcknowledged(tuple(acknowledged)))

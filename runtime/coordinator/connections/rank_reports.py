@@ -35,7 +35,11 @@ BreakOffCallback = Callable[[Worker, int], None]
 
 
 class RankReports:
-    """Messages of the ranks of all workers of a run, each of which has `processes` ranks."""
+    """Collector of the messages that the ranks of workers send; it makes one message of a worker of them.
+
+    Each worker has `processes` ranks. The function `break_off` makes the other ranks of a worker stop in an order,
+    given by its number, in which one has stopped.
+    """
 
     def __init__(self, processes: int, break_off: BreakOffCallback) -> None:
         self._processes = processes
@@ -146,8 +150,8 @@ def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
 
 
 def _combine_known(by_rank: Sequence[RecoveryReport | None]) -> RecoveryReport | None:
-    """Return what a worker reports to a new coordinator, made of its ranks' reports; None if a rank has just been
-    started.
+    """Return what a worker reports to a new coordinator, made of its ranks' reports; None if a rank has none, because
+    it has just been started.
 
     If only some ranks have received the last order, the worker holds no state from which all can continue. All ranks
     have paused, so none has run anything of that order.

@@ -53,14 +53,14 @@ class Server:
         self._open: set[Connection] = set()
 
     def add_connection(self, connection: "Connection") -> None:
-        """Add a connection whose peer is not identified yet."""
+        """Add a connection that has just been opened, whose peer is not identified yet."""
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections have no identified peer")
 
     def mark_identified(self, connection: "Connection") -> None:
-        """Record that the peer of a connection is identified, or that the connection has ended."""
+        """Stop counting a connection as unidentified, because its peer is known now or the connection has ended."""
         self._unknown.pop(connection, None)
 
     def remove_connection(self, connection: "Connection") -> None:
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._server.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass complete messages on, or cut off the connection if the data is invalid."""
+        """Pass complete messages on to the server's `heard`, or cut off the connection if the data is invalid."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def cut_off(self, why: str) -> None:
-        """End the connection at once and report the reason."""
+        """End the connection at once, and report the reason `why` to users."""
         self._stop_hello_timer()
         if self._transport is not None and not self._transport.is_closing():
             who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
@@ -222,5 +222,6 @@ def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
 
 
 async def start_server(listener: socket.socket, server: Server) -> asyncio.Server:
-    """Accept connections on a listening socket."""
+    """Start to accept the connections of workers and node agents on a listening socket; return the asyncio server,
+    which the caller closes."""
     return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)

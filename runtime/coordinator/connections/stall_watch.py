@@ -21,7 +21,7 @@ MAX_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """Status of each member while nothing is committed, as its main thread has answered."""
+    """Report that no iteration has been committed for long, with what each member does, by its own main thread."""
 
     seconds: float
     """Seconds since the last commit or order."""
@@ -55,7 +55,8 @@ class StallReport:
 
 
 class StallWatch:
-    """Watch that asks all members for their status each time the timeout passes without a commit."""
+    """Watch that asks all members for their status when the timeout has passed without a commit, by calling `ask` for
+    each."""
 
     def __init__(self, timeout_seconds: float, ask: Callable[[Worker], None]) -> None:
         self._timeout = timeout_seconds

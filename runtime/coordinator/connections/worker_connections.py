@@ -96,7 +96,8 @@ class WorkerConnections:
             connection.send(self._last_sent[1])
 
     def record_sign_of_life(self, connection: Connection) -> bool:
-        """Record a sign of life of a worker's process; return whether its connection is the current one."""
+        """Record that a worker's process has sent something; return False if this connection is not the process's
+        current one."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
@@ -126,7 +127,7 @@ class WorkerConnections:
         return None if connection is None or connection.over else connection
 
     def expect_heartbeats(self, worker: Worker) -> None:
-        """Start to expect heartbeats from all processes of a worker."""
+        """Start to expect heartbeats from all processes of a worker, which send them from `Ready` on."""
         for connection in self._connections[worker].values():
             connection.heard = time.monotonic()
 
@@ -150,8 +151,10 @@ class WorkerConnections:
             self.give_up_worker(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
 
     def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost although its process may not have ended; it has been silent since `since`
-        (`time.monotonic`)."""
+        """Count a worker as lost although its process may not have ended.
+
+        The worker has been silent since `since` (`time.monotonic`, or 0.0 if that is unknown).
+        """
         self._given_up.add(worker)
         self._mark_lost(worker, reason, since)
 
@@ -165,7 +168,8 @@ class WorkerConnections:
         return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Handle the end of a connection after its messages; return whether it was a process's current one."""
+        """Handle the end of a connection, all messages of which have been handled; return whether it was the current
+        one of a worker's process."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False

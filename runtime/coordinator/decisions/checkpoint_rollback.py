@@ -24,7 +24,7 @@ CHECKPOINT_ANSWER_SECONDS = 30.0
 
 
 def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
-    """Return a message that explains why no worker holds a layer completely."""
+    """Return a message that explains why no worker holds all parameters and optimizer state of the layer `missing`."""
     state, placement = step.state, step.rules.placement
     reasons = describe_layer_loss(state.lost, missing, state.grid, placement, state.members, state.waiting_workers)
     held = any(missing in layers for layers in state.held_by_paused.values())
@@ -33,15 +33,16 @@ def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
 
 
 def order_rollback(step: TransitionBuilder, why: str) -> None:
-    """Go back to the newest checkpoint that a live worker can read, or to the beginning.
+    """Go back to the newest checkpoint that a live worker can read, or to the beginning, for the reason `why`.
 
     This happens if no worker holds some layer, or if copies differ. Copies are compared whenever a checkpoint is
     written, before the iteration is committed. If copies differ, the checkpoints that precede a committed iteration are
     therefore correct.
 
-    Nothing happens while the answer of a worker, or a schedule, is missing; the caller repeats the call. A run that was
-    told to end and has lost layers ends here, and a later run resumes from its last checkpoint. Raises RunError if no
-    worker is left, no checkpoint can be read, or there is no schedule.
+    The workers' lists of readable checkpoints, and then a schedule, are requested first. While an answer is missing,
+    nothing else happens, and the caller repeats the call. A run that was told to end and has lost layers ends here, and
+    a later run resumes from its last checkpoint. Raises RunError if no worker is left, no checkpoint can be read, or
+    there is no schedule.
     """
     state, placement, partition = step.state, step.rules.placement, step.rules.partition
     everyone, first, start = state.available_workers, state.log.next_iteration, step.rules.iterations.start

@@ -15,7 +15,7 @@ MIN_INTERVAL_SECONDS = 60.0
 
 
 class CheckpointCost(NamedTuple):
-    """Cost of a checkpoint that was written while training continued."""
+    """Training time that one checkpoint has cost, which was written while training continued."""
 
     iteration: int
     seconds: float
@@ -25,10 +25,10 @@ class CheckpointCost(NamedTuple):
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records the costs of checkpoints, and spaces them: each is followed by a pause of 1 / `MAX_TIME_SHARE` times its
-    cost.
+    """Records what checkpoints cost, in seconds of training time, and spaces them: each is followed by a pause of 1 /
+    `MAX_TIME_SHARE` times its cost.
 
-    All times are times of `time.monotonic`.
+    All arguments `at` are times of `time.monotonic`.
     """
 
     automatic: bool = False
@@ -45,17 +45,18 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the last checkpoint whose cost became known."""
 
     def with_checkpoint(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
-        """Return the timer of a new coordinator, given the last checkpoint of the one before it, which took
-        `seconds`."""
+        """Return the timer of a new coordinator, given the last checkpoint of the one before it, which was complete at
+        time `at` and cost `seconds` of training time."""
         return replace(self, began=at, seconds=PersistentMap([(iteration, seconds)]), newest=iteration)
 
     @property
     def checkpoint_costs(self) -> tuple[CheckpointCost, ...]:
-        """Costs of all checkpoints so far, by iteration."""
+        """Training time in seconds that each checkpoint so far has cost, sorted by iteration."""
         return tuple(CheckpointCost(*entry) for entry in sorted(self.seconds.items()))
 
     def with_order(self, at: float) -> "CheckpointTimer":
-        """Return the timer at the start of an order, without the pending checkpoint, as it may never be complete."""
+        """Return the timer at the start of an order. A pending checkpoint no longer counts, as it may never be
+        complete."""
         return replace(self, iteration=None, began=at if self.began is None else self.began)
 
     def is_due(self, at: float) -> bool:
@@ -66,7 +67,7 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
         return at - self.began > max(MIN_INTERVAL_SECONDS, last / MAX_TIME_SHARE)
 
     def with_request(self, iteration: int, at: float) -> "CheckpointTimer":
-        """Return the timer after members were told to save the state before an iteration."""
+        """Return the timer after members were told to save a checkpoint before the optimizer step of an iteration."""
         return replace(self, iteration=iteration, asked_at=at)
 
     def with_saved(self, iteration: int, seconds: float) -> "CheckpointTimer":

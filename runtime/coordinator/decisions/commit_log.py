@@ -130,7 +130,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def with_reports(self, *reports: IterationReport) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return the log after reports of workers, and the iterations that have thereby been committed.
 
-        Raises CommitLogError if a loss is not finite and such iterations may not be skipped.
+        Reports of other orders are ignored. Raises CommitLogError if a loss is not finite and the run may not skip such
+        iterations (`skips`).
         """
         known, following, difference = dict(self.reports), self.next_iteration, self.difference
         for report in reports:
@@ -147,15 +148,16 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, reports=known, difference=difference)._with_committed()
 
     def with_factor(self, order: int, factor: StepFactor) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log after the gradient factor of an iteration became known, and the iterations that have thereby
-        been committed."""
+        """Return the log after the `factor` that scales the gradients of an iteration in the `order` became known, and
+        the iterations that have thereby been committed."""
         if order != self.order:
             return self, []
         factors = {iteration: value for iteration, value in self.factors.items() if iteration != factor.iteration - 2}
         return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
     def with_finished(self, report: Finished) -> "CommitLog":
-        """Return the log with a member's digests. Raises CommitLogError if a parameter differs from its peers'."""
+        """Return the log with the digests of the final parameters that a member has written. Raises CommitLogError if
+        one differs from the digest that another member has reported."""
         digests = self.digests
         for name, digest in report.digests.items():
             if name not in digests:

@@ -106,8 +106,9 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         return max((known.order for known in self.known.values()), default=0)
 
     def is_complete(self, at: float) -> bool:
-        """Return whether the search for workers is over, because no member is missing or the time limit for the next is
-        past. Raises NoLiveWorkerError if no worker has connected within `FIRST_WORKER_SECONDS`."""
+        """Return whether the search for workers is over at time `at`, because no member is missing or too long has
+        passed since the last worker connected. Raises NoLiveWorkerError if none has connected within
+        `FIRST_WORKER_SECONDS`."""
         if not self.known and at - self.began > FIRST_WORKER_SECONDS:
             raise NoLiveWorkerError("no worker of the run that node 0 led here before has reconnected")
         if not self.known or self.came_last is None:

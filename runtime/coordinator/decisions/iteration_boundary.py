@@ -15,8 +15,8 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
-    """Start fetches for workers that join or better schedules, and choose where all members stop or save, as far as
-    possible."""
+    """Prepare changes while all members train, as far as that is possible now: start fetches of layers for workers that
+    join or for better schedules, and choose the iterations before which all members stop or save a checkpoint."""
     if phase.ended:
         return
     _plan_for_speeds(step)
@@ -45,9 +45,10 @@ def _begin_fetch(step: TransitionBuilder, schedule: Schedule, *, settles: bool =
 
 
 def _plan_join(step: TransitionBuilder) -> bool:
-    """Start a fetch of the layers that waiting workers need; return whether a schedule for them is still being planned.
+    """Start a fetch of the layers that workers which wait to join need; return whether a schedule that includes these
+    workers is still being planned.
 
-    If there is no schedule with them, or if they would have nothing to do, they continue to wait while the members
+    If there is no such schedule, or if they would have nothing to do in it, they continue to wait while the members
     train.
     """
     state = step.state
@@ -67,8 +68,9 @@ def _plan_join(step: TransitionBuilder) -> bool:
 
 
 def _plan_repartition(step: TransitionBuilder) -> None:
-    """Start a fetch for a new partition of the ranges that still have the partition of lost members. Until then, some
-    parts of the optimizer state exist in one copy only."""
+    """Start a fetch of the parts of layers that members need so that ranges which still have the partition among
+    members of whom some are lost get a new one. Until then, some parts of the optimizer state exist in one copy only.
+    """
     state = step.state
     if state.cut_for and state.joins.can_begin(step.at) and not _begin_fetch(step, state.current, settles=True):
         # without `settles`, failed fetches become an order whose parts move while all wait

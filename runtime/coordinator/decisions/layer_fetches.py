@@ -47,7 +47,8 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the fetch in progress, if any; a worker that is ready after its start waits for the next."""
+    """State of the change of members or layers that is being prepared, if any; a worker that is ready after its start
+    waits for the next."""
 
     number: int = 0
     """Number of the last fetch of layers, by which workers answer it."""
@@ -62,7 +63,8 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_preemptible(self) -> bool:
-        """True if workers that want to join may cancel the change: it only settles and is not complete."""
+        """True if workers that want to join may cancel the pending change: its members stay the same, and not all
+        layers have been fetched."""
         return self.join is not None and self.join.settles and not self.is_complete
 
     @property
@@ -78,11 +80,11 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
 
     def begin_fetch(self, join: LayerFetch, addresses: Addresses, told: Collection[Worker],
                     to: EffectCollector) -> "FetchState":
-        """Send all connected workers (`told`) the order to fetch the parts in `join.moves`, and return the state after
-        that.
+        """Ask all connected workers (`told`) to fetch the parts in `join.moves` from their sources, which send at
+        `addresses`; return the state after that.
 
-        If fetches have failed too often, a change for joining workers is complete at once and nothing is fetched; a
-        change for members only is not begun.
+        If fetches have failed too often, nothing is fetched: a change for joining workers counts as complete at once,
+        so that its layers move while all wait, and a change for members only is not begun.
         """
         if self.failures >= MAX_FETCH_FAILURES:
             return self if join.settles else replace(self, join=replace(join, moves=()))
@@ -103,15 +105,16 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, join=replace(join, lacking=lacking))
 
     def with_failure(self, fetch: int, told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state after a worker could not get its layers: the fetch is cancelled, and the next may begin
-        after a pause."""
+        """Return the state after a worker has reported that it cannot get the layers of the fetch with number `fetch`:
+        that fetch is cancelled, all connected workers (`told`) learn it, and the next may begin after a pause."""
         if self.join is None or self.join.fetch != fetch:
             return self
         return replace(self.cancel_fetch("a worker could not get its layers", told, to),
                        not_before=to.at + FETCH_RETRY_SECONDS, failures=self.failures + 1)
 
     def without_workers(self, workers: Set[Worker], told: Collection[Worker], to: EffectCollector) -> "FetchState":
-        """Return the state after workers are lost: the pending change is cancelled if its schedule has any of them."""
+        """Return the state after workers are lost. If the schedule of the pending change has any of them, the change is
+        cancelled, and all connected workers (`told`) learn it."""
         gone = sorted(workers & self.join.schedule.seat_of.keys()) if self.join is not None else []
         return self.cancel_fetch(f"worker {gone[0]} is gone", told, to) if gone else self
 

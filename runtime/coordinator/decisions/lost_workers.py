@@ -16,7 +16,7 @@ class WorkerLoss(NamedTuple):
 
 
 def describe_losses(losses: Mapping[Worker, WorkerLoss]) -> str:
-    """Return the reasons of all losses as one text."""
+    """Return the reasons of all losses in one line, separated by commas, or a clause that says so if there are none."""
     return ", ".join(loss.reason for loss in losses.values()) or "none was there from the start"
 
 

@@ -18,7 +18,8 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 
 def issue_next_order(step: TransitionBuilder) -> None:
-    """Give the next order, or request its schedule, whose answer leads to another call. Raises RunError."""
+    """Give the next order: to train, to finish or to leave. If its schedule is not known yet, request it; the answer
+    leads to another call. Raises RunError if the run cannot continue."""
     if _give_up_faulty(step):
         return
     state, stop = step.state, step.rules.iterations.stop
@@ -78,7 +79,8 @@ def record_node_losses(step: TransitionBuilder, lost: Iterable[Worker]) -> None:
 
 
 def release_after_save(step: TransitionBuilder) -> bool:
-    """Release the members that are to leave after the last order has saved their layers; return whether there were any.
+    """Let the members leave that were told to end and whose layers the last order has saved; return whether there were
+    any.
 
     The remaining members go back to the checkpoint that was saved. If the result is False, the run is complete.
     """
@@ -151,11 +153,13 @@ def _find_speed_schedule(step: TransitionBuilder) -> Schedule | None:
 
 
 def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> Schedule | None:
-    """Return the schedule of the next order if no layers have been fetched for it; None if it is still being planned.
+    """Find the schedule of an order that no fetch of layers has prepared, and return it; None while it is being
+    planned.
 
-    A waiting worker that lacks its layers is left out; it fetches them while the others train. If the run has committed
-    no iteration (`untouched`), there is nothing to fetch. If the current members cannot train without the waiting
-    worker, all wait until it has its layers.
+    If members can train without the workers that wait to join, the schedule is for members only; the others fetch their
+    layers meanwhile. Otherwise it is for all, and members wait until the others have their layers. The argument
+    `untouched` is True if the run has committed no iteration: then nothing is fetched, and the schedule is for all.
+    Raises RunError if there is no schedule.
     """
     state = step.state
     if not untouched and state.members and state.waiting_workers:

@@ -40,8 +40,9 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
     """Send all available workers the order to train by a schedule from the first iteration that is not committed.
 
     Members make the `moves` before the first op, while all wait. `join` describes the layers that were fetched for this
-    order while all trained. `restore` maps workers to the layers that they read from the checkpoint of the first
-    iteration. `cut_for` names ranges of layers that keep the partition among their former members.
+    order while all trained; None: there were none. `restore` maps workers to the layers that they read from the
+    checkpoint of the first iteration; None: nothing is read. `cut_for` maps ranges of layers that keep their partition
+    to the former members that it is for.
     """
     before = step.state
     _open_order(step, schedule, join, cut_for)
@@ -67,7 +68,7 @@ def send_train_order(step: TransitionBuilder, schedule: Schedule, moves: tuple[L
 
 
 def _open_order(step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, cut_for: OriginalMembers) -> None:
-    """Change the state to the beginning of a new order to train."""
+    """Change the state to the beginning of a new order to train, whose arguments `send_train_order` explains."""
     before, members = step.state, frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
     nobody_started = isinstance(before.phase, TrainingPhase) and before.phase.ended and not before.phase.started
@@ -92,8 +93,7 @@ def compute_schedule_digest(schedule: bytes) -> str:
 
 
 def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
-    """Send each member its share of a schedule divided in `parts`, after the contents of the schedule file that it
-    lacks."""
+    """Send each member its share of a schedule, before it the parts of the schedule file that it does not have yet."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
     live = dict(step.state.live)
     for worker, share in parts.shares.items():

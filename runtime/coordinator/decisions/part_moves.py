@@ -75,11 +75,12 @@ class PartitionPlanner:
 
     def find_preserved_ranges(self, schedule: Schedule, present: Schedule, cut_for: OriginalMembers,
                               keepers: HeldStateByWorker) -> OriginalMembers:
-        """Return the ranges of layers that keep their partition after members are lost, each with its members before
-        that.
+        """Return the ranges of layers that keep their partition under the schedule `present` although some of its
+        members are lost, each with all these members.
 
-        The `schedule` is for the members that remain of the `present` one; they must have all parts of such a range, by
-        `keepers`. The argument `cut_for` has the ranges that have kept their partition before.
+        The new `schedule` is for the members that remain, which must keep all their parts of such a range, by
+        `keepers`: the layers and parts of each worker. The argument `cut_for` has the ranges that have kept a former
+        partition under `present`.
         """
         if not self.sharded:
             return NO_PREVIOUS_OWNERS
@@ -113,7 +114,8 @@ class PartitionPlanner:
         """Return the moves of parts that `members` can make during training by the schedule `present` to have what
         `schedule` needs.
 
-        Each move with optimizer state is of a whole part that its source steps.
+        Each move with optimizer state is of a whole part that its source steps. The argument `cut_for` has the former
+        members of ranges that keep their partition under `present`.
         """
         keepers, sources = ({worker: kept for worker, kept in self.find_held_states(present, 0, cut_for, which).items()
                              if worker in members}
@@ -129,13 +131,14 @@ class PartitionPlanner:
     def plan_moves(self, schedule: Schedule, keepers: HeldStateByWorker, committed: int,
                    fetched: Iterable[LayerMove] = (), *, cut_for: OriginalMembers = NO_PREVIOUS_OWNERS,
                    sources: HeldStateByWorker | None = None) -> tuple[LayerMove, ...]:
-        """Return the moves that give each worker of a schedule the parts of layers that it must keep, and all its
-        parameters.
+        """Return the moves that give each worker of a schedule the parts of layers that it must keep, and all
+        parameters of its layers.
 
-        The argument `keepers` has what each worker keeps now. A worker already has the parameters of the layers that it
-        holds if they are those after the iteration `committed`. No layer may be lost (`find_lost_layers`). A worker
-        that is not in the schedule sends only what no other worker has. Moves in `fetched` have been made. `sources`
-        are the parts that each worker may send, by default all that it keeps.
+        The argument `keepers` has what each worker keeps now; no layer may be lost (`find_lost_layers`). A worker
+        already has the parameters of the layers that it holds if they are those after the iteration `committed`. The
+        moves in `fetched` have been made before. `cut_for` has the former members of ranges that keep their partition.
+        `sources` are the parts that each worker may send, by default all that it keeps; a worker that is not in the
+        schedule sends only what no other worker has.
         """
         cuts, held = self._partition_schedule(schedule, cut_for), self.placement.held_layers_by_worker(schedule)
         already_fetched = _FetchedParts(fetched)
@@ -161,8 +164,8 @@ class PartitionPlanner:
         return tuple(found)
 
     def plan_writer_moves(self, writers: Mapping[int, Worker], keepers: HeldStateByWorker) -> tuple[LayerMove, ...]:
-        """Return the moves that give the worker which is to write a layer (`writers`) the parts of this layer that it
-        lacks."""
+        """Return the moves that give each layer's writer (`writers`) the parts of the layer that it lacks, from workers
+        that keep them (`keepers`)."""
         sources = _MoveSources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
                      for lacking in subtract((0, self.elements[layer].total), _spans_of_layer(keepers[writer], layer))

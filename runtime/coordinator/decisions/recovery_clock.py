@@ -101,8 +101,8 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_order(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
                    ) -> "RecoveryClock":
-        """Return the clock after an order with which `returned` workers join, or for which layers have moved
-        (`settled`).
+        """Return the clock after an order was given at time `at`. The workers in `returned` join with it; `settled` is
+        True if it only moves layers between members.
 
         The argument `meanwhile` is the number of iterations committed while layers were fetched for the order.
         """
@@ -110,13 +110,14 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
                        ordered_at=at)
 
     def with_rollback(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
-        """Return the clock after the run went back to `iteration`, from which `repeated` committed iterations are run
-        again. Set `in_doubt` to True if copies of state differed."""
+        """Return the clock after the run went back to the state before `iteration`, from which `repeated` committed
+        iterations are run again. Set `in_doubt` to True if it went back because copies of state differed."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
         return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
     def with_end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
-        """Return the clock after all members have begun their first op, which ends any recovery."""
+        """Return the clock after all members, `live` in number, have begun their first op in `iteration`, which ends
+        the recovery if one is in progress."""
         if self.began is None:
             return self
         recovery = Recovery(

@@ -188,7 +188,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def find_source_addresses(self, moves: Iterable[LayerMove]) -> Addresses:
-        """Return the addresses from which the ranks of each source of these moves send layers."""
+        """Return the workers that are sources of these moves, sorted, each with the addresses from which its ranks send
+        layers."""
         return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
 
     def find_held_layers(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
@@ -199,8 +200,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: RejoiningPhase | None = None,
                         journal: Journal = EMPTY_JOURNAL) -> RunState:
-    """Return the state of a run that begins at `at` (`time.monotonic`), or that looks for the workers of a dead
-    coordinator, whose events `journal` summarizes, if `rejoining` is given."""
+    """Return the state of a run that begins at `at` (`time.monotonic`).
+
+    If `rejoining` is given, this coordinator first looks for the workers of one that died, whose events `journal`
+    summarizes.
+    """
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
     if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.with_checkpoint(last.checkpoint, last.took, last.time)
@@ -255,5 +259,6 @@ class TransitionBuilder(EffectCollector):
                                                       if one in workers})
 
     def plan_fetches(self, schedule: Schedule) -> tuple[LayerMove, ...]:
-        """Return the moves that workers must fetch for a schedule while all members train by the current one."""
+        """Return the moves by which workers can fetch, while all members train by the current schedule, what another
+        `schedule` needs."""
         return self.rules.partition.plan_fetches(schedule, self.state.current, self.state.members, self.state.cut_for)

@@ -16,12 +16,14 @@ ScheduleAttempt = Callable[[], Schedule | None]
 
 
 def find_initial_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
-    """Return the schedule for these workers before the first step, when each worker can build every layer."""
+    """Return the schedule for these workers before the first step, when each worker can build every layer; None while
+    it is being planned."""
     return _try_in_order(_attempt_whole_stages(step, live), _attempt_from_checkpoint(step, live))
 
 
 def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
-    """Return the schedule with which these workers, all of which have paused, can continue immediately.
+    """Return the schedule with which these workers, all of which have paused, can continue immediately; None while it
+    is being planned.
 
     If some of them hold layers other than those of their stages, schedules for which no layer moves are preferred.
     """
@@ -35,25 +37,27 @@ def find_immediate_schedule(step: TransitionBuilder, live: Collection[Worker]) -
 
 
 def find_joining_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
-    """Return the schedule for members and joining workers, for which layers are fetched during training."""
+    """Return the schedule for these members and joining workers, for which layers are fetched during training; None
+    while it is being planned."""
     held = _convert_held_layers(step, live, step.state.find_held_layers(step.rules.placement))
     return _choose_by_layer_policy(step, live, lambda: _request_settled(step, held))
 
 
 def find_restored_schedule(step: TransitionBuilder, live: Collection[Worker]) -> Schedule | None:
-    """Return the schedule for which these workers read all layers from a checkpoint."""
+    """Return the schedule for which these workers read all layers from a checkpoint; None while it is being planned."""
     return _choose_by_layer_policy(step, live, _attempt_from_checkpoint(step, live))
 
 
 def find_settled_schedule(step: TransitionBuilder) -> Schedule | None:
-    """Return the best schedule for the current members, whatever layers move for it."""
+    """Return the best schedule for the current members, whatever layers move for it; None while it is being planned."""
     return _request_settled(step, _convert_held_layers(step, step.state.members,
                                                        step.state.find_held_layers(step.rules.placement)))
 
 
 def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
                             moved: ScheduleAttempt) -> Schedule | None:
-    """Return the schedule in which each worker holds the stages of its column, or the one that `moved` finds.
+    """Return the schedule in which each worker holds the stages of its column, or the one that the function `moved`
+    finds; None while it is being planned.
 
     The latter is preferred in runs that move layers to better schedules (`RunRules.settles`), otherwise the former. If
     the preferred one does not exist, the other is returned.
@@ -63,12 +67,12 @@ def _choose_by_layer_policy(step: TransitionBuilder, live: Collection[Worker],
 
 
 def _attempt_whole_stages(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function that requests the schedule in which each worker holds the stages of its column."""
+    """Return a function that finds the schedule for `live` workers in which each holds the stages of its column."""
     return lambda: step.rules.first if _is_first_schedule_for(step, live) else _request_schedule(step, live)
 
 
 def _attempt_from_checkpoint(step: TransitionBuilder, live: Collection[Worker]) -> ScheduleAttempt:
-    """Return a function that requests the schedule for which all layers are read from a checkpoint."""
+    """Return a function that finds the schedule for `live` workers for which all layers are read from a checkpoint."""
     return lambda: _request_schedule(step, live, from_checkpoint=True)
 
 
@@ -101,7 +105,8 @@ def _request_schedule(step: TransitionBuilder, live: Collection[Worker], *, held
 
 
 def _try_in_order(*ways: ScheduleAttempt) -> Schedule | None:
-    """Return the result of the first function that finds a schedule. If none does, raise an error with all messages."""
+    """Call the functions until one does not raise NoScheduleError, and return its result: a schedule, or None while
+    that is being planned. If all raise, raise an error with all messages."""
     errors = list[NoScheduleError]()
     for way in ways:
         try:

@@ -70,11 +70,11 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide_move(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None,
                     to: EffectCollector) -> bool:
-        """Return whether moving the layers pays before the next failure; report the figures in one event and one
-        progress line.
+        """Return whether making these moves of layers pays before the next failure; add its figures to the effects
+        `to`, as one event and one progress line.
 
-        The periods `old` (before the move) and `new` (after it) and the duration `pause` of the last change of
-        schedules are in seconds.
+        All times are in seconds: the periods `old` (before the moves) and `new` (after them), and the duration `pause`
+        of the last change of schedules (None: none was measured yet).
         """
         size, seconds = self._estimate_transfer(moves)
         failure = self.expected_seconds_to_failure(to.at)
@@ -96,8 +96,8 @@ class SettlingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return settles
 
     def _estimate_transfer(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
-        """Return the bytes of all moves, and the seconds that the busiest connection or, if bandwidth is not limited,
-        the busiest worker needs for its share."""
+        """Return the bytes of all moves, and the seconds that they take: those of the busiest connection or, if
+        bandwidth is not limited, of the busiest worker."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:

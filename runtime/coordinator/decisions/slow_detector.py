@@ -70,7 +70,8 @@ MIN_OBSERVATIONS = 3
 
 
 class CellTime(NamedTuple):
-    """Time of the ops of one kind that a worker ran on the same layers in an iteration."""
+    """Measured and planned time of the ops of one kind that a worker ran on the same layers in an iteration, `number`
+    of them."""
 
     kind: OpKind
     layers: LayerRange
@@ -109,8 +110,11 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the log ratio that four fifths of the last `window` observations must exceed to count as a change
-        of speed. The argument `common` is the median spread of all workers."""
+        """Return the size of a log ratio, of measured to believed op times, that three quarters of the last `window`
+        observations must exceed to count as a change of speed.
+
+        The argument `common` is the median over all workers of the spread of their observations.
+        """
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
@@ -144,11 +148,12 @@ class SlowDetector:
         return self._watched[worker].factor if worker in self._watched else 1.0
 
     def set_factor(self, worker: Worker, factor: float) -> None:
-        """Set the believed factor of a worker, and drop its observations except for their spread."""
+        """Set the factor by which a worker's ops are believed to take longer than usual, and drop its observations
+        except for their spread."""
         self._watched[worker] = replace(self._watched.get(worker, _WorkerHistory()), factor=factor, values=())
 
     def drop_open_iterations(self) -> None:
-        """Drop the iterations that do not form an observation yet, as the next ones do not continue them."""
+        """Drop the iterations added since the last observation, because later ones are of another order."""
         self._open, self._seconds = (), 0.0
 
     def remove_worker(self, worker: Worker) -> None:
@@ -157,7 +162,8 @@ class SlowDetector:
         self._open = tuple({other: y for other, y in ratios.items() if other != worker} for ratios in self._open)
 
     def add_iteration(self, iteration: int, seconds: float, measured: IterationTimes) -> list[SpeedChange]:
-        """Add an iteration that took the given seconds, and return the workers whose speed has changed."""
+        """Add an iteration whose longest busy window took the given seconds, and return the changes of workers' speeds
+        that are now detected."""
         if not self._seconds:
             self._first = iteration
         self._last = iteration
@@ -178,7 +184,8 @@ class SlowDetector:
         """Return each worker's ratio: the seconds that its ops took in an iteration, divided by what they take on its
         peers.
 
-        A worker that ran no ops that can be compared is left out. The measured rates of layers are updated, too.
+        A worker that ran no ops that can be compared is left out. The rates of layers, of measured to planned times,
+        are updated, too.
         """
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         unusual = set()
@@ -204,14 +211,15 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the seconds that an op of this kind on these layers takes at usual speed, from its planned time and
+        """Return the seconds that an op of this kind on these layers takes at usual speed: its planned time, scaled by
         earlier measurements; None if a layer has not been measured."""
         rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
         known = [rate for rate in rates if rate is not None]
         return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
 
     def _find_compared_with_slow(self, measured: IterationTimes) -> set[Worker]:
-        """Return the workers that are compared only with workers that are believed to be slow."""
+        """Return the workers for which all others that ran the same kinds of ops on the same layers are believed to be
+        slow."""
         slow = {worker for worker in measured if self.believed_factor(worker) > 1}
         if not slow:
             return set()
@@ -308,7 +316,7 @@ def _compute_peer_medians(seconds: Mapping[Worker, float], unusual: Collection[W
 def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """Return the iteration from which a worker's observations differ from 0, and their median from there on.
 
-    Each of `values` is the first iteration of an observation, and the observation.
+    Each of `values` is the first iteration of an observation, and the observation, a log ratio to the believed speed.
     """
     def cost(begin: int) -> float:
         before, after = values[:begin], [value for _, value in values[begin:]]
@@ -320,7 +328,8 @@ def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
 
 
 def _estimate_spreads(values: Floats) -> Floats:
-    """Return the spread of each worker's observations, which are a row of `values`.
+    """Return the spread of each worker's observations, which are a row of `values`: robustly, from the differences of
+    successive ones.
 
     It is the standard deviation of a normal distribution whose successive values differ by as much.
     """

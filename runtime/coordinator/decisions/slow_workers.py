@@ -80,7 +80,8 @@ def _describe_change(change: SpeedChange) -> str:
 
 
 def build_slow_workers(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
-    """Return the initial state for a run whose first schedule has the speeds that the job file gives.
+    """Return the initial state of the workers' speeds, which are those that the job file gave when the `first` schedule
+    was planned.
 
     Set `plans` to True if a planner for given speeds is configured; `known` contains the factors that another
     coordinator measured.
@@ -131,11 +132,13 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_deciding(self) -> bool:
-        """True if it is not decided yet how the schedule changes for the present speeds."""
+        """True if a decision how the schedule changes for the present speeds has been requested or has yet to be
+        carried out."""
         return self.decision is not None or (self.asked is not None and not self.answered)
 
     def planned_period_of(self, present: Schedule) -> float:
-        """Return the planned period in seconds of a schedule at the present speeds of the workers."""
+        """Return the planned period in seconds of the current schedule (`present`) at the present speeds of the
+        workers."""
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def with_iteration(self, one: CommittedIteration) -> "SlowWorkers":
@@ -185,12 +188,13 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, left_out=_without_keys(self.left_out, workers)) if workers else self
 
     def with_run_ended(self, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state at the end of the run, after reporting the changes of speed that have not been reported
-        yet."""
+        """Return the state at the end of the run, after adding the changes of speed that have not been reported yet to
+        the effects `to`."""
         return self._emit_speed_event(NO_DECISION, iteration, to, "the run ends") if self.news else self
 
     def request_decision(self, present: Schedule, iteration: int, to: EffectCollector) -> "SlowWorkers":
-        """Return the state after requesting a decision if speeds differ from those of the `present` schedule.
+        """Return the state after requesting, by an effect in `to`, a decision which schedule to run, if speeds differ
+        from those of the `present` schedule.
 
         Workers whose pause has ended are no longer left out. `iteration` is the next one to be committed.
         """
@@ -215,7 +219,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_answer(self, planned: SpeedAnswer, iteration: int, to: EffectCollector) -> "SlowWorkers":
         """Return the state after a request for a decision has been answered. An answer to an earlier request is
-        ignored."""
+        ignored. `iteration` is the next one to be committed."""
         if planned.question is not self.asked:
             return self
         new, decision = replace(self, answered=True), planned.answer
@@ -227,13 +231,14 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return new._emit_speed_event(decision, iteration, to, decision.reason) if self.news or decision.reason else new
 
     def _is_planned_for_speeds(self, present: Schedule) -> bool:
-        """Return whether the current schedule was planned for the present speeds."""
+        """Return whether the current schedule (`present`) was planned for the present speeds."""
         planned = {slow.worker: slow.per_mille / 1000 for slow in present.times.slow}
         return all(abs(self.factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
                    for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
     def _with_factor(self, worker: Worker, factor: float) -> "SlowWorkers":
-        """Return the state after the measured factor of a worker has changed; a pending decision is dropped."""
+        """Return the state after the measured factor of a worker has changed; a decision that has not been carried out
+        is dropped."""
         factors = _without_keys(self.factors, [worker])
         if round_factor(factor) != 1.0:
             factors[worker] = round_factor(factor)
@@ -244,7 +249,11 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     def _emit_speed_event(self, decision: SpeedDecision, iteration: int, to: EffectCollector,
                           reason: str | None = None) -> "SlowWorkers":
-        """Emit a speed event with the unreported changes, and return the state in which they are reported."""
+        """Emit a speed event with the changes that users have not seen yet, and return the state without these.
+
+        The argument `reason` says why no schedule was planned for the new speeds; None: one was. The event takes effect
+        at `iteration`.
+        """
         to.add_effect(SpeedEvent(
             changes=self.news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
             present_seconds=None if reason else decision.present_seconds,

@@ -56,8 +56,8 @@ class SpeedAnswer(NamedTuple):
 
 
 def answer_request(question: SpeedRequest, plan: SchedulerAtSpeeds) -> SpeedDecision:
-    """Return the decision for a request, made with the planner `plan`; if there is no schedule, it says so. Exceptions
-    of `plan` other than NoScheduleError are passed on."""
+    """Return the decision for a request, made with the planner `plan`. If there is no schedule for the speeds, the
+    current one stays, and the decision says why. Exceptions of `plan` other than NoScheduleError are passed on."""
     present, speeds = question.present, question.speeds
     try:
         return decide_for_speeds(present, speeds, plan)
@@ -101,8 +101,8 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 
 
 def _try_schedule(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
-    """Yield the schedule for the workers in `live`, or nothing if none exists in which each worker keeps its own
-    role."""
+    """Yield the schedule that the function `planned` returns for the workers in `live`, or nothing if it finds none in
+    which each worker keeps its own role."""
     try:
         schedule = planned(live)
     except NoScheduleError:

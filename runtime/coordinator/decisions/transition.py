@@ -122,7 +122,8 @@ def find_needed_layers(rules: RunRules, state: RunState) -> Mapping[Worker, froz
 
 
 def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) -> bool:
-    """Return whether an event leaves nothing to decide. Most events of a large run are of this kind."""
+    """Return whether an event, which changed the state from `before`, leaves nothing to decide. Most events of a large
+    run are of this kind."""
     if isinstance(event, Paused):
         return not state.is_planning  # other members still run
     if isinstance(event, Ready):
@@ -133,7 +134,8 @@ def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) 
 
 
 def _decide_next(step: TransitionBuilder) -> None:
-    """Take the decisions that the new state makes possible. Raises RunError."""
+    """Take the decisions that the new state makes possible, such as the next order. Raises RunError if the run cannot
+    continue."""
     state = step.state
     match state.phase:
         case GatheringPhase():
@@ -206,7 +208,8 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order. Raises CommitLogError if its text or sample costs differ from others'."""
+    """Add a worker that waits for an order. Raises CommitLogError if it trains on another text, or expects other costs
+    of samples, than the workers before it."""
     state, worker = step.state, report.worker
     corpus = state.corpus or (report.corpus, worker)
     if report.corpus != corpus[0]:
@@ -267,9 +270,10 @@ def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Itera
 
 
 def _handle_difference(step: TransitionBuilder, difference: CopyDifference) -> None:
-    """Handle copies that differ: give up wrong members, and go back if committed iterations may be affected.
+    """Handle copies of state that differ: give up the workers whose copies are known to be wrong, and go back to a
+    checkpoint if committed iterations may depend on them.
 
-    Raises RunError if none is known to be wrong, and the run has gone back for this before without progress.
+    Raises RunError if no copy is known to be wrong, and the run has gone back for this before without progress.
     """
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
@@ -342,7 +346,8 @@ def _handle_loss(step: TransitionBuilder, event: WorkerLost) -> None:
 
 def _handle_leaving(step: TransitionBuilder, worker: Worker) -> None:
     """Handle a worker that received a signal to end. A member stays until the next iteration boundary, so that the
-    others can continue without it. If no worker would remain, the run ends there with a checkpoint."""
+    others can continue without it; any other worker leaves at once. If no worker would remain, the run ends at that
+    boundary with a checkpoint."""
     state = step.state
     if isinstance(state.phase, TrainingPhase | FinishingPhase) and worker in state.members:
         step.update_state(leaving=state.leaving | {worker})

@@ -41,8 +41,8 @@ class BackgroundRunner(Protocol):
     """Function that runs long work outside the event loop and passes its result or exception to the loop."""
 
     def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-        """Run `work`, then call `done` on the event loop with its result or exception. Set `awaited` to True if workers
-        wait for the result."""
+        """Run `work`, then call `done` on the event loop with its result or exception. Set `awaited` to False if no
+        worker waits for the result: then the work may take longer, at low priority."""
 
 
 class PlannerDiedError(RuntimeError):
@@ -52,7 +52,7 @@ class PlannerDiedError(RuntimeError):
 def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
     """Run `work` in a daemon thread, then call `done` on the event loop with its result or exception.
 
-    The work must not change state that other threads see.
+    The work must not change state that other threads see. The argument `awaited` has no effect here.
     """
     loop = asyncio.get_running_loop()
 
@@ -68,7 +68,8 @@ def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool
 def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
     """Run `work` in a forked process, then call `done` on the event loop with its result or exception.
 
-    The process is killed if the calling thread ends. If no process can be forked, the work is done in a thread.
+    Set `awaited` to False if no worker waits for the result: then the process has low priority and a longer time limit.
+    It is killed if the calling thread ends. If no process can be forked, the work is done in a thread.
     """
     try:
         ours, theirs = os.pipe()
@@ -108,11 +109,12 @@ def capture_result(work: Callable[[], T]) -> T | BaseException:
 
 
 def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
-    """Return the answer that a forked process has written, or raise the exception that it contains.
+    """Return the answer that the forked `process` writes to the descriptor `pipe`, or raise the exception that it
+    contains.
 
     A lock that another thread held at the fork is never released in the process, which then waits forever. If no answer
-    arrives within `seconds`, the process is killed and the work is done here. Raises PlannerDiedError if the process
-    ended without an answer.
+    arrives within `seconds`, the process is killed and the `work` is done in this thread. Raises PlannerDiedError if
+    the process ended without an answer.
     """
     with open(pipe, "rb") as file:
         readable = select.poll()  # unlike select.select, also of descriptors above 1023
@@ -133,7 +135,10 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
 
 
 def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
-    """Do the work in the forked process, with all other descriptors closed; write the answer and exit."""
+    """Do the work in the forked process, write the pickled result or exception to the descriptor `pipe`, and exit.
+
+    All other descriptors are closed. The process takes a low priority unless workers wait for the result (`awaited`).
+    """
     status = 1
     try:
         request_parent_death_signal(signal.SIGKILL)

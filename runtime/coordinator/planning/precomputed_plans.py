@@ -99,7 +99,8 @@ class FailurePrecomputer:
         self._plan_next_failure()
 
     def _likely_failures(self, schedule: Schedule) -> Iterator[tuple[DownWorkers, int]]:
-        """Yield sets of workers that may fail next, with the number of workers or machines that each represents."""
+        """Yield sets of workers that may fail next under a schedule, each with the number of workers or machines that
+        could fail in this way."""
         lost = columns_by_pipeline(schedule.failed)
         equivalent: dict[object, list[int]] = defaultdict(list)
         for pipeline, kind in enumerate(self._classes):

@@ -40,8 +40,9 @@ effects are lost.
 class Rebalancer(Protocol):
     """Planner of schedules in which workers hold, or come to hold, layers other than those of their stages in the grid.
 
-    All methods are called like a `Scheduler` and raise NoScheduleError. The argument `speeds` has the meaning that it
-    has for a `SchedulerAtSpeeds`; if it is empty, the speeds are those of the job.
+    All methods are called concurrently with the event loop, like a `Scheduler`, and raise NoScheduleError. The argument
+    `speeds` has the factor by which each slow worker's ops take longer; if it is empty, the speeds are those of the
+    job. `held` has the layers of each live worker.
     """
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
@@ -49,16 +50,17 @@ class Rebalancer(Protocol):
         hold."""
 
     def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        """Return the best schedule in which the `down` workers are down, whatever layers move for it from where they
-        are `held`."""
+        """Return the best schedule in which the `down` workers are down, whatever layers move for it between the
+        others."""
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        """Return the schedule in which the `down` workers are down, all layers being read from a checkpoint while all
-        wait."""
+        """Return the schedule in which the `down` workers are down, and for which the others read all layers from a
+        checkpoint while all wait."""
 
 
 class SchedulePlanners(NamedTuple):
-    """Planners that find schedules for a run. A planner that is None does not exist."""
+    """Planners that find schedules for a run: for failures, for failures at given speeds, and with layers moved. None:
+    the run has no such planner."""
 
     scheduler: Scheduler | None
     at_speeds: SchedulerAtSpeeds | None = None
@@ -80,8 +82,11 @@ class ScheduleDivider(Protocol):
     """Function that divides a schedule among its workers, like `schedules.worker_programs.divide_schedule`."""
 
     def __call__(self, schedule: Schedule, /, alike: EquivalentSchedule | None = None) -> DividedSchedule:
-        """Return the shares of the workers of a schedule. The argument `alike`, a divided schedule that differs only in
-        pipeline numbers and the new number of each, saves most of the computation."""
+        """Return the shares of the workers of a schedule.
+
+        The argument `alike` saves most of the computation: a divided schedule that differs from this one only in the
+        numbers of pipelines, with the new number of each.
+        """
 
 
 PrecomputedLookup = Callable[[tuple[Worker, ...]], tuple[Schedule, DividedSchedule] | None]
@@ -128,8 +133,8 @@ class ScheduleService:
         """Requests that are being answered, each with the time of `time.monotonic` at which it was made."""
 
     def get_prepared(self, schedule: Schedule) -> PreparedSchedule:
-        """Return a schedule in the form in which an order sends it. Schedules that this service found are already
-        prepared."""
+        """Return a schedule in the form in which an order sends it, from the store if this service has found or
+        prepared it lately."""
         _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare_schedule(schedule))
         self._store_prepared(schedule, prepared)
         return prepared
@@ -189,7 +194,8 @@ class ScheduleService:
         self._background(work, decided, awaited=False)
 
     def _choose_speed_planner(self, question: SpeedRequest) -> SchedulerAtSpeeds:
-        """Return the planner for given speeds that leaves the layers where the current schedule has them."""
+        """Return the planner for given speeds that leaves the layers where the current schedule has them; if the run
+        has none, a function that raises NoScheduleError."""
         present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:
@@ -211,7 +217,8 @@ class ScheduleService:
         return schedule
 
     def _choose_planner(self, question: ScheduleRequest) -> Callable[[], Schedule]:
-        """Return the function that answers a request. Raises NoScheduleError if no planner can answer it."""
+        """Return the function that makes the requested schedule. Raises NoScheduleError if the run has no planner for
+        it."""
         scheduler, at_speeds, rebalancer = self._finders
         if question.held is not None or question.from_checkpoint:
             if rebalancer is None:

@@ -44,7 +44,8 @@ class MetricsBuilder:
         order was given."""
 
     def observe_event(self, event: Event) -> None:
-        """Record an event of the run on which later metrics depend: an order or a recovery; others are ignored."""
+        """Record an event of the run on which later metrics depend: an order, or the end of a recovery; others are
+        ignored."""
         match event:
             case OrderGiven():
                 self._live, self._phase = event.live, event.phase
@@ -70,7 +71,7 @@ class MetricsBuilder:
 
 
 def read_recovery_count(folder: Path) -> int:
-    """Return the number of recoveries before this start of the run, as `metrics.jsonl` in its folder has it; 0 without
+    """Return the number of recoveries in earlier starts of the run, as `metrics.jsonl` in its folder has it; 0 without
     a file."""
     recoveries, path = 0, folder / METRICS
     for line in path.read_bytes().splitlines() if path.exists() else ():

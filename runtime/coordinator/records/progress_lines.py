@@ -37,7 +37,7 @@ class RunReporter:
         self.speed_events: list[SpeedEvent] = []
 
     def report_note(self, text: str) -> None:
-        """Report a problem that the run has survived."""
+        """Report a problem that the run has survived: to users, in the log and in the run's result."""
         self.notes.append(text)
         self._log.write(Noted(text=text))
         self._notify(text)
@@ -58,7 +58,8 @@ class RunReporter:
         self._notify(event)
 
     def report_awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
-        """Report which workers the first order waits for; `agents` are the other nodes that have connected."""
+        """Report, unless `workers` is empty, that the first order waits for these workers; `agents` are the other nodes
+        that have connected, and `address` is that of node 0."""
         if workers:
             self._notify(f"node 0, at {address}, waits for " + describe_awaited(workers, self._run.shares, agents))
 
@@ -95,7 +96,8 @@ class RunReporter:
                      "committed")
 
     def check_folder(self, report: Ready) -> None:
-        """Report once if a node writes to another folder than node 0, so that no checkpoint is complete."""
+        """Report, once in a run, if the worker that is ready writes to another folder than node 0, so that no
+        checkpoint is complete."""
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
@@ -105,7 +107,7 @@ class RunReporter:
                              "share")
 
     def describe_progress(self, count: int) -> str:
-        """Return a clause that tells how many iterations are committed and where their losses are."""
+        """Return a clause that tells that `count` iterations are committed, and which file has their losses."""
         path: Path = self._run.out / LOSSES
         return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
             if count == 1 else f"{count} iterations are committed, their losses are in {path}"

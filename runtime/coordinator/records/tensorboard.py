@@ -13,7 +13,8 @@ TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient
 
 
 class TensorBoardWriter:
-    """Writer of event files in a folder. Raises OSError, and ConfigError if the package is not installed.
+    """Writer of the metrics of iterations, from `first` on, to a new event file in a folder. Raises OSError, and
+    ConfigError if the package is not installed.
 
     A file that begins with some iteration hides the entries from that iteration on in earlier files of the folder. So
     TensorBoard shows each iteration once, even if it was repeated.

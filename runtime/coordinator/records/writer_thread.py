@@ -20,14 +20,15 @@ CLOSE_SECONDS = 10.0
 
 
 class Writer:
-    """Writer that runs each file operation at once and reports no problems."""
+    """Writer that runs each file operation in the caller's thread, passes its exceptions on, and ignores reports of
+    problems."""
 
     def __call__(self, work: Callable[[], object]) -> None:
         """Run a file operation, after all earlier ones."""
         work()
 
     def report_problem(self, text: str) -> None:
-        """Report a problem to the users of the run; any thread may call this."""
+        """Report a problem to the users of the run; any thread may call this. This class ignores the report."""
 
 
 IMMEDIATE_WRITER = Writer()

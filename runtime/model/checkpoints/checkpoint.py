@@ -124,7 +124,8 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
 
 
 def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Describe the first difference between the identities of a checkpoint and of a job; None if they are equal."""
+    """Return a clause for an error message on the first difference between the identities of a checkpoint (`theirs`)
+    and of a job (`ours`), as `identity_of` returns them; None if they are equal."""
     for name in sorted({*theirs, *ours}):
         their, our = theirs.get(name), ours.get(name)
         if isinstance(their, dict) and isinstance(our, dict):
@@ -138,7 +139,7 @@ def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
 
 
 class PendingSave:
-    """Write of this worker's layers of a checkpoint, in a thread of its own."""
+    """Writing of this worker's layers to a checkpoint, in a thread of its own that starts at once."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
                  identity: Mapping[str, Any], samples: int | None, ended: OnEnded) -> None:
@@ -175,12 +176,12 @@ class PendingSave:
 
 def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
                  samples: int | None = None, ended: OnEnded = lambda _: None) -> PendingSave:
-    """Start to write this worker's layers of a checkpoint in the background, and return the write in progress.
+    """Start to write this worker's layers of a checkpoint in the background, and return a handle to wait for the end.
 
-    The tensors must not change until it has ended. Each layer of the model must be saved by at least one worker, and
-    should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of samples that
-    they have read. Errors are raised by `PendingSave.wait`. `ended` is called in the writing thread: with None when the
-    layers are on the disk, or with the error.
+    The tensors must not change until the writing has ended. Each layer of the model must be saved by at least one
+    worker, and should be saved by only one. `iteration` is the number of completed iterations, `samples` the number of
+    samples that they have read, `identity` the result of `identity_of`. Errors are raised by `PendingSave.wait`.
+    `ended` is called in the writing thread: with None when the layers are on the disk, or with the error.
     """
     return PendingSave(folder, iteration, layers, identity, samples, ended)
 
@@ -188,8 +189,8 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """Open the newest complete checkpoint in `folder`; return None if there is none.
 
-    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None: any job is
-    accepted).
+    Raises CheckpointError if that checkpoint cannot be read, or belongs to a job with another `identity`
+    (`identity_of`; None: any job is accepted).
     """
     while checkpoints := find_complete(folder):
         newest = checkpoints[max(checkpoints)]
@@ -207,7 +208,7 @@ def find_complete(folder: Path) -> dict[int, Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder is a complete checkpoint. It may have been removed since it was listed."""
+    """Return whether the folder `path` exists and is a complete checkpoint."""
     return (path / MANIFEST).exists()
 
 
@@ -245,9 +246,10 @@ def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare all files of a checkpoint with the manifest, several concurrently, unless that was done before.
+    """Compare all files of a checkpoint with its manifest, and return the checkpoint, marked as verified.
 
-    Raises DamagedError, which names the first file that differs, and CheckpointError if a file cannot be read.
+    A checkpoint that is already marked is returned at once. Raises DamagedError, which names the first file that
+    differs, and CheckpointError if a file cannot be read.
     """
     if checkpoint.is_verified:
         return checkpoint
@@ -293,9 +295,9 @@ def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove from a folder of checkpoints what killed writers have left: unfinished checkpoints and temporary files.
+    """Remove from a folder of checkpoints what killed processes have left: unfinished checkpoints and temporary files.
 
-    No writer may be alive.
+    To be called only while no process writes a checkpoint there.
     """
     for pattern in (_SAVING, _COMPLETE):
         for path in _list_matching(folder, pattern).values():
@@ -334,9 +336,11 @@ def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Fi
 
 
 def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
-    """Write the given layers to a checkpoint that is being saved, and complete it if all layers are there.
+    """Write the given layers to the folder of an unfinished checkpoint, and complete it if no layer of the model is
+    missing then.
 
-    The layer list of `manifest` is empty; its other fields are copied into the note of each layer.
+    Next to the file of each layer, a JSON file is written: `manifest`, whose list of layers is empty, with this layer
+    alone. Does nothing if the checkpoint is already complete.
     """
     iteration, identity = manifest.iteration, manifest.identity
     if (folder / f"iteration-{iteration}").exists():
@@ -370,7 +374,8 @@ def _write_layers(folder: Path, manifest: Manifest, layers: Mapping[int, LayerSt
 
 
 def _complete_if_all_saved(folder: Path, saving: Path, manifest: Manifest) -> None:
-    """Rename the folder `saving` to a complete checkpoint if it has the notes of all layers.
+    """Turn the folder `saving` into a complete checkpoint, by its manifest and a new name, if all layers of the model
+    are saved in it; otherwise do nothing.
 
     Several workers may try concurrently.
     """
@@ -420,7 +425,7 @@ def _remove_unlisted_files(path: Path) -> None:
 
 
 def _list_folders(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the folders whose name matches a pattern, by the iteration in the name.
+    """Return the folders in `folder` whose name matches a pattern, by the iteration in the name.
 
     Unless the pattern is that of unfinished checkpoints, only complete checkpoints are included.
     """

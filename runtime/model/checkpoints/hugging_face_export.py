@@ -33,11 +33,12 @@ another layer."""
 
 
 def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, source: Path | None = None) -> None:
-    """Write a model to a folder, completely or not at all, and replace what the folder holds.
+    """Write a model as a folder that transformers can load, completely or not at all, and replace what the folder
+    holds.
 
-    The parsed config.json of the model is `document`, and `state` returns the tensors of each layer. The pretrained
-    model that training began with lies in `source`; its tokenizer files are copied. Raises OSError if the folder cannot
-    be written.
+    The parsed config.json of the model is `document`, and `state` returns the tensors of each layer. `source` is the
+    folder of the pretrained model that training began with, whose tokenizer files are copied; None if there is none.
+    Raises OSError if the folder cannot be written.
     """
     config = transformers_config(document, str(folder))
     with replace_folder(folder) as draft:
@@ -62,7 +63,7 @@ def export_model(document: Mapping[str, Any], state: ReadLayer, folder: Path, so
 
 
 def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a layer after its name in transformers' files of the whole model."""
+    """Yield each tensor of a layer, `state`, with the name that it has in transformers' files of the whole model."""
     family, model = FAMILIES[config.model_type], build_sample(config, 0)
     base = f"{model.base_model_prefix}."
     if layer in (0, config.num_hidden_layers + 1):
@@ -76,10 +77,10 @@ def _with_file_names(config: PreTrainedConfig, layer: int, state: Mapping[str, T
 
 
 def _split_experts(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of decoder layer `index` by their names within it, with one tensor for each expert, as in
-    files.
+    """Return the tensors of decoder layer `index`, by their names within the layer, as transformers' files have them:
+    one tensor for each expert, while those in `state` are joined.
 
-    `prefix` is the name of the first decoder layer in the whole model, with a dot at its end.
+    The argument `prefix` is the name of the first decoder layer in the whole model, with a dot at its end.
     """
     model = build_sample(small_layer_config(config, index), 0)
     layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]

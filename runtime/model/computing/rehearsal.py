@@ -20,16 +20,18 @@ from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 
 
 class Rehearsal:
-    """Record of the kinds of layers for which this process has run F, I and W, and of the dtypes for which it ran O."""
+    """Runs ops on discarded data before the process communicates, so that CUDA loads their kernels, and remembers which
+    kinds of layers it has run."""
 
     def __init__(self) -> None:
         self._known = set[Hashable]()
 
     def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
             microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice, unless they were run for layers of the same classes and parameter shapes.
+        """Run F, I and W of a slice once, so that their kernels are loaded; do nothing if this process has done so for
+        layers of the same classes and parameter shapes.
 
-        The caller must set the resulting gradients to zero. Buffers and the sum of losses are left unchanged.
+        Afterwards the caller must set the gradients to zero. Buffers and the sum of losses are left unchanged.
 
         Parameters
         ----------
@@ -55,9 +57,10 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter of each dtype of the modules, compute its checksum, and undo it.
+        """Run O on a small parameter of each dtype of the modules, so that its kernels are loaded, compute a checksum,
+        and undo the step.
 
-        Does nothing if that was done for the same dtypes before. The modules themselves are not changed.
+        Does nothing if this process has done so for the same dtypes. The modules themselves are not changed.
         """
         likes = {trained.dtype: trained for module in modules for trained in module.parameters()
                  if trained.requires_grad}
@@ -76,7 +79,8 @@ class Rehearsal:
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return whether a kind, of the layers of a slice or of the dtypes of a step, is new, and remember it."""
+        """Return True if this method has not been called with this kind before: what `_kind_of` returns for the layers
+        of a slice, or the dtypes of a step."""
         new = kind not in self._known
         self._known.add(kind)
         return new

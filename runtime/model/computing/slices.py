@@ -121,17 +121,22 @@ class SliceRunner:
         return None if self.last else map_tensors(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run B and return the gradient of the slice's input, for the slice before; None on the first slice."""
+        """Run B and return the gradient of the slice's input, for the slice before; None on the first slice.
+
+        The `gradient` is that of the activation that `forward` returned; None on the last slice.
+        """
         result = self.backward_input(microbatch, gradient)
         self.backward_weight(microbatch)
         return result
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I, free all tensors that W does not need, and return the gradient for the slice before, if there is one.
+        """Run I, free all tensors that W does not need, and return the gradient of the slice's input, for the slice
+        before.
 
-        The gradient given is that of the activation that was sent on; for a tuple, the gradients of its floating-point
-        tensors; None on the last slice. Weight gradients are computed here and not in W after a forward without
-        `split`, and for parameters that are not used in a matrix product.
+        The first slice returns None and leaves the whole backward to W. `gradient` is that of the activation that
+        `forward` returned; for a tuple, the gradients of its floating-point tensors; None on the last slice. Weight
+        gradients are computed here and not in W after a forward without `split`, and for parameters that are not used
+        in a matrix product.
         """
         held = self._held.pop(microbatch)
         if self.first:
@@ -150,7 +155,8 @@ class SliceRunner:
         backward_weight(self._deferred.pop(microbatch))
 
     def take_loss(self) -> Tensor:
-        """Return the sum of the scaled losses of the micro-batches run since the last call, a float64 scalar."""
+        """Return the sum of the losses, each times its `loss_scale`, of the micro-batches run since the last call: a
+        float64 scalar on the device."""
         losses, self._losses = self._losses, []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
@@ -232,17 +238,22 @@ class WorkerSlices:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor from another slice as an autograd leaf, the input of this slice."""
+    """Return a tensor that another slice has computed, detached, as an input of this slice whose gradient autograd
+    stores."""
     return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """Return the gradient of a leaf; zeros if it has none."""
+    """Return the gradient that a backward has stored in a leaf tensor; zeros if it has stored none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
 def _backward_slice(held: _MicrobatchState, gradient: Value | None, loss_scale: float) -> None:
-    """Run the backward from a slice's output and from the loss that it added, whose gradient is `loss_scale`."""
+    """Run the backward of a micro-batch from a slice's output, and from the loss that its layers added.
+
+    The `gradient` is that of the output; None on the last slice, whose output is the loss. The gradient of a loss is
+    `loss_scale`.
+    """
     outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
     gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
     if held.added is not None:

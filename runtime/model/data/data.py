@@ -40,7 +40,7 @@ _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-p
 
 @dataclass(frozen=True, slots=True)
 class ByteText:
-    """Text as bytes, with the seed that determines how it is cut."""
+    """Training data (`Data`) whose tokens are the bytes of a text; `seed` determines where samples begin."""
 
     text: Tensor
     """Bytes of the text: uint8 [bytes]."""
@@ -52,7 +52,10 @@ class ByteText:
         return hashlib.sha256(self.text.numpy().data).hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens of a micro-batch, and the token after each: two int64 [batch, context] on the CPU."""
+        """Return a micro-batch of `batch` samples of `context` tokens: the tokens, and the token after each.
+
+        Both are int64 [batch, context] on the CPU.
+        """
         generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
         starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
         window = self.text[starts + torch.arange(context + 1)].long()
@@ -68,7 +71,8 @@ class Data(Protocol):
         """Text that differs if the data do; it must be equal on all workers that train together."""
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """Return a micro-batch on the CPU: the input of layer 0, the target of the loss, and others that layers read.
+        """Return a micro-batch of `batch` samples of `context` tokens: the input of layer 0, the target of the loss,
+        and others that layers read, all on the CPU.
 
         All micro-batches have the same shapes. Return a named tuple to let layers read tensors by name. If the data
         also have a method `begin_at(iteration, samples)`, it is called before anything is read in a run that resumes
@@ -104,7 +108,8 @@ class _IterationAdapter:
             self.tokens = lambda iteration: [data.tokens(sample) for sample in self._read_samples(iteration)]
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Return a micro-batch as `Data.batch` does. The data know `batch` and `context` from their configuration."""
+        """Return a micro-batch as `Data.batch` does. `batch` and `context` are ignored: the data know them from their
+        configuration."""
         return self._read_samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
 
     def _read_samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
@@ -162,7 +167,10 @@ def load_data(config: RunConfig, microbatches: Sequence[int] = (1,), read: Sampl
 
 
 def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
-    """Load the user's own data. Raises ConfigError unless they implement `Data` or `IterationData`."""
+    """Load the data that `name`, the value of `[training] data`, names: "torchtitan", or a user's own function.
+
+    Raises ConfigError unless they implement `Data` or `IterationData`. `microbatches` and `read` are as in `load_data`.
+    """
     make: Callable[[RunConfig], Any]
     if name == "torchtitan":
         from slipstream.runtime.model.data.torchtitan_data import TorchtitanData
@@ -192,7 +200,10 @@ def _load_user_data(config: RunConfig, name: str, microbatches: Sequence[int], r
 
 
 def load_validation_data(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
-    """Load the data for evaluations; return None if there are none. Raises ConfigError as `load_data` does."""
+    """Load the data for evaluations; return None if the configuration has none.
+
+    The argument `microbatches` is as in `load_data`, and ConfigError is raised as there.
+    """
     training = config.training
     if training.evaluate_every is None:
         return None
@@ -211,7 +222,10 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
 
 
 def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
-    """Load data that consist of tokens: a file of tokens, or a text and its tokenizer. Raises ConfigError."""
+    """Load data that consist of tokens: a file of tokens, or a text and its tokenizer.
+
+    The arguments `microbatches` and `read` are as in `load_data`. Raises ConfigError.
+    """
     training, vocabulary = config.training, vocabulary_size(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"

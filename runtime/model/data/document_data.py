@@ -51,9 +51,11 @@ class DocumentData(TokenData):
         return f"{super().digest} {self._end}"
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> PackedBatch:
-        """Return the tokens, targets and positions of a micro-batch.
+        """Return a micro-batch of `batch` samples of `context` tokens, with targets, and with positions within
+        documents.
 
-        Raises BadTokenError for a token beyond the vocabulary, and if no target is left.
+        Raises BadTokenError for a token beyond the vocabulary, and if all tokens end documents, so that no target
+        counts.
         """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end

@@ -17,10 +17,11 @@ Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 class LossWeights:
-    """Weights of micro-batches, which sum to 1 over an iteration of training.
+    """Callable that returns the weight of a micro-batch's loss; weights sum to 1 over an iteration of training.
 
-    For training, `rounds` is None: each iteration is weighed by itself. Evaluations read the same `rounds` iterations
-    again and again; these are weighed together, and their weights sum to `rounds`.
+    The argument `microbatches` has the number of micro-batches of each pipeline. For training, `rounds` is None: each
+    iteration is weighed by itself. Evaluations read the same `rounds` iterations again and again; these are weighed
+    together, and their weights sum to `rounds`.
     """
 
     def __init__(self, data: Data, training: TrainingConfig, microbatches: Sequence[int],

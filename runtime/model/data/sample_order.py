@@ -17,7 +17,7 @@ Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return the numbers (0 to `count` - 1) of the samples at given positions in the order that `seed` determines.
+    """Return which sample (0 to `count` - 1) is at each of the given positions of the order that `seed` determines.
 
     Each sample is at exactly one position, from 0 to `count` - 1.
     """

@@ -84,9 +84,9 @@ class TokenData:
         return hashed.hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
-        """Return the tokens of a micro-batch, and the token after each: two int64 [batch, context] on the CPU.
+        """Return a micro-batch of `batch` samples of `context` tokens: the tokens, and the token after each.
 
-        Raises BadTokenError for a token beyond the vocabulary.
+        Both are int64 [batch, context] on the CPU. Raises BadTokenError for a token beyond the vocabulary.
         """
         first = self._read.count_before(microbatch.iteration, self._first[-1] * batch) \
             + (self._first[microbatch.pipeline] + microbatch.index) * batch
@@ -118,17 +118,15 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the position of the first token of each block to read; the blocks have at most `limit` tokens
-        together.
-
-        These are all blocks of the file if they fit, else some, spread evenly, with the first and the last.
-        """
+        """Return the position of the first token of each block to read: of all blocks of `BLOCK_TOKENS` tokens if these
+        have at most `limit` tokens, else of some, spread evenly, with the first and the last."""
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
 
     def _require_known(self, start: int, tokens: NDArray[Any]) -> None:
-        """Raise BadTokenError if one of the tokens, which begin at `start`, is not in the vocabulary."""
+        """Raise BadTokenError if one of the tokens, of which the first is at position `start` of the file, is not in
+        the vocabulary."""
         if not self._may_be_beyond or not len(tokens) or (tokens.max() < self._vocabulary and tokens.min() >= 0):
             return
         at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))

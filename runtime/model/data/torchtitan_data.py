@@ -78,7 +78,8 @@ class TorchtitanData:
         self._open_stream()
 
     def _compute_digest(self) -> str:
-        """Return a digest of the tokenizer and of the configuration that selects the data, which are not read."""
+        """Return a digest of the tokenizer and of the configuration that selects the data. The data themselves are not
+        read."""
         digest = hashlib.sha256(json.dumps(self._loader.to_dict(), default=str, sort_keys=True).encode())
         for path in sorted(Path(self._assets).glob("tokenizer*")):
             digest.update(path.read_bytes())
@@ -100,8 +101,10 @@ class TorchtitanData:
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
-        """Return the next `count` micro-batches of the stream for an iteration. Raises BadSampleError if the stream has
-        ended."""
+        """Return the `count` micro-batches of an iteration, after moving the stream forwards or back to that iteration.
+
+        Raises BadSampleError if the stream ends before.
+        """
         if iteration < self._next:
             self._return_to(iteration)
         while self._next < iteration:
@@ -113,7 +116,7 @@ class TorchtitanData:
         return int((sample.targets != IGNORED_TARGET).sum())
 
     def _read_iteration(self, count: int) -> list[Sample]:
-        """Store the position in the stream, and return the next `count` micro-batches, those of one iteration."""
+        """Store the position in the stream, and return the next `count` micro-batches: those of the next iteration."""
         self._states[self._next] = self._data.state_dict()
         while len(self._states) > STORED_STATES:
             self._states.popitem(last=False)
@@ -122,8 +125,8 @@ class TorchtitanData:
         return samples
 
     def _return_to(self, iteration: int) -> None:
-        """Return the stream to its stored position before an iteration; without one, open it again from its
-        beginning."""
+        """Return the stream to its stored position before an iteration; without one, open it again at the first sample
+        that earlier runs have not read."""
         if iteration not in self._states:
             self._open_stream()
             return
@@ -132,7 +135,8 @@ class TorchtitanData:
 
 
 def _next_sample(iteration: int, stream: Iterator[Any]) -> Sample:
-    """Read the next micro-batch of the stream. Raises BadSampleError if the stream has ended."""
+    """Read the next micro-batch of the stream. Raises BadSampleError, which names the iteration, if the stream has
+    ended."""
     try:
         inputs, targets = next(stream)
     except StopIteration:

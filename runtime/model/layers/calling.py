@@ -21,7 +21,11 @@ Batch = tuple[Tensor, ...]
 """Data of a micro-batch (`runtime.model.data.data.Data`), on the device that computes."""
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch on a device. Its document lengths, which the CPU computes, are stored for the copy."""
+    """Return a micro-batch moved to a device.
+
+    The CPU computes the lengths of its documents, and they are stored for the copy, where `document_lengths` finds
+    them.
+    """
     moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
     positions, moved_positions = positions_of(batch), positions_of(moved)
@@ -44,9 +48,10 @@ def has_batch_parameter(function: Callable[..., Any]) -> bool:
 
 
 def needs_batch(function: Callable[..., Any]) -> bool:
-    """Return whether a forward needs the data of the micro-batch in any case.
+    """Return whether a forward has a parameter `batch` without the default None, so that it needs the data of the
+    micro-batch in any case.
 
-    A parameter `batch` with default None needs them only if data consist of more than tokens and targets.
+    With the default None, it needs them only if data consist of more than tokens and targets.
     """
     parameters = inspect.signature(function).parameters
     return "batch" in parameters and parameters["batch"].default is not None
@@ -87,13 +92,14 @@ class LayerCall:
 
 
 def _copy_layer(module: nn.Module) -> nn.Module:
-    """Return a copy of a layer that shares its parameters and buffers."""
+    """Return a copy of a layer's modules that has the layer's own parameters and buffers, not copies of them."""
     shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
     return copy.deepcopy(module, {id(item): item for item in shared})
 
 
 def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
-    """Return a function of output, target and batch that calls `loss`, with the batch only if the loss takes it."""
+    """Return a function of output, target and batch that calls the model's `loss`, and passes the batch only if `loss`
+    has a parameter for it."""
     if has_batch_parameter(loss):
         return lambda output, target, batch: loss(output, target, batch=batch)
     return lambda output, target, _: loss(output, target)

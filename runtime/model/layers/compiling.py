@@ -71,7 +71,7 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Compile all further calls of a layer. Code compiled for another layer of its kind is reused."""
+    """Make further calls of a layer run compiled code. Code compiled for another layer of its kind is reused."""
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True

@@ -22,7 +22,7 @@ def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = No
     Parameters
     ----------
     logits
-        [..., vocabulary]; with a group, each rank's part of the vocabulary, in the order of the ranks.
+        [..., vocabulary]; with a group, this rank's part of the vocabulary, which is cut in the order of the ranks.
     target
         [...], token numbers or `IGNORED_TARGET`.
     group
@@ -66,7 +66,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradients of the logits: the softmax, less 1 at the target."""
+        """Return the gradient of the logits, the softmax less 1 at the target, times `scale`, the gradient of the mean
+        loss, over the number of tokens that count."""
         logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         weight_N = counted_N * (scale / count)

@@ -18,7 +18,10 @@ Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 def with_local_parameters(module: nn.Module) -> nn.Module:
-    """Replace a layer's DTensors by their local shards, as plain parameters. Raises ValueError if a cut is uneven."""
+    """Replace a layer's DTensors, in place, by their local shards as plain tensors, and return the layer.
+
+    Raises ValueError if a DTensor is not cut into equal parts.
+    """
     placed, shards = dict[str, tuple[Any, tuple[Any, ...]]](), dict(shards_of(module))
     for name, parameter in list(module.named_parameters()):
         tensor: Any = parameter
@@ -45,7 +48,8 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
 
 
 def build_dtensors(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return by name the DTensors to call a layer with, made of `parameters`, or of the layer's own if None.
+    """Return by name the DTensors with which a layer has to be called, made of the local shards in `parameters`, or of
+    the layer's own if None.
 
     The result is empty for a layer whose parameters torch has not cut.
     """

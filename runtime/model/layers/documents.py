@@ -38,16 +38,18 @@ def document_lengths(position_ids: Tensor) -> list[list[int]]:
 
 
 def remember_lengths(position_ids: Tensor, moved: Tensor) -> None:
-    """Store the document lengths of positions for their copy on a device, so that only the CPU computes them."""
+    """Store the document lengths of positions for `moved`, their copy on a device, so that only the CPU computes
+    them."""
     if moved is not position_ids:
         _KNOWN_LENGTHS[moved] = document_lengths(position_ids)
 
 
 def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], position_ids: Tensor | None, q_BHTK: Tensor,
                        k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-    """Apply `attend`, a causal attention, to each document separately, and return the joined result [B, H, T, K].
+    """Apply `attend`, a causal attention of query, key and value, to each document separately, and return the joined
+    result [B, H, T, K].
 
-    Positions are [B or 1, T]; without them, each row is one document.
+    Positions in documents are [B or 1, T]; with None, each row is one document.
     """
     if position_ids is None:
         return attend(q_BHTK, k_BNTK, v_BNTK)
@@ -62,6 +64,9 @@ def attend_by_document(attend: Callable[[Tensor, Tensor, Tensor], Tensor], posit
 
 
 def _attend_row(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
-    """Apply `attend` to each of the documents of one row."""
+    """Apply `attend` to each document of one row separately, and return the joined result.
+
+    The lengths of the row's documents are `lengths`; `of` has the row's query, key and value, [B, heads, T, K] each.
+    """
     parts = zip(*(tensor.split_with_sizes(lengths, 2) for tensor in of), strict=True)
     return torch.cat([attend(*part) for part in parts], 2)

@@ -52,8 +52,8 @@ class Embedding(nn.Module):
         return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
     def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """Return an embedding [B, T, C] of the numbers whose rows of the table this rank has, and zeros for the
-        others."""
+        """Embed the numbers [B, T] whose rows of the table this rank has, and return zeros for the others: [B, T,
+        C]."""
         if self.group is None:
             features: Tensor = rows(number_BT)
             return features
@@ -76,7 +76,8 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
         """Attend from features [B, T, C] to features [B, S, C] of the S tokens that this rank has.
 
-        A token sees itself and the tokens before it in its document.
+        A token sees itself and the tokens before it in its document. `positions_BT` are positions in documents, None if
+        each sample is one document; `out_bias` is the bias of the last product, from `for_all_ranks`.
         """
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
@@ -100,7 +101,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm and a residual connection; norms and biases act on a part of the sequence."""
+    """Attention and MLP, each with a norm and a residual connection; norms, and the biases added to the two results,
+    act on this rank's part of the sequence."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -122,13 +124,19 @@ class Block(nn.Module):
 
     def _run_attention(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
                        positions_BT: Tensor | None) -> Tensor:
-        """Return the residual that attention adds to features."""
+        """Return what attention, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
+
+        The three parameters are from `for_all_ranks`; `out_bias` is the bias of the last product.
+        """
         y_BSC: Tensor = self.attention(_apply_norm(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
                                        out_bias)
         return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
 
     def _run_mlp(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
-        """Return the residual that the MLP adds to features."""
+        """Return what the MLP, after a norm with weight `norm` and bias `bias`, adds to features [B, S, C].
+
+        The three parameters are from `for_all_ranks`; `down_bias` is the bias of the last product.
+        """
         y_BTC = functional.gelu(self.up(_apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)))
         return _apply_dropout(_apply_row_parallel(y_BTC, self.down, down_bias, self.group), self.dropout, self.group,
                               self.training)
@@ -144,7 +152,8 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Project features [B, S, C] of this rank's tokens to logits [B, T, V / R] of its part of the vocabulary."""
+        """Project features [B, S, C] of this rank's tokens to logits [B, T, V / ranks] of its part of the
+        vocabulary."""
         weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
         logits_BTV: Tensor = self.logits(_apply_norm(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
@@ -217,7 +226,10 @@ def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
 
 
 def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a norm, with weight and bias from `for_all_ranks`, and return the whole sequence [B, T, C]."""
+    """Apply a norm to this rank's part of the sequence, and return the whole sequence [B, T, C].
+
+    The weight and the bias are those of `norm`, from `for_all_ranks`.
+    """
     if group is None:
         normed: Tensor = norm(x_BSC)
         return normed
@@ -233,7 +245,8 @@ def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: 
 
 
 def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
-    """Apply dropout to `x`, a rank's part along dimension 1; the same elements are dropped as in one process."""
+    """Apply dropout to `x`, of which this rank has a part along dimension 1; the same elements are dropped as in one
+    process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)
     whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))

@@ -20,7 +20,8 @@ from slipstream.runtime.model.layers.split_backward import weight_work
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor, expected: int) -> Tensor:  # noqa: ARG001
     """Multiply rows [S, n] by the matrices of their groups [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E].
 
-    Rows behind the last group have arbitrary values. `expected` is the average number of rows of all groups together.
+    Rows behind the last group have arbitrary values. `expected`, the average number of rows of all groups together,
+    only serves to count floating-point operations.
     """
     if _has_native_kernel(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
@@ -93,7 +94,8 @@ def grouped_linear(value: Tensor, weight: Tensor, groups: ExpertGroups) -> Tenso
 
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradients of the groups' matrices [E, m, n]."""
+    """Return the gradients of the groups' matrices [E, m, n], from the rows [S, n] and the gradients of their products
+    [S, m]."""
     if _has_native_kernel(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
@@ -103,7 +105,7 @@ def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tens
 
 
 def _add_gradient(weight: Tensor, find: Any) -> None:
-    """Add the gradient that the function `find` computes to `.grad` of the weight."""
+    """Call `find`, which computes a gradient, and add the result to `.grad` of the weight."""
     if weight.grad is None:
         weight.grad = find()
     else:

@@ -79,10 +79,11 @@ def collecting_parts() -> Iterator[set[str]]:
 
 
 def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Return the result of a part of a layer, which is recomputed if `[training] recompute` names the part.
+    """Call `function`, the part `name` of a layer, with the other arguments, and return its result.
 
-    To be called in a layer's forward. The result of `function` must depend on its arguments, on parameters and on
-    torch's generators alone.
+    The backward computes the activations within it again if `[training] recompute` names the part. To be called in a
+    layer's forward. The result of `function` must depend on its arguments, on parameters and on torch's generators
+    alone.
     """
     if torch.compiler.is_compiling():  # no part is chosen then
         return function(*args, **kwargs)

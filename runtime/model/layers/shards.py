@@ -26,7 +26,7 @@ class Shard(NamedTuple):
     matrix."""
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a copy of the part of a whole parameter that a rank has."""
+        """Return a copy of the part of a whole parameter that rank number `rank` of `ranks` ranks has."""
         parts = split_dim(split_dim(whole, self.dim, self.blocks), self.dim + 1, ranks).select(self.dim + 1, rank)
         return parts.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
@@ -46,7 +46,7 @@ Shards = Mapping[str, Shard]
 
 
 def shards_of(module: nn.Module) -> Shards:
-    """Return the shards that a layer declares in its attribute `shards`."""
+    """Return the shards that a layer declares in its attribute `shards`, by parameter; empty if no parameter is cut."""
     shards: Shards = getattr(module, "shards", {})
     return shards
 
@@ -59,7 +59,7 @@ def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> Non
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """Return this rank's part of a layer's whole state (`part_state.assemble_state`)."""
+    """Return this rank's part of a layer's whole state (`part_state.assemble_state`); the whole if `group` is None."""
     return dict(state) if group is None else cut_state_for_rank(state, shards, group.rank(), group.size())
 
 
@@ -70,7 +70,10 @@ def cut_state_for_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, r
 
 
 def gather_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """Return a layer's whole state from the parts of all ranks, which must call this function together."""
+    """Return a layer's whole state from the ranks' parts of it, `state`. All ranks must call this function together.
+
+    With a `group` of None, the state is already whole.
+    """
     if group is None:
         return dict(state)
     # Slots of an optimizer with a loaded state may be ordered differently on other ranks.
@@ -97,9 +100,9 @@ def gather_tensors(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
-    """Return how the parameter to which a tensor of a layer's state belongs is cut over ranks.
+    """Return how the ranks cut the parameter to which a tensor of a layer's state belongs, by the tensor's key there.
 
-    Returns None if it is not cut, or if the tensor lacks the dimension that is cut.
+    Returns None if the parameter is not cut, or if the tensor lacks the dimension that is cut.
     """
     shard = shards.get(parameter_name(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard

@@ -24,8 +24,11 @@ class LayerParameter(NamedTuple):
 
 
 class Sharing:
-    """Groups of parameters of different layers that are one parameter; `last` is the number of the model's last
-    layer."""
+    """Groups of parameters of different layers that are one parameter, which belongs to the layer that is first in the
+    group.
+
+    The number of the model's last layer is `last`; None if it is not known.
+    """
 
     def __init__(self, groups: tuple[tuple[LayerParameter, ...], ...] = (), last: int | None = None) -> None:
         self.groups = groups
@@ -42,8 +45,8 @@ class Sharing:
         return (layer, name) in self._first
 
     def copies_in(self, layer: int) -> dict[str, LayerParameter]:
-        """Return the parameters of a layer that another layer owns: by name, the first parameter of the group that
-        shares it."""
+        """Return the parameters of a layer that are not the first of their group: by name, the first parameter of the
+        group."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
     def groups_in(self, layers: Collection[int]) -> Iterator[tuple[LayerParameter, list[LayerParameter]]]:
@@ -54,15 +57,16 @@ class Sharing:
                 yield group[0], places
 
     def tie_parameters(self, layers: Mapping[int, nn.Module]) -> None:
-        """Make the parameters that these layers share one tensor, that of the first of these layers."""
+        """Make the parameters that these layers share one tensor, in place: that of the layer which comes first in the
+        group."""
         for _, (source, *others) in self.groups_in(layers):
             parameter = layers[source.layer].get_parameter(source.name)
             for other in others:
                 replace_tensor(layers[other.layer], other.name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's whole state (`part_state.assemble_state`) without parameters that belong to another
-        layer."""
+        """Return a layer's whole state (`part_state.assemble_state`) without the shared parameters that another layer's
+        state has (`first_of_group`), as it is saved."""
         copies = self.copies_in(layer)
         return {key: tensor for key, tensor in state.items() if parameter_name(key) not in copies}
 

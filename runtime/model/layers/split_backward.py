@@ -47,7 +47,8 @@ def deferring_weights(work: WeightWork) -> Iterator[None]:
 def weight_work() -> WeightWork | None:
     """Return the list to which a user's autograd.Function can append the work of W; None if its backward must do it.
 
-    To be called in the function's forward. Its backward appends calls that add to `.grad`.
+    To be called in the function's forward. The function's backward appends calls without arguments, each of which adds
+    a gradient to `.grad`.
     """
     return _CURRENT.get()
 
@@ -110,7 +111,7 @@ _DEFERRED_OPS: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
 def register_deferred_op(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
     """Register an op of compiled backwards whose weight gradient is left to W.
 
-    When I calls the op, the function `work` returns the call that W has to run, from the op's arguments.
+    When I calls the op, `work` is called with the op's arguments, and returns the function that W has to run.
     """
     _DEFERRED_OPS[op] = work
 
@@ -150,7 +151,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def _cast_operand(tensor: Tensor) -> Tensor:
-    """Return a matrix product's operand, cast as autocast would cast it."""
+    """Return an operand of a matrix product, cast as autocast would cast it; unchanged without autocast."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))

@@ -22,8 +22,8 @@ It must depend on nothing else.
 
 
 def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
-    """Return by name the functions that step parameters of a layer in place of the optimizer: its attribute
-    `step_rules`."""
+    """Return a layer's attribute `step_rules`: by parameter, the function that steps it in place of the optimizer;
+    empty if there is none."""
     rules: Mapping[str, StepRule] = getattr(module, "step_rules", {})
     return rules
 

@@ -30,7 +30,7 @@ def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
 def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """Concatenate the parts of all ranks along a dimension; backward: this rank's part of the gradient.
 
-    All ranks must compute the same with the result, up to `take_own_part`.
+    The caller must see that all ranks compute the same from the result, until `take_own_part`.
     """
     return _apply_to_parts(_concatenate_parts, _copy_part, tensor, dim, group)
 
@@ -49,7 +49,8 @@ def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
 
 
 def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters that all ranks have and use on their parts of the data; backward: gradients are summed."""
+    """Return parameters that all ranks have, for use on this rank's part of the data; backward: gradients are summed
+    over the ranks."""
     if group is None:
         return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
@@ -78,7 +79,8 @@ def _copy_part(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _apply_to_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Apply `forward` to the tensor, and `backward` to the result's gradient; without a group, do nothing."""
+    """Return `forward` of the tensor; the backward applies `backward` to the gradient. Without a group, return the
+    tensor itself."""
     if group is None:
         return tensor
     result: Tensor = _PartsFunction.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]

@@ -16,13 +16,15 @@ _CURRENT: ContextVar[bool] = ContextVar("unfilled", default=False)
 
 
 def is_uninitialized() -> bool:
-    """Return whether a model that builds a layer may leave its parameters uninitialized."""
+    """Return whether layers are being built within `building_uninitialized`, so that a model may leave their parameters
+    uninitialized."""
     return _CURRENT.get()
 
 
 @contextmanager
 def building_uninitialized() -> Iterator[None]:
-    """Build layers without initial values within the context: no call changes a parameter in place."""
+    """Let layers that are built within the context have arbitrary parameters: calls that change a parameter in place
+    are skipped."""
     before = _CURRENT.set(True)
     try:
         with _SkipInPlaceMode():

@@ -68,12 +68,16 @@ class WorkerGroup(distributed.ProcessGroup):
         self._group_name = BACKEND_NAME
 
     def connect(self, connection: GroupConnection | None) -> None:
-        """Set the connection that carries tensors from now on; None: this rank simulates all ranks."""
+        """Set the connection that carries tensors from now on.
+
+        With None, collectives return results of the right shape, as if each rank passed the tensors of this rank.
+        """
         with self._lock:
             self._connection = connection
 
     def disconnect(self, connection: GroupConnection) -> None:
-        """Remove a connection, unless it has been replaced by now; then this rank simulates all ranks."""
+        """Remove a connection, unless another one has replaced it; collectives then simulate the other ranks, as in
+        `connect`."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -99,7 +103,7 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Tensor | Sequence[Tensor],  # type: ignore[override]
                   opts: Any = None) -> distributed.Work:
-        """Reduce each tensor, in place, over all ranks of the worker."""
+        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             with self._carry_tensors("reducing tensors", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -107,11 +111,11 @@ class WorkerGroup(distributed.ProcessGroup):
         return _FinishedWork()
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> distributed.Work:
-        """Reduce each tensor, in place, over all ranks of the worker."""
+        """Reduce each tensor, in place, over all ranks of the worker, by the operation in `opts`; without it, sum."""
         return self.allreduce(tensors, _reduce_options(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> distributed.Work:  # type: ignore[override]
-        """Copy one rank's tensors to the tensors of all ranks, in place."""
+        """Copy the tensors of the rank that `opts` names to the tensors of all ranks, in place."""
         for tensor in tensors:
             with self._carry_tensors("sending a tensor to all", [tensor], tensor) as (connection, (out,)):
                 if connection is not None:
@@ -144,14 +148,14 @@ class WorkerGroup(distributed.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
-        """Call `all_gather_single` for each pair of tensors."""
+        """Call `all_gather_single` for each pair of an output and an input."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts)
         return _FinishedWork()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> distributed.Work:
-        """Call `reduce_scatter_single` for each pair of tensors."""
+        """Call `reduce_scatter_single` for each pair of an output and an input."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
         return _FinishedWork()
@@ -223,7 +227,8 @@ def worker_group() -> WorkerGroup | None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the first rank of its worker, which reports values that are equal on all ranks."""
+    """Return whether this process is the first rank of its worker, or the only one. The first reports values that are
+    equal on all ranks."""
     group = worker_group()
     return group is None or group.rank() == 0
 

@@ -24,12 +24,12 @@ SMALL_BYTES = 2**16
 
 
 def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the checksum of one or more tensors, in their order: one number, on their device."""
+    """Return the checksum of one or more tensors, which depends on their order: a scalar int64, on their device."""
     return _weighted_sum(torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)]))
 
 
 def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors flat, with the small ones of each dtype concatenated."""
+    """Yield the tensors flat: first each large one, then, for each dtype, all small ones concatenated."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)

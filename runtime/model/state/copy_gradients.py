@@ -22,8 +22,8 @@ class CopyGradients:
 
     def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """Allocate two gradient buffers for each part of a range of layers that the partition `cut` lets `worker`
-        copy."""
+        """Allocate two gradient buffers for each part of a range of layers whose buddy is `worker` by the partition
+        `cut`."""
         self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
                                         for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
 
@@ -32,7 +32,7 @@ class CopyGradients:
         return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return the buffers of all copied parts, cut at the borders of layers.
+        """Return the buffers of all copied parts, cut at the borders of layers, by the layer and the span within it.
 
         The function `elements` returns the number of a layer's elements that are cut into parts.
         """

@@ -21,5 +21,6 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """Return the digest of parameters from the digests of each, so that no process needs to hold all of them."""
+    """Return the `parameter_digest` of parameters from the `tensor_digest` of each, by name, so that no process needs
+    to hold all of them."""
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()

@@ -142,19 +142,24 @@ class HeldLayers:
                                  for layers, cut in self.cuts.items() if cut.sharded}
 
     def _build_optimizer(self, worker: Worker) -> PartOptimizer:
-        """Build the optimizer of the parts that the partitions assign to a worker."""
+        """Build the optimizer, without state yet, of the parts that the partitions let a worker store."""
         kept, own = self._parts_by(worker, StatePartition.stored_parts), self._parts_by(worker,
                                                                                         StatePartition.own_parts)
         return PartOptimizer(self.modules, self._config, kept, own, self.sharing,
                              self._sums.by_layer(lambda layer: count_elements(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[StatePartition, Worker], tuple[Span, ...]]) -> Parts:
-        """Return the parts that a worker stores, owns or steps, as `which` selects, as spans of each layer's
-        elements."""
+        """Return the spans of each layer's elements that a worker stores, owns or steps, by the layer's number.
+
+        The method of `StatePartition` that selects them is `which`.
+        """
         return parts_of_worker(worker, self.cuts, lambda layer: count_elements(self.modules[layer]), which)
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Step all held layers for an iteration, with gradients times `factor`; skip the step if `factor` is None."""
+        """Make the optimizer's step of all held layers for an iteration, with gradients times `factor`.
+
+        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
+        """
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
@@ -192,7 +197,7 @@ class HeldLayers:
     def mark_gathering(self, iteration: int) -> None:
         """Mark the parameters as being received from other workers: until `mark_gathered`, they have arbitrary values.
 
-        `iteration` is the one after whose step they then are.
+        When all have been received, they are those after the step of `iteration`.
         """
         self.optimizer.mark_gathering(iteration)
 
@@ -205,7 +210,11 @@ class HeldLayers:
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def set_reduced_ranges(self, ranges: Iterable[LayerRange]) -> None:
-        """Set the ranges, which tile the layers, by which gradients are summed; zero the gradients if they changed."""
+        """Set the ranges of layers whose gradients are summed together; zero the gradients if the ranges are others
+        than before.
+
+        Each held layer must be in exactly one range.
+        """
         ranges = sorted(ranges)
         if ranges == list(self._gradients):
             return
@@ -218,7 +227,8 @@ class HeldLayers:
                                  for first, places in self.sharing.groups_in(self.modules)}
 
     def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
-        """Allocate zero gradients for the parameters that are reduced with a range."""
+        """Give zero gradients to the parameters that are reduced with a range, without shared ones; return their flat
+        tensors."""
         kind = gradient_dtype(self._config)
         ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
                  for name in trained_parameters(self.modules[layer]) if name in step_rules(self.modules[layer])]
@@ -226,7 +236,8 @@ class HeldLayers:
                 *_flatten_gradients(self._reduced_parameters(layers, whole=True), kind), *_flatten_gradients(ruled)]
 
     def _zero_shared_gradients(self, mine: LayerParameter) -> list[Tensor]:
-        """Allocate zero gradients for a parameter that layers share."""
+        """Give a zero gradient to the shared parameter of which `mine` is a held copy, and return its flat tensor in a
+        list."""
         return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
 
     def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
@@ -283,7 +294,8 @@ class HeldLayers:
             flat.zero_()
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by `LAYER.NAME`; a parameter that layers share has that of the first layer."""
+        """Return all held parameters by `LAYER.NAME`. A parameter that layers share has the name of the first of its
+        group."""
         return {str(self.sharing.first_of_group(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
@@ -312,7 +324,10 @@ def build_on_meta(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
-    """Build a layer on the model's device (`build_on_device`), and mark its parameters that are not cut into parts."""
+    """Build a layer on the model's device, and mark its parameters that are not cut into parts (`mark_uncut`).
+
+    The argument `filled` is as in `build_on_device`.
+    """
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
     return module
@@ -327,7 +342,7 @@ def _mark_uncut(layer: int, module: nn.Module, config: TrainingConfig, sharing: 
     """Mark a layer's parameters that are not cut: shared by other layers, not of the model's dtype, or stepped by
     rules.
 
-    Raises ConfigError if a rule belongs to no parameter.
+    Raises ConfigError as `require_stepped_by_rules` does.
     """
     rules, parameters = step_rules(module), trained_parameters(module)
     require_stepped_by_rules(layer, rules, {name: sharing.is_shared(layer, name) for name in parameters})
@@ -348,10 +363,10 @@ def count_trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple
 
 def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
                        cut: StatePartition | None = None) -> list[Tensor]:
-    """Give parameters zero gradients that are views of one flat tensor for each dtype; return the flat tensors.
+    """Give parameters zero gradients that are views of one flat tensor for each dtype, and return the flat tensors.
 
-    Gradients have the given dtype, or that of their parameters if None. Tensors are padded as the partition `cut`
-    needs.
+    The gradients have the given dtype; with None, each has that of its parameter. With `cut`, the flat tensors are
+    padded to its `padded_length`.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -371,13 +386,14 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
 
 
 def _flat_lengths(cuts: Mapping[LayerRange, StatePartition]) -> dict[LayerRange, tuple[int, bool]]:
-    """Return what decides the memory of each range's flat tensors: their padded length, and whether state is
-    sharded."""
+    """Return by range the padded length and whether state is sharded: flat tensors keep their memory while these are
+    equal."""
     return {layers: (cut.padded_length, cut.sharded) for layers, cut in cuts.items()}
 
 
 def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
-    """Move parameters of one dtype into one flat tensor of the given length, as views."""
+    """Copy parameters of one dtype into a new flat tensor of `length` elements, make them views of it, and return
+    it."""
     flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
     start = 0
     for parameter in parameters:

@@ -35,7 +35,7 @@ class _DueStep(NamedTuple):
 class LateSteps(OptimizerSteps):
     """Optimizer of copies of other workers' parts, which makes each step once its iteration is committed.
 
-    For each of its buffers, `gradients` has the gradient of each stepped tensor.
+    For each gradient buffer, `gradients` maps the stepped tensors to their gradients in that buffer.
     """
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
@@ -80,7 +80,7 @@ class LateSteps(OptimizerSteps):
             self._buffer, self._last_step = self._last_step.buffer, None
 
     def catch_up(self) -> None:
-        """Make all registered steps; the last one must be committed, too."""
+        """Make all registered steps now. To be called only when the iteration of the last one is committed, too."""
         self._wait_for_step()
         due, self._last_step = self._last_step, None
         if due is not None:

@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step all parameters that have a gradient."""
+        """Step all parameters that have a gradient; `closure` must be None."""
         assert closure is None
         self._adamw.step()
         for group in self.param_groups:
@@ -69,7 +69,7 @@ def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
 
 
 def _rate_scale(shape: torch.Size, options: MuonConfig) -> float:
-    """Return the factor of the learning rate that depends on the shape of matrices [..., M, N]."""
+    """Return the factor by which Muon multiplies the learning rate for matrices of shape [..., M, N]."""
     rows, columns = shape[-2:]
     if options.adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -24,12 +24,13 @@ NO_RULES: Mapping[str, StepRule] = {}
 
 def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
                  rules: Mapping[str, StepRule] = NO_RULES) -> OptimizerGroups:
-    """Return the optimizer's groups: the matrices and the vectors of each pattern in `[training] parameter_groups`.
+    """Return torch's parameter groups: for each pattern in `[training] parameter_groups`, one of its matrices and one
+    of its vectors.
 
-    Two more groups have the parameters of no pattern, and each step rule has a group. With Muon, parameters that it
-    steps have groups apart, which say so. A group names only the options that differ from the optimizer's defaults, and
-    its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do not. `last` is the number
-    of the model's last layer.
+    Two more groups have the parameters of no pattern, and each step rule has a group with the key "rule". Parameters
+    that Muon steps are in groups of their own, with the key "muon". A group names only the options that differ from the
+    optimizer's defaults, and its weight decay. Unless a pattern sets it, matrices decay and vectors (norms, biases) do
+    not. The names of `parameters` are `LAYER.NAME`, and `last` is the number of the model's last layer.
     """
     members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
         (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
@@ -48,8 +49,8 @@ def build_groups(parameters: Mapping[str, nn.Parameter], config: TrainingConfig,
 def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
     """Return whether Muon steps the parameter `LAYER.NAME`. Raises ConfigError if a pattern assigns a vector to Muon.
 
-    By default, Muon steps matrices and stacks of matrices of all layers except the first and the last, which hold
-    embeddings and heads. Kernels of a convolution by channel count as vectors.
+    By default, Muon steps matrices and stacks of matrices of all layers except layer 0 and layer `last`, which hold
+    embeddings and heads. Kernels of depthwise convolutions count as vectors.
     """
     if config.optimizer != "muon":
         return False
@@ -82,8 +83,8 @@ def require_all_patterns_match(model: LayeredModel, config: TrainingConfig) -> N
 
 
 def _stepped_names(model: LayeredModel) -> Iterable[str]:
-    """Yield `LAYER.NAME` of each parameter that the optimizer steps; one that layers share has the name in the first
-    layer."""
+    """Yield `LAYER.NAME` of each parameter that the optimizer steps; one that layers share has the name of the first of
+    its group."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):

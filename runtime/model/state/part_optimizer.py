@@ -43,7 +43,7 @@ from slipstream.runtime.model.state.version import Version
 
 
 class _Piece(NamedTuple):
-    """Elements of one parameter that lie in one part of a layer, stepped as one tensor."""
+    """Elements of one parameter that lie in one part of a layer; the optimizer steps them as one tensor, `stepped`."""
 
     layer: int
     name: str
@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
     """Buffers for the gradients, if the piece is a copy of another worker's; otherwise empty."""
 
     def parameter_view(self) -> Tensor:
-        """Return the piece's elements of the parameter itself, as a view."""
+        """Return a view of the parameter's own elements that belong to the piece, not of `stepped`."""
         return restore_shape(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def get_gradient(self) -> Tensor | None:
@@ -85,7 +85,8 @@ NO_SUMS: CopyBuffers = {}
 
 
 class PartOptimizer(UndoableSteps):
-    """Optimizer of the parts `kept` of some layers: some are this worker's `own`, some copies with buffers in `sums`.
+    """Optimizer of the parts `kept` of some layers: those in `own` are this worker's, the others are copies of other
+    workers' parts, with gradient buffers in `sums`.
 
     The owners send the sums of gradients into these buffers. Other elements of the parameters come from other workers
     after each step; the caller then calls `mark_gathered`.
@@ -121,12 +122,14 @@ class PartOptimizer(UndoableSteps):
 
     @property
     def whole_after(self) -> int | None:
-        """Iteration after which all elements of the parameters are the state; None while they are being changed."""
+        """Iteration after whose step all elements of the parameters have their present values; None while some are
+        being changed or received."""
         return self.parameters.after if self.parameters.whole else None
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step can no longer be undone: a later step, or its step of the copies, has been made."""
+        """Last iteration whose step can no longer be undone, because a later step, or the step of the copies, has been
+        made; -1 otherwise."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
 
@@ -170,8 +173,8 @@ class PartOptimizer(UndoableSteps):
     def layer_squares(self) -> dict[int, float]:
         """Return by layer the sum of squares of the gradients of the parts that this worker owns, computed in float64.
 
-        A parameter that layers share counts for the first of them; one that all ranks of a worker have counts on the
-        first rank. Parameters with rules do not count.
+        A parameter that layers share counts for the first layer of its group; one that all ranks of a worker have
+        counts on the first rank. Parameters with rules do not count.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
@@ -188,7 +191,7 @@ class PartOptimizer(UndoableSteps):
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
         """Make an iteration's step with the parameters' gradients times `factor`; it can be undone from now on.
 
-        If `factor` is None, the step is skipped.
+        If `factor` is None, parameters stay as they are, and the iteration counts as stepped.
         """
         self.mark_gathering(iteration)
         self._factor = factor
@@ -233,7 +236,7 @@ class PartOptimizer(UndoableSteps):
         self.version = self._late.version = Version(iteration)
 
     def require_version(self, after: int) -> None:
-        """Raise VersionError unless all stored state is that after an iteration."""
+        """Raise VersionError unless all stored state is that after iteration `after`, whose step must be committed."""
         if self._pieces:
             self.version.require(after, "what this worker keeps")
         if self._copies:
@@ -241,9 +244,10 @@ class PartOptimizer(UndoableSteps):
             self._late.version.require(after, "the copies that this worker keeps of others' parts")
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
-        """Return the live tensors of a span that lies in one stored part; without `state`, the parameters alone.
+        """Return the state of a span that lies in one stored part, as live tensors; without `state`, the parameters
+        alone.
 
-        If the part is a copy, the last step must be committed.
+        For a copy of another worker's part, call it only when the last step is committed.
         """
         tensors: dict[str, Tensor] = {}
         part = next((kept for kept in self.kept.get(layer, ()) if kept[0] <= span[0] and span[1] <= kept[1]), span)
@@ -263,9 +267,10 @@ class PartOptimizer(UndoableSteps):
         return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """Return the gradients, by parameter, that the last step used for a part; empty if the step was skipped.
+        """Return the gradients, flat and by parameter name, that the last step used for a part; empty if the step was
+        skipped.
 
-        Most are the live tensors.
+        Most are live tensors, which the next backward changes.
         """
         if self._factor is None:
             return {}
@@ -285,7 +290,8 @@ class PartOptimizer(UndoableSteps):
         self._load_pieces((*self._pieces, *self._copies), parts)
 
     def adopt_state(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
-        """Take over the state of another optimizer, which must not be used afterwards, and the state in `parts`.
+        """Take over the state of the optimizer `before`, which must not be used afterwards, and then the state in
+        `parts`.
 
         Tensors for equal elements of a parameter keep their memory; others are copied. In both optimizers, the last
         step must be final or undone.
@@ -321,7 +327,10 @@ class PartOptimizer(UndoableSteps):
         return sum(tensor.nbytes for tensor in masters) + self._state_bytes() + self._late.memory_bytes()
 
     def _cut_pieces(self, layer: int, module: nn.Module, part: Span, sums: CopyBuffers) -> Iterable[_Piece]:
-        """Yield the pieces of a part of a layer: for each parameter, the elements that are in the part."""
+        """Yield the pieces of a part of a layer: for each parameter, the elements that are in the part.
+
+        A part with gradient buffers in `sums` is a copy of another worker's.
+        """
         for name, parameter, span in parameter_spans(module):
             overlap = intersect(span, part)
             if overlap is None:
@@ -373,7 +382,10 @@ class PartOptimizer(UndoableSteps):
                     piece.parameter_view().copy_(piece.stepped)
 
     def _load_piece(self, piece: _Piece, part: PartState, both: Span) -> None:
-        """Copy the elements `both`, which a part and a piece have in common, into the piece and its optimizer state."""
+        """Copy the elements of the span `both` from a part's state into a piece and its optimizer state.
+
+        The span, of the layer's elements, is the intersection of the part and the piece.
+        """
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
         stepped, states = piece.stepped, self._optimizer_of(piece).states
         slots = states[stepped]

@@ -82,16 +82,16 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Return the elements `wanted` of a flat tensor that has the elements `has` of a layer.
+    """Return the elements `wanted` of a layer from a flat tensor that has the layer's elements `has`.
 
-    A tensor for a parameter as a whole, such as a step counter, is returned unchanged.
+    A tensor that does not have one value for each of these elements, such as a step counter, is returned unchanged.
     """
     return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
 
 
 def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
-    """Return elements of a parameter in its shape if they are all of it, as some optimizers need; otherwise unchanged,
-    flat."""
+    """Return elements of a parameter in the parameter's shape if they are all of it, as some optimizers need; otherwise
+    unchanged, flat."""
     whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
     return elements.view(parameter.shape) if whole else elements
 
@@ -102,10 +102,7 @@ def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
-    """Return whether a flat tensor has one number for each element of the span `has`.
-
-    Otherwise it is for a parameter as a whole.
-    """
+    """Return whether a tensor is flat and has one number for each element of the span `has`, unlike a step counter."""
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 

@@ -85,13 +85,17 @@ class StatePartition(NamedTuple):
         return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
     def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member steps within the iteration and sends to others while it trains."""
+        """Return the parts that a member steps within the iteration: its own, without copies; all if state is not
+        sharded.
+
+        While it trains, it sends the results to others.
+        """
         return self.own_parts(worker) if self.sharded else self.spans
 
     def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
         """Return the same partition for the remaining members: a buddy becomes the owner of a lost member's part.
 
-        Returns None if neither owner nor buddy of some part remains.
+        Returns None if neither owner nor buddy of some part remains, or if state is not sharded.
         """
         places = {self.members.index(worker): place for place, worker in enumerate(members)}
         keepers = [[places[keeper] for keeper in pair if keeper in places]
@@ -114,7 +118,7 @@ class StatePartition(NamedTuple):
 def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
     """Partition `total` elements over members; if state is not sharded, each member stores all of them.
 
-    Buddies are in different failure domains if possible.
+    Buddies are in different groups of `domains`, the workers that fail together, if possible.
     """
     members = tuple(sorted(members))
     count = len(members)
@@ -149,10 +153,10 @@ def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: Ori
 
 
 def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of each member's buddy. Each member is the buddy of one other, in another domain if possible.
+    """Return the index of each member's buddy, from the number of each member's failure domain.
 
-    With members sorted by domain, the one that is as many places ahead as the largest domain has members is in another
-    domain.
+    Each member is the buddy of one other, in another domain if possible. With members sorted by domain, the one that is
+    as many places ahead as the largest domain has members is in another domain.
     """
     order = sorted(range(len(domains)), key=lambda place: (domains[place], place))
     ahead = max(Counter(domains).values()) % len(order) or 1

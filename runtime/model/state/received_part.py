@@ -25,7 +25,10 @@ HOST = torch.device("cpu")
 
 
 class SteppedPart(UndoableSteps):
-    """Received part with the optimizer's state; `module`, the layer, stays unchanged, and `device` computes steps."""
+    """Received part that includes the optimizer's state, and is stepped as on the sender, with the sender's gradients.
+
+    The layer is `module`, which stays unchanged, and `device` computes the steps.
+    """
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -68,7 +71,8 @@ class SteppedPart(UndoableSteps):
             piece.grad = None
 
     def _make_step(self, factor: float) -> None:
-        """Save copies for undo, and step the tensors one by one with gradients that are already scaled."""
+        """Save copies for undo, and step the tensors one by one with their gradients, which the sender has scaled;
+        `factor` must be 1."""
         assert factor == 1.0, "what comes are the gradients that were stepped by"
         stepped = self._stepped_parameters()
         self._save_copies(stepped)
@@ -80,7 +84,8 @@ class SteppedPart(UndoableSteps):
                 self._step_on_device(piece, gradient)
 
     def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
-        """Step one tensor with its gradient on the device, and copy it back to the same host memory."""
+        """Step one tensor with its gradient on the device that computes, and copy the result back to the tensor's host
+        memory."""
         parameter, slots = piece.data, self.state_tensors(piece)
         piece.data = parameter.to(self._device)
         for slot, value in slots.items():
@@ -114,7 +119,10 @@ class CopiedPart:
         """Tensors of the last two iterations, by the iteration after which they are the state."""
 
     def follow_step(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Store the parameters after the sender's next step. Raises ValueError if they do not fit, and VersionError."""
+        """Store `tensors`, the sender's parameters after the step of an iteration.
+
+        Raises ValueError if they do not fit, and VersionError unless the iteration is the next one.
+        """
         if {key: tensor.shape for key, tensor in tensors.items()} != {
                 key: tensor.shape for key, tensor in self._part.tensors.items()}:
             raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
@@ -123,7 +131,8 @@ class CopiedPart:
         self._last = {before: self._last[before], iteration: tensors}
 
     def return_to(self, committed: int) -> None:
-        """Return to the tensors after one of the last two iterations. Raises VersionError for any other."""
+        """Return to the tensors after iteration `committed`, one of the last two stored. Raises VersionError for any
+        other."""
         Version(committed if committed in self._last else max(self._last)).require(
             committed, f"a part of layer {self._part.layer}")
         self._last = {committed: self._last[committed]}

@@ -130,10 +130,11 @@ class StepController:
             self._conclude_sums()
 
     def validate_if_arrived(self) -> None:
-        """Validate the last step if the gradient norm that it depends on has arrived. Raises CommunicationError.
+        """Validate the last step if the gradient norm that it depends on has arrived on all ranks of this worker;
+        otherwise do nothing.
 
-        To be called before a forward. The ranks of a worker agree on it: they communicate within the op, unless it is
-        void.
+        To be called before a forward. The ranks must call it together, because they agree by a collective, except in
+        the states FINAL and VOID. Raises CommunicationError.
         """
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
         if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
@@ -149,7 +150,8 @@ class StepController:
             self.state = StepState.VOID
 
     def leave_void_state(self) -> None:
-        """End the void state, after all workers have gathered the parameters of the corrected step."""
+        """Set the state from VOID to FINAL. To be called when all workers have gathered the parameters of the corrected
+        step."""
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
@@ -164,9 +166,9 @@ class StepController:
     def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
         """Recover from a failure: make exactly the steps of all iterations up to `committed`, permanently.
 
-        If `known` is true, `factor` is the clip factor of iteration `committed`, for a worker that the sums have not
-        reached. At most one later step has been made by any worker. Gradients are zero afterwards. Raises VersionError
-        if recovery is not possible.
+        The clip factor of that iteration is `factor` (None: its step is skipped), unless `known` is false; it is needed
+        only if the sums have not reached this worker. At most one later step has been made by any worker. Gradients are
+        zero afterwards. Raises VersionError if recovery is not possible.
         """
         self._when_validated.clear()
         if self._sums is not None and self.iteration == committed:
@@ -177,7 +179,8 @@ class StepController:
         self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
-        """Make the step with this factor final: keep a right guess, otherwise undo it and step again."""
+        """Make the step with this factor final: keep a step that was guessed right, otherwise undo any guess and step
+        again."""
         if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.undo()
         if self.state is not StepState.GUESSED or factor != 1.0:

@@ -70,7 +70,8 @@ def optimizer_factory(config: TrainingConfig) -> OptimizerFactory:
 
 
 class OptimizerSteps:
-    """Optimizer over tensors in parameter groups, which steps by `.grad` with the learning rate of each iteration."""
+    """Optimizer over tensors in parameter groups, which steps by their `.grad`, with the learning rate of each
+    iteration."""
 
     def __init__(self, groups: OptimizerGroups, config: TrainingConfig) -> None:
         self._config = config
@@ -138,8 +139,8 @@ class UndoableSteps(OptimizerSteps):
     """Optimizer whose last step can be undone bit for bit.
 
     An iteration's step is *open* from `step` until it is committed or undone. At most one step is open: stepping the
-    next iteration commits the one before, because a worker only gets there after all others have validated that one.
-    So, if c is the last iteration that all have committed, each survivor recovers with `return_to(c)`. Parameters and
+    next iteration commits the one before, because a worker only gets there after all others have stepped that one.
+    So, if c is the last committed iteration of the run, each survivor recovers with `return_to(c)`. Parameters and
     their state are then bit for bit those after iteration c.
     """
 
@@ -158,8 +159,9 @@ class UndoableSteps(OptimizerSteps):
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
         """Make an iteration's step, with gradients times `factor`; it can be undone from now on.
 
-        Afterwards `.grad` holds the scaled gradients. Rules get their gradients unscaled. If `factor` is None, the step
-        is skipped. Raises VersionError unless the parameters are those after the iteration before.
+        Afterwards `.grad` holds the scaled gradients. Rules get their gradients unscaled. If `factor` is None,
+        parameters stay as they are, and the iteration counts as stepped. Raises VersionError unless the parameters are
+        those after the iteration before.
         """
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
@@ -170,7 +172,7 @@ class UndoableSteps(OptimizerSteps):
         self.version = Version(iteration)
 
     def _make_step(self, factor: float) -> None:
-        """Save copies, scale the gradients, and step."""
+        """Save copies by which the step can be undone, scale the gradients, and step."""
         self._save_copies(self._stepped_parameters())
         if factor != 1.0:
             for parameter in self._stepped_parameters():
@@ -215,7 +217,8 @@ class UndoableSteps(OptimizerSteps):
         return sum(copy.nbytes for _, copy in self._saved)
 
     def _save_copies(self, stepped: Sequence[nn.Parameter]) -> None:
-        """Copy the parameters that are about to be stepped, and their state, into the memory of the last copies."""
+        """Copy the parameters that are about to be stepped, and their optimizer state, for `undo`; memory of earlier
+        copies is used again."""
         spare, self._saved = {id(pair[0]): pair for pair in self._saved}, []
         live: list[Tensor] = [*stepped]
         for parameter in stepped:

@@ -41,7 +41,8 @@ model."""
 
 
 def weights_folder(path: str) -> Path | None:
-    """Return the folder of pretrained weights; None if the job file names a config.json, for random weights."""
+    """Return the folder of pretrained weights if `path`, the value of `[model] hugging_face`, is a folder; None if it
+    is a config.json, for random weights."""
     return Path(path) if Path(path).is_dir() else None
 
 

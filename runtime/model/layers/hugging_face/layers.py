@@ -100,9 +100,11 @@ class DecoderLayer(nn.Module):
         return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
 
     def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
-        """Return features with the counts so far plus those of this layer's router.
+        """Return features with the counts of all layers before, in `given` (None if there are none), plus those of this
+        layer.
 
-        They are computed as in `load_balancing_loss_func` of transformers.
+        The counts are computed from the router's logits as in `load_balancing_loss_func` of transformers. Tokens where
+        `padding` is 0 do not count.
         """
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
@@ -126,7 +128,7 @@ class Head(nn.Module):
         self._norm = name
 
     def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, T, V]; with the balance loss if routers balance the load of experts."""
+        """Return logits [B, T, V], or logits and the balance loss if routers balance the load of experts."""
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
         return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
@@ -144,8 +146,8 @@ def _recomputable_class(name: Part, kind: Any) -> Any:
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
     """Return the loss for unequal use of experts: experts x sum over experts of (share of tokens x mean probability).
 
-    It is taken over all layers. Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented
-    in transformers.
+    The arguments are the fields of `RoutedFeatures`, summed over all layers. Switch Transformer (Fedus et al., arXiv
+    2101.03961), equations 4 to 6, as implemented in transformers.
     """
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
@@ -164,6 +166,7 @@ def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
 
 
 def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
-    """Return the position ids of the micro-batch, or consecutive ones if data give none: [B or 1, T]."""
+    """Return the position ids of the micro-batch, or consecutive ones for the tokens `of` [B, T, ...] if data give
+    none: [B or 1, T]."""
     given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

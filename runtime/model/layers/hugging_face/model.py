@@ -106,7 +106,7 @@ class HuggingFaceModel:
         return DecoderLayer(inner, None if rotary is None else type(rotary)(self._config), self._config, index, family)
 
     def _initialise_weights(self, module: nn.Module) -> None:
-        """Initialise a layer as transformers does, as the only module of a copy of the sample model."""
+        """Draw initial values for the parameters of a layer, as transformers does for the whole model."""
         whole = copy.copy(self._sample)
         whole._modules, whole.config = {"part": module}, self._config  # deviations depend on the number of layers
         whole.initialize_weights()
@@ -174,8 +174,8 @@ def single_layer_config(config: PreTrainedConfig, index: int, **changes: object)
 
 
 def small_layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the config of `single_layer_config` with a vocabulary of one token, for uses that only need the decoder
-    layer."""
+    """Return the config of a model that has a single decoder layer, that at `index`, and a vocabulary of one token, for
+    uses that only need the decoder layer."""
     return single_layer_config(config, index, vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
@@ -204,6 +204,6 @@ def _copy_module(module: Any) -> nn.Module:
 
 
 def _allocate(module: nn.Module) -> nn.Module:
-    """Allocate a module, uninitialized, on the default device; it stays on the meta device if that is the default."""
+    """Move a module from the meta device to torch's default device, uninitialized, and return it."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)

@@ -59,7 +59,8 @@ def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
-    """Replace the parameters of `decoder.layer` by this rank's parts, and make its modules sum over the ranks."""
+    """Cut the parameters of `decoder.layer` over the ranks, in place: keep this rank's parts, and make the layer's
+    modules sum their results over the ranks."""
     layer, shards, sharing = decoder.get_submodule("layer"), dict[str, Shard](), dict[str, nn.Module]()
     modules: dict[str, Any] = dict(layer.named_modules())
     for name, module in modules.items():
@@ -107,9 +108,9 @@ def _norm_heads(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
 
 
 def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
-    """Apply a norm over all heads together, on every rank.
+    """Apply a norm over all heads together, gathered on every rank, and return the part with this rank's heads.
 
-    transformers computes it in float32, so sums of the ranks' own squares would give other numbers.
+    transformers computes the norm in float32, so sums of the ranks' own squares would give other numbers.
     """
     last = hidden_states.dim() - 1
     normed: Tensor = type(norm).forward(norm, gather_replicated(hidden_states, last, group))
@@ -118,7 +119,11 @@ def _norm_whole(norm: Any, group: WorkerGroup, hidden_states: Tensor) -> Tensor:
 
 def _share_features(group: WorkerGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass a module's input features through `for_all_ranks`, so that their gradients are summed over the ranks."""
+    """Return a module's arguments, with the input features passed through `for_all_ranks`, so that their gradients are
+    summed over the ranks.
+
+    Called before the module's forward, as a hook of torch.
+    """
     if args:
         return (*for_all_ranks(group, args[0]), *args[1:]), kwargs
     (features,) = for_all_ranks(group, kwargs["hidden_states"])

@@ -23,8 +23,8 @@ _BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Let a layer's mixtures of experts count tokens in the backward; return the rule that steps each bias, by its
-    name.
+    """Let a layer's mixtures of experts leave the number of tokens of each expert as the gradient of the bias by which
+    tokens choose experts; return, by the bias's name, the rule that steps it.
 
     The layer, on the meta device, is changed in place.
     """

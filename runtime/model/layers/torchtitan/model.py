@@ -89,8 +89,8 @@ class TorchtitanModel:
         return cross_entropy(output, target)
 
     def rename_for_checkpoint(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rename a layer's parameters: return `state` by the names in torchtitan's checkpoints, not those in the
-        layer."""
+        """Return the parameters of layer number `layer` by their names in torchtitan's checkpoints; `state` has them by
+        their names in the layer."""
         module = self._build_on_meta(layer)
         for name, parameter in list(module.named_parameters()):
             replace_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
@@ -157,7 +157,8 @@ class _MaskCache:
         self._last: tuple[weakref.ref[Tensor], Any] | None = None
 
     def get_masks(self, model: Any, positions: Tensor) -> Any:
-        """Return the masks that torchtitan's decoder makes of positions [B, T], which restart in each document."""
+        """Return the attention masks that `model`, a decoder of torchtitan, makes of positions [B, T], which restart in
+        each document."""
         last = self._last
         if last is not None and last[0]() is positions:
             return last[1]
@@ -168,7 +169,10 @@ class _MaskCache:
 
 
 def _load_layer(module: nn.Module, folder: Path) -> None:
-    """Load a layer's parameters from a checkpoint. Raises ConfigError if it lacks them, or has them in another form."""
+    """Load a layer's parameters from a checkpoint that torchtitan has written.
+
+    Raises ConfigError if the checkpoint lacks them, or has them in another form.
+    """
     state = module.state_dict()
     try:
         load(state, checkpoint_id=folder, no_dist=True)

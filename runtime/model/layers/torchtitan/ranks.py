@@ -14,7 +14,8 @@ from slipstream.runtime.model.layers.worker_group import worker_group
 
 
 def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Module:
-    """Return this rank's part of a layer. `parts` is the same layer on the meta device, which is cut and filled.
+    """Return this rank's part of a layer, made of `parts`: the same layer, built on the meta device, which is cut and
+    filled.
 
     All ranks build the same layer, so nothing is sent. Raises ConfigError if the layer cannot be cut.
     """
@@ -37,7 +38,8 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
 
 
 def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
-    """Wrap features that are equal on all ranks in a replicated DTensor, as a layer that is cut needs them."""
+    """Wrap features that are equal on all ranks in a replicated DTensor if `module`, which takes them, is cut over the
+    ranks; otherwise return them as they are."""
     placed: Placements = getattr(module, "placed", {})
     if not placed or not given.is_floating_point():
         return given

@@ -82,9 +82,10 @@ def _strip_box(said: str) -> str:
 
 @functools.cache
 def parse_for_one_process(arguments: Sequence[str]) -> Trainer.Config:
-    """Parse torchtitan's command line for the same training in one process, ready to build the model.
+    """Return the Trainer's configuration by torchtitan's command line, without parallelism, from which the model can be
+    built.
 
-    Raises ConfigError if torchtitan refuses it.
+    Raises ConfigError if torchtitan refuses the command line.
     """
     return _update_model_config(with_one_process(parse_arguments(arguments)))
 

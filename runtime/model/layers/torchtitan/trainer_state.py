@@ -63,9 +63,10 @@ def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -
 
 
 def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
-    """Yield the parameters of each layer by their names in it, including biases that are buffers in the Trainer.
+    """Yield for each layer its parameters, tensors of the Trainer, by their names in the layer.
 
-    A parameter that layers share belongs to the first of them.
+    Biases that are buffers in the Trainer are included. A parameter that layers share is yielded once, with the layer
+    that comes first in its group.
     """
     model = build_model(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts

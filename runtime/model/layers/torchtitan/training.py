@@ -49,10 +49,11 @@ def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ..
 
 
 def build_run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
-    """Return the configuration of a run for the same training as `config`, torchtitan's own from the command line.
+    """Return the configuration of a run for the same training as torchtitan's command line `arguments`, which `config`
+    is parsed from.
 
-    Before the first step, the parameters must lie in the folder `initial`, as torchtitan writes them. Raises
-    ConfigError if a setting is not supported.
+    A run that starts before the first step reads the parameters from the folder `initial`, in which the caller must
+    save them as torchtitan's checkpoint (`save_trainer`). Raises ConfigError if a setting is not supported.
     """
     assert config.model_spec is not None
     # errors that no other option can fix come first
@@ -78,7 +79,7 @@ def build_run_config(arguments: Sequence[str], config: Trainer.Config, initial: 
 
 
 def rate(config: TrainingConfig, iteration: int) -> float:
-    """Return the factor of an iteration's learning rate, from torchtitan's own schedule."""
+    """Return the factor by which torchtitan's own schedule multiplies the learning rate in an iteration."""
     return _load_rate_function(tuple(config.options["arguments"]))(iteration)
 
 
@@ -153,7 +154,7 @@ def _count_kv_heads(config: Trainer.Config) -> int:
 
 
 def describe_differences(config: Trainer.Config) -> Iterator[str]:
-    """Yield a line for each difference between a run and torchtitan's own training."""
+    """Yield a line for each way in which a run differs from torchtitan's own training by this configuration."""
     checkpoint = config.checkpoint
     if checkpoint.enable and not checkpoint.load_only:
         yield ("checkpoints while it trains are Slipstream's, and as often as they cost less than 1 % of the time: "
@@ -179,7 +180,10 @@ def describe_differences(config: Trainer.Config) -> Iterator[str]:
 
 
 def _convert_groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
-    """Return torchtitan's parameter groups as those of a run. A parameter is in the first group whose pattern fits."""
+    """Return torchtitan's parameter groups as values of `[training] parameter_groups`.
+
+    A parameter is in the first group whose pattern fits.
+    """
     groups = config.optimizer.param_groups
     if not groups:
         raise ConfigError("the configuration's optimizer has no param_groups; expected one, such as default_adamw()")
