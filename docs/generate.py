@@ -35,8 +35,9 @@ def _described(command: Any, name: str) -> Iterator[str]:
     for one in options:
         value = "" if one.is_flag else f" {one.metavar or 'N'}"
         said = isinstance(one.default, int | float | str | Path) and not one.is_flag
-        default = f" Default: `{one.default}`." if said else ""
-        yield f"| `{_cell(', '.join(one.opts) + value)}` | {_cell(one.help or '')}{_cell(default)} |"
+        text = one.help or ""
+        text += f" Default: `{one.default}`." if said and "Default:" not in text else ""
+        yield f"| `{_cell(', '.join(one.opts) + value)}` | {_cell(text)} |"
     yield ""
 
 
