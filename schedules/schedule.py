@@ -117,6 +117,10 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _stages_by_chain(self) -> tuple[range, ...]:
         return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
 
+    def is_last(self, stage: int) -> bool:
+        """Return whether a micro-batch passes this stage last."""
+        return (stage + 1) % self.depth == 0
+
     def original_stage(self, stage: int) -> int:
         """Return the number of the stage in the first chain with the same layers; in pipelines of one direction, the
         stage."""
